@@ -57,7 +57,7 @@ def test_answers_end_with_end_of_turn_and_are_padded_with_end_of_text(read):
     with pytest.raises(ValueError, match="length=2: 'xy' needs 3 tokens"):
         encode_batch(read, [Example("a", "xy")], 2, SPEC)
     chex.assert_trees_all_equal(encode_batch(read, [("abc", "xy"), ("a", "x")], 4, SPEC), batch)
-    for wrong in ("ab", ("a", 3), ["a", "b"]):
+    for wrong in ("ab", ("a", 3), ("a", "b", "c"), ["a", "b"]):
         refuses(r"examples\[0\]=.* must be a pair of texts", encode_batch, read, [wrong], 4, SPEC)
 
     # Prompts of 13 and 11 tokens: in blocks of four, answers of four go on to the positions 20 and 16.

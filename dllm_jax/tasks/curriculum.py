@@ -144,9 +144,10 @@ def encode_batch(
     """
     end, images = _end_of_turn(spec), None
     for index, example in enumerate(examples):
-        if not isinstance(example, tuple) or not all(isinstance(text, str) for text in example[:2]):
+        pair = isinstance(example, Example) or (isinstance(example, tuple) and len(example) == 2)
+        if not pair or not all(isinstance(text, str) for text in example[:2]):
             raise ValueError(f"examples[{index}]={shown(example)} must be a pair of texts: prompt and answer")
-    examples = [Example(*example) for example in examples]
+    examples = [each if isinstance(each, Example) else Example(each[0], each[1]) for each in examples]
     if isinstance(tokenizer, Processor):
         prompt, mask, images = tokenizer.batch(spec, [example.messages for example in examples])
         tokenizer = tokenizer.tokenizer

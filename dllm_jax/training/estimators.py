@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from annotated_types import Interval
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Key
 
 from dllm_jax.nn.answers import answer_logits, passes_at_once
 from dllm_jax.nn.keys import one_key
@@ -24,7 +24,7 @@ from dllm_jax.nn.mesh import current_mesh, number_modes, over_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.state import host
-from dllm_jax.state.inputs import token_ids
+from dllm_jax.state.inputs import Ids, token_ids
 from dllm_jax.training.batch import IGNORED, Batch, Checked, checked
 
 Probability = Annotated[float, Interval(ge=0, lt=1)]
@@ -229,9 +229,7 @@ def _mean_over_draws(model: Model, batch: Checked, masks: Masks, chunk: int, rem
     return jnp.mean(jax.lax.map(one, masks, batch_size=at_once), axis=0)
 
 
-def until_end(
-    answer: Int[Array, "b r"], eos_id: int | Sequence[int], eot_id: int | None = None
-) -> Bool[Array, "b r"]:
+def until_end(answer: Ids, eos_id: int | Sequence[int], eot_id: int | None = None) -> Bool[Array, "b r"]:
     """The tokens of each answer up to and with its first end-of-text or end-of-turn; all if it has none.
 
     These are the ones an objective counts (d1's completion mask).
