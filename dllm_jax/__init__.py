@@ -1,4 +1,4 @@
-"""dllm_jax: diffusion language models (LLaDA, Dream) in JAX, with cache policies one file each.
+"""Diffusion language models (LLaDA, Dream, SDAR, LLaDA2) in JAX, with training-free KV-cache policies.
 
 Axes, used in every annotation and einsum: `b` batch, `l` canvas positions, `c` candidate positions,
 `q` computed positions, `s` cached slots, `h` query heads, `k` kv heads, `d` head width, `m` model width,

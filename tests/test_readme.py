@@ -30,13 +30,11 @@ def test_the_eight_lines_print_what_the_text_says(capsys):
 
 def test_the_example_with_weights_runs_on_a_mesh(tmp_path):
     """With a tiny checkpoint and fewer devices; its preset is prepared, not run."""
-    words = {
-        '"GSAI-ML/LLaDA-8B-Instruct"': repr(str(write_hf(tmp_path / "hf", small(mask_id=60, vocab=64)))),
-        "(8,)": "(2,)",
-        "dj.generate(model": "prepare(model",
-    }
-    namespace = run_blocks([b for b in BLOCKS if "make_mesh" in b], words, {"prepare": prepare})
-    assert namespace["out"].plan.layout.length == 3 + 256
+    path = write_hf(tmp_path / "hf", small(mask_id=60, vocab=64), tokenizer=True)
+    words = {'"GSAI-ML/LLaDA-8B-Instruct"': repr(str(path)), "(8,)": "(2,)", "dj.chat(": "asked("}
+    asked = lambda model, tokenizer, messages, **options: prepare(model, [[1, 2, 3]], **options)
+    namespace = run_blocks([b for b in BLOCKS if "make_mesh" in b], words, {"asked": asked})
+    assert namespace["answer"].plan.layout.length == 3 + 256
     assert namespace["model"].dtype == np.dtype("bfloat16")
 
 

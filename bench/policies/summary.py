@@ -84,10 +84,8 @@ LINES = (
 # The README's: questions and policies that tell each other apart.
 BRIEF = ("tiny-llada chain-of-16", "tiny-dream chain", "tiny-dream chain-of-16")
 BRIEFLY = (
-    *(EXACT, Setting(p.DualCache()), _one_block(p.DKVDecode(refresh_every=8)), Setting(p.D2Cache(k=8))),
-    *(_one_block(p.ElasticCache(window=8)), *(Setting(p.SparseDLLM(keep=k)) for k in (0.75, 0.5))),
-    *(Setting(p.EvictPrompt(budget=32)), mask_kv(budget=64)),
-    *(one for one in grid.LATER if isinstance(one.policy, (p.SlidingCache, p.SuffixDropout))),
+    *(EXACT, Setting(p.DualCache()), _one_block(p.ElasticCache(window=8)), Setting(p.D2Cache(k=8))),
+    *(Setting(p.SparseDLLM(keep=0.75)), Setting(p.EvictPrompt(budget=32))),
 )
 
 
