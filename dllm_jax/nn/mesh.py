@@ -61,7 +61,10 @@ class MeshRules(Options):
         pairs = ("batch", "heads"), ("width", "heads"), ("width", "mlp"), ("width", "vocab")
         for one, other in (*pairs, *(("experts", other) for other in ("mlp", "width", "batch"))):
             if both := sorted(set(getattr(self, one)) & set(getattr(self, other))):
-                raise ValueError(f"{one} and {other} are both split by {both}: arrays have both axes")
+                raise ValueError(
+                    f"MeshRules: mesh axes {both} are assigned to both {one} and {other}, but some arrays "
+                    "have both. Use different mesh axes."
+                )
 
     @property
     def known(self) -> tuple[str, ...]:

@@ -315,13 +315,9 @@ def warn_of_length(length: int, spec: ModelSpec, stacklevel: int):
     Python shows such a warning once for each place that it comes from.
     """
     if spec.positions is not None and length > spec.positions:
-        hint = (
-            ": load(path, rope_factor=...) stretches its rotary embedding"
-            if spec.rope_scaling is None
-            else ""
-        )
+        extend = "" if spec.rope_scaling else " Use load(path, rope_factor=...) to extend it."
         message = (
-            f"a canvas of more than {spec.positions} positions, which is what the model was made for, is "
-            f"answered worse{hint}"
+            f"prompt and response exceed {spec.positions} tokens, the model's context length: quality may "
+            f"degrade.{extend}"
         )
         warnings.warn(message, PositionsWarning, stacklevel=stacklevel + 1)
