@@ -59,6 +59,17 @@ def test_the_printed_check_passes_and_the_default_layer_is_printed_in_full(print
     assert list(map(ast.dump, ours.body[1:])) == list(map(ast.dump, theirs.body))
 
 
+def test_the_samplers_of_the_page_decode_as_it_says_and_pass_its_check(monkeypatch, capsys):
+    printed = run_page("writing-a-sampler.md")
+    assert int(capsys.readouterr().out.splitlines()[0].strip("[]")) < 32
+    assert printed["out"].stats.nfe.tolist() == [8]
+    assert printed["out"].stats.idle.tolist() == [0]
+    if not EXHAUSTIVE:
+        asked = functools.partial(testing.check_sampler, checks=(checks.only_scored_masks_are_decoded,))
+        monkeypatch.setitem(printed, "check_sampler", asked)
+    printed["test_close"]()
+
+
 def test_every_member_of_a_policy_and_of_the_canvas_is_described():
     members = {name for name in vars(dj.policies.Policy) if not name.startswith("_")}
     members -= {"reuses", "stores", "only_sets", "readable"}

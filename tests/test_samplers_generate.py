@@ -1,5 +1,6 @@
 """`generate` from end to end: network, guidance and sampler against numpy; keys and reproducibility."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,6 +11,8 @@ import pytest
 import dllm_jax as dj
 from dllm_jax.decoding.request import sequence_keys
 from dllm_jax.samplers import Confidence, DreamSchedule, RecordedNoise
+from dllm_jax.state import best
+from dllm_jax.state.inputs import IdleStepsWarning
 from dllm_jax.state.layout import Layout
 from tests import numpy_sampler as plain
 from tests.models import random_tokens, tiny
@@ -77,3 +80,39 @@ def test_one_key_is_split_over_the_rows():
     assert len({tuple(k) for k in jax.random.key_data(keys).tolist()}) == 3
     legacy = sequence_keys(jax.random.key_data(jax.random.key(0)), 3)
     assert (legacy == keys).all()
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoAtOnce(Confidence):
+    """Decodes two positions per step, whatever the schedule says."""
+
+    def transfer(self, candidates, canvas, noise):
+        return best(candidates.score, jnp.full(len(candidates.score), 2))
+
+
+def test_steps_of_a_users_sampler_that_decode_nothing_are_counted_and_told_of():
+    """Steps beyond the masks that a block had are idle under every schedule, and do not count."""
+    idle = r"sampler=TwoAtOnce\(\.\.\) idles: 4 of 8 .*UntilDone"
+    with pytest.warns(IdleStepsWarning, match=idle):
+        out = dj.generate(tiny("llada"), prompt("llada"), length=RESPONSE, sampler=TwoAtOnce())
+    assert (out.stats.nfe.tolist(), out.stats.idle.tolist()) == ([8, 8], [4, 4])
+    many = dj.generate_many(tiny("llada"), [[4, 5]], length=RESPONSE, sampler=TwoAtOnce(), slots=1)
+    with pytest.warns(IdleStepsWarning, match=idle):
+        next(many)
+
+    # Two sequences of a template, of four masks and of two.
+    mask = tiny("llada").spec.mask_id
+    with pytest.warns(IdleStepsWarning, match="idles: 2 of 4"):
+        out = dj.infill(tiny("llada"), [[mask] * 4 + [5], [mask, 5, 5, mask, 5]], sampler=TwoAtOnce())
+    assert out.stats.idle.tolist() == [2, 1]
+
+
+def test_no_sampler_of_the_library_counts_idle_steps():
+    """Their programs are what they were: each follows the schedule, or ends its blocks without it."""
+    kinds = [
+        k for k in vars(dj.samplers).values() if isinstance(k, type) and issubclass(k, dj.samplers.Sampler)
+    ]
+    made = [k() for k in kinds if k.__name__ not in ("Sampler", "UntilDone", "PCSampler")]
+    assert len(made) > 10
+    assert not [sampler for sampler in made if sampler.may_idle]
+    assert TwoAtOnce().may_idle

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 
 from dllm_jax.decoding.loop import denoise
-from dllm_jax.decoding.nonfinite import report
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.placement import Placed, collect, place
+from dllm_jax.decoding.report import report
 from dllm_jax.decoding.request import prepare
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, call, check_argument, shown
@@ -112,7 +112,7 @@ def compare(
     seconds = np.median(turns, axis=0)
     outputs = [output for _, output in first]
     for run, output in zip(runs, outputs, strict=True):
-        report(output.stats.finite, run.placed.nonfinite, stacklevel=2)
+        report(output.stats, run.placed.plan.sampler, run.placed.nonfinite, stacklevel=2)
     mean = lambda array: float(np.mean(host.everywhere(array)))
     return Comparison(
         tuple(

@@ -7,9 +7,10 @@ from jax.typing import ArrayLike
 
 from dllm_jax.decoding import buckets as ladders
 from dllm_jax.decoding.loop import denoise
-from dllm_jax.decoding.nonfinite import NonFinite, report
+from dllm_jax.decoding.nonfinite import NonFinite
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.placement import collect, place
+from dllm_jax.decoding.report import report
 from dllm_jax.decoding.request import Request, Stops, prepare, prepare_infill
 from dllm_jax.decoding.stream import watched
 from dllm_jax.nn.intervention import Intervention
@@ -105,7 +106,8 @@ def generate(
     Warns:
       dllm_jax.decoding.nonfinite.NonFiniteWarning: they did, with nonfinite="warn"; which sequences.
       dllm_jax.state.inputs.PositionsWarning: the canvas is longer than what the model was made for.
-      dllm_jax.state.inputs.IdleStepsWarning: there are more steps than tokens to decode.
+      dllm_jax.state.inputs.IdleStepsWarning: there are more steps than tokens to decode, or steps of
+        a sampler of your own had nothing to decode.
     """
     options = dict(locals())  # every argument by its name, as it was given
     options |= options.pop("unknown")
@@ -173,5 +175,5 @@ def _answered(model: Model, request: Request, given: inputs.Ids, progress: bool)
         output = watched(placed)
     else:
         output = collect(placed, *denoise(placed.model, placed.inputs, placed.plan))
-    report(output.stats.finite, request.nonfinite, stacklevel=3)
+    report(output.stats, request.plan.sampler, request.nonfinite, stacklevel=3)
     return output

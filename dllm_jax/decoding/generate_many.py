@@ -18,8 +18,8 @@ from jax.core import Tracer
 from jaxtyping import Array, Key
 
 from dllm_jax.decoding import buckets as ladders
-from dllm_jax.decoding.nonfinite import NonFinite, report
 from dllm_jax.decoding.output import Output
+from dllm_jax.decoding.report import report
 from dllm_jax.decoding.request import GenerateOptions, Request, prepare
 from dllm_jax.decoding.slots import Slots
 from dllm_jax.decoding.stream import progress_bar
@@ -146,7 +146,8 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
     ):
         self._model, self._prompts, self._count = model, prompts, slots
         self._errors, self._key, self._options, self._bar = errors, key, options, bar
-        self._nonfinite: NonFinite = GenerateOptions(**options).nonfinite
+        asked = GenerateOptions(**options)
+        self._sampler, self._nonfinite = asked.sampler, asked.nonfinite
         self._read, self._item = 0, NONE  # requests made, and the prompt of which the next one is
 
         # Every request that has no answer is open; those of them in no slot wait.
@@ -168,7 +169,7 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
             self._bar.advance(self._bar.task_ids[0])
         if isinstance(answer, Output):
             try:
-                report(answer.stats.finite, self._nonfinite, stacklevel=2)
+                report(answer.stats, self._sampler, self._nonfinite, stacklevel=2)
             except FloatingPointError as error:
                 answer = error
         if isinstance(answer, Exception) and self._errors == "raise":

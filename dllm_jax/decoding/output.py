@@ -93,7 +93,8 @@ def side_by_side(outputs: Mapping[str, Output], tokenizer: Any = None, *, sequen
     for name, output in outputs.items():
         check_argument(f"outputs[{name!r}]", output, Output, ", which dj.generate returns")
         recording = Recording.of(output.trace, sequence)
-        stats = {field: values(array)[sequence] for field, array in output.stats._asdict().items()}
+        counted = {field: array for field, array in output.stats._asdict().items() if array is not None}
+        stats = {field: values(array)[sequence] for field, array in counted.items()}
         panels.append(Panel(str(name), recording, {field: value.item() for field, value in stats.items()}))
     return page(panels, tokenizer)
 

@@ -28,6 +28,8 @@ class Stats(NamedTuple):
       answer: decoded tokens before the first end-of-text, and before a stop.
       finite: False if the sequence ended early because a step's logits held NaN or infinity; what was not
         decoded by then is still masked. Its batch mates are as they would be without it.
+      idle: forwards with nothing left to decode in a block that had masks for one more each; None unless the
+        sampler is one that may have them (`Sampler.may_idle`).
     """
 
     nfe: Int[Array, "b"]
@@ -39,6 +41,7 @@ class Stats(NamedTuple):
     decoded: Int[Array, "b"]
     answer: Int[Array, "b"]
     finite: Bool[Array, "b"]
+    idle: Int[Array, "b"] | None = None
 
 
 class Record(NamedTuple):
@@ -52,6 +55,7 @@ class Record(NamedTuple):
       finite: see `Stats`.
       trace: its steps so far; None if no trace is recorded.
       confidence: with which each position was decoded, infinity where no step did; None records none.
+      idle: see `Stats`.
     """
 
     computed: Int[Array, "b"]
@@ -61,10 +65,11 @@ class Record(NamedTuple):
     finite: Bool[Array, "b"]
     trace: Steps | None
     confidence: Float[Array, "b l"] | None
+    idle: Int[Array, "b"] | None
 
     @staticmethod
     def begin(
-        canvas: Canvas, limit: int | None, confidence: bool, extra: Float[Array, "b n"] | None
+        canvas: Canvas, limit: int | None, confidence: bool, extra: Float[Array, "b n"] | None, idle: bool
     ) -> "Record":
         """An empty record.
 
@@ -73,13 +78,15 @@ class Record(NamedTuple):
           limit: steps of trace that are allocated; None records no trace.
           confidence: whether the confidences of decoded positions are recorded.
           extra: positions that layers computed before the first step (`Cache.extra_positions`).
+          idle: whether idle steps are counted.
         """
         zeros = jnp.zeros(canvas.tokens.shape[0], jnp.int32)
         steps = None if limit is None else trace.begin(canvas, limit)
         finite = jnp.ones(zeros.shape, bool)
         unknown = jnp.full(canvas.tokens.shape, jnp.inf, jnp.float32) if confidence else None
         widened = zeros.astype(jnp.float32) if extra is None else jnp.mean(extra, axis=1)
-        return Record(zeros, zeros.astype(jnp.float32), widened, zeros, finite, steps, unknown)
+        executed, none_idle = zeros.astype(jnp.float32), zeros if idle else None
+        return Record(zeros, executed, widened, zeros, finite, steps, unknown, none_idle)
 
     def add(
         self,
@@ -124,6 +131,7 @@ class Record(NamedTuple):
             confidence=None
             if self.confidence is None
             else _decoded_with(self.confidence, before, after, proposal),
+            idle=None if self.idle is None else self.idle + _idles(before),
         )
 
     def completed(self, canvas: Canvas) -> Trace | None:
@@ -152,7 +160,15 @@ class Record(NamedTuple):
             decoded=jnp.sum(decoded, axis=1, dtype=jnp.int32),
             answer=jnp.sum(before_eos, axis=1, dtype=jnp.int32),
             finite=self.finite,
+            idle=self.idle,
         )
+
+
+def _idles(before: Canvas) -> Bool[Array, "b"]:
+    """The sequences that a step has nothing to decode for, although their block had masks for it."""
+    # A block with fewer masks than steps, as templates have, is idle under every schedule.
+    had_masks = before.schedule_step < before.block_masks
+    return before.active & ~jnp.any(before.unanswered, axis=1) & had_masks
 
 
 def _decoded_with(

@@ -55,7 +55,8 @@ def initial(generation: Generation, inputs: Inputs) -> State:
     cache = plan.policy.before_first_step(cache, streams, model, x)
     cache = split_cache(cache, model, streams_b)
     extra, cache = counted(cache, plan.streams)
-    record = Record.begin(canvas, plan.step_limit if plan.trace else None, plan.confidence, extra)
+    traced = plan.step_limit if plan.trace else None
+    record = Record.begin(canvas, traced, plan.confidence, extra, plan.sampler.may_idle)
     memory = jax.tree.map(lambda array: constrain(array, model.rules, "b"), plan.sampler.init(canvas))
     return State(canvas, cache, needed(generation, cache, canvas), record, memory)
 

@@ -11,9 +11,9 @@ from jax.core import Tracer
 from jaxtyping import Bool, Float, Int
 
 from dllm_jax.decoding.loop import Piece, begin, resume, traced
-from dllm_jax.decoding.nonfinite import report
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.placement import Placed, collect, numbers, on_mesh, place, runs_on, with_auto_axes
+from dllm_jax.decoding.report import report
 from dllm_jax.decoding.request import prepare
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument
@@ -85,7 +85,7 @@ def stream(
 def _reported(pieces: Generator[Snapshot, None, None], placed: Placed) -> Generator[Snapshot, None, None]:
     for snapshot in pieces:
         if snapshot.output is not None:
-            report(snapshot.output.stats.finite, placed.nonfinite, stacklevel=2)
+            report(snapshot.output.stats, placed.plan.sampler, placed.nonfinite, stacklevel=2)
         yield snapshot
 
 

@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Annotated, ClassVar, Literal
 
 import jax.numpy as jnp
@@ -148,6 +149,17 @@ class Sampler(Options, abc.ABC):
         return self.verifies or self.edits
 
     @property
+    def may_idle(self) -> bool:
+        """Whether a block may wait for its schedule with nothing left to decode: such steps are counted.
+
+        They are where a decision of yours meets the library's `finished`. The library's own decisions follow
+        the schedule; one that revises tokens has something to do without masks.
+        """
+        cls = type(self)
+        decides = _is_ours(cls.transfer) and _is_ours(cls.decide)
+        return _is_ours(cls.finished) and not (decides or self.revises)
+
+    @property
     def draws(self) -> bool:
         """Whether the sampler needs random numbers."""
         return not fixed_at(self.temperature, 0)
@@ -221,6 +233,11 @@ class Sampler(Options, abc.ABC):
         truncated = jnp.where(keep, logits, -jnp.inf)
         nothing_left = jnp.max(truncated, axis=-1) == -jnp.inf
         return jnp.where(nothing_left, token, jnp.argmax(truncated, axis=-1).astype(jnp.int32))
+
+
+def _is_ours(method: Callable) -> bool:
+    """Whether a method is the library's."""
+    return (getattr(method, "__module__", None) or "").partition(".")[0] == "dllm_jax"
 
 
 def score_by(

@@ -35,6 +35,12 @@ class UntilDone(Sampler, abc.ABC):
         """One step per response position, since each step decodes at least one."""
         return layout.response
 
+    @property
+    @override
+    def may_idle(self) -> bool:
+        """Only with a `finished` of its own, which is not looked at: no."""
+        return False
+
 
 @dataclasses.dataclass(frozen=True)
 class Threshold(UntilDone):

@@ -295,7 +295,7 @@ def with_suffix(tokens: Int[AnyArray, "b l"], suffix: Int[AnyArray, "b s"]) -> I
 
 
 class IdleStepsWarning(UserWarning):
-    """A schedule has more denoising steps than there are tokens to decode."""
+    """Denoising steps of a generation have nothing to decode."""
 
 
 def warn_of_idle_steps(steps: int, length: int, stacklevel: int):

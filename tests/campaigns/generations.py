@@ -232,7 +232,11 @@ def of_batch(setting: Setting, request: Request, model: dj.Model, out: dj.Output
         if not np.array_equal(ours, theirs):
             return f"sequence {sequence} is {ours.tolist()} in the batch and {theirs.tolist()} alone"
         for name, whole, single in zip(out.stats._fields, out.stats, alone.stats, strict=True):
-            if name != "executed" and not np.allclose(whole[sequence], single[0], rtol=1e-5):
+            if (
+                name != "executed"
+                and whole is not None
+                and not np.allclose(whole[sequence], single[0], rtol=1e-5)
+            ):
                 return f"sequence {sequence}: {name} is {whole[sequence]} in the batch and {single[0]} alone"
     return ""
 
