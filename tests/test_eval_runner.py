@@ -5,16 +5,18 @@ import itertools
 import re
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
-from dllm_jax import policies, samplers, tasks
+import dllm_jax as dj
+from dllm_jax import lora, policies, samplers, tasks
 from dllm_jax.decoding.chat import chat_ids
 from dllm_jax.decoding.generate import generate
 from dllm_jax.decoding.stats import Stats
 from dllm_jax.eval.results.record import cost_totals, totals
 from dllm_jax.eval.run import runner as runner_module
-from dllm_jax.eval.run.checkpoint import LanguageModel, fingerprint
+from dllm_jax.eval.run.checkpoint import Checkpoint, LanguageModel, fingerprint
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.likelihoods import Likelihood
 from dllm_jax.eval.run.runner import Request, Runner, cut
@@ -241,3 +243,15 @@ def test_what_determines_a_result_is_in_its_key():
     others = [scorer(draws=8), scorer(strata=4), scorer(cfg_scale=1.0)]
     keys = {one.key(PAIRS[0]), one.key(PAIRS[1]), scorer(greedy_check=False).key(PAIRS[0])}
     assert len(keys | {other.key(PAIRS[0]) for other in others}) == 6
+
+
+def test_an_adapter_is_part_of_a_checkpoint_and_of_its_identity(tmp_path):
+    base = Checkpoint("tiny-llada").open()
+    grown = lora.attach(base.model, lora.LoRA(rank=2), jax.random.key(0))
+    grown = jax.tree.map(lambda leaf: leaf if leaf.any() else leaf + 0.1, grown)  # B is 0 at first
+    lora.save(grown, tmp_path / "adapter")
+    one = Checkpoint("tiny-llada", peft=str(tmp_path / "adapter")).open()
+    assert one.identity.startswith(f"{base.identity} peft=")
+    tokens = np.arange(40, 56)[None]
+    np.testing.assert_allclose(dj.forward(one.model, tokens), dj.forward(grown, tokens), rtol=1e-5, atol=1e-5)
+    assert not np.allclose(dj.forward(one.model, tokens), dj.forward(base.model, tokens))
