@@ -1,7 +1,9 @@
 """Questions about images: the file, the scores, the published settings, and a run from the command line."""
 
+import itertools
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from tests import llada_v, table
 from tests.test_vision import picture
 
 TABLES = table("images")
+PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "evaluation.md"
 CHOICES = ("a cat", "a dog", "I see none")
 
 
@@ -112,6 +115,21 @@ def folder(tmp_path):
     picture(20, 30, seed=1).save(made / "b.png")
     write(made, QUESTIONS)
     return made
+
+
+def test_the_questions_of_the_page_are_taken(tmp_path):
+    """The files printed in docs/how-to/evaluation.md suit the tasks of its table."""
+    free, choice = re.findall(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    for name in ("one.png", "two.png"):
+        picture(8, 8).save(tmp_path / name)
+    free_tasks = [ImageTask(), *map(published, ("chartqa", "docvqa", "infovqa", "word"))]
+    for text, count, tasks in ((free, 3, free_tasks), (choice, 1, [published("multiple-choice")])):
+        (tmp_path / "questions.jsonl").write_text(text)
+        samples = read(tmp_path / "questions.jsonl")
+        assert len(samples) == count
+        for task, one in itertools.product(tasks, samples):
+            assert one.question in task.text(one)
+            assert task.score(one.answer[-1], one) == 1
 
 
 def write(folder, questions):

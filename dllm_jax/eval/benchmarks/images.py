@@ -136,8 +136,9 @@ class ImageTask(Options):
           ValueError: choices for a template without a place for them, or the other way round.
         """
         if bool(sample.choices) != ("{choices}" in self.template):
+            fix = "multiple-choice questions need a file and a task of their own"
             raise ValueError(
-                f"{sample.where}: {len(sample.choices)} choices for the template {self.template!r}"
+                f"{sample.where}: {len(sample.choices)} choices for the template {self.template!r}: {fix}"
             )
         # The template is split first: what stands in the question or its choices is never filled in.
         pairs = zip(LETTERS, sample.choices, strict=False)
