@@ -19,7 +19,7 @@ import tyro
 from dllm_jax import embedded, provenance
 from dllm_jax.checkpoint import load
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
-from dllm_jax.command_line import PATHS, plain_errors
+from dllm_jax.command_line import PATHS, plain_errors, run
 from dllm_jax.decoding.chat import decode_answers
 from dllm_jax.decoding.generate import generate
 from dllm_jax.decoding.watch.grid import grid
@@ -67,8 +67,13 @@ class Arguments(Options):
             raise ValueError(f"models={unknown[0]!r} must be of {', '.join(READING)}")
 
 
+def command():
+    """Runs `python -m dllm_jax`, or the `dllm-jax` command, and ends the process."""
+    run(main)
+
+
 def main() -> int:
-    """Entry point of `python -m dllm_jax` and of the `dllm-jax` command."""
+    """Runs the command that the command line names."""
     # By hand, so that the demonstration needs no word of its own before its options.
     if sys.argv[1:2] == ["chat"]:
         with plain_errors():
@@ -143,4 +148,4 @@ def _provenance(arguments: Arguments) -> dict:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

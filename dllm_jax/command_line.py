@@ -1,9 +1,11 @@
 """Command lines: how they read paths, and how they report bad input."""
 
 import contextlib
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
@@ -26,13 +28,33 @@ def _path(described: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Path] | None
 
 
 @contextlib.contextmanager
-def plain_errors() -> Iterator[None]:
-    """Ends the program with one line in place of a traceback: exit code 2 on bad input, 130 on Ctrl-C."""
+def plain_errors(interrupted: str = "interrupted") -> Iterator[None]:
+    """Ends the program with one line in place of a traceback: exit code 2 on bad input, 130 on Ctrl-C.
+
+    Args:
+      interrupted: Line on Ctrl-C, unless the `KeyboardInterrupt` brings one.
+    """
     try:
         yield
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
     except KeyboardInterrupt as error:
-        print(str(error) or "interrupted", file=sys.stderr)
+        print(str(error) or interrupted, file=sys.stderr)
         raise SystemExit(INTERRUPTED) from error
+
+
+def run(main: Callable[[], int | None], interrupted: str = "interrupted") -> NoReturn:
+    """Runs a command and ends the process with its status; arguments besides are those of `plain_errors`.
+
+    After Ctrl-C the interpreter is not torn down: threads of XLA may still work, and crash without it.
+    """
+    try:
+        with plain_errors(interrupted):
+            status = main()
+    except SystemExit as ended:
+        status = ended.code
+    if status == INTERRUPTED:
+        sys.stdout.flush()
+        os._exit(INTERRUPTED)
+    sys.exit(status)

@@ -14,7 +14,7 @@ import jax
 import tyro
 
 from dllm_jax import lora
-from dllm_jax.command_line import plain_errors
+from dllm_jax.command_line import run
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.tasks import Example
 from dllm_jax.training import Batch, vrpo_loss
@@ -83,5 +83,4 @@ def main(
 
 
 if __name__ == "__main__":
-    with plain_errors():
-        tyro.cli(main)
+    run(lambda: tyro.cli(main))

@@ -7,18 +7,23 @@ notebooks show it. No state of matplotlib's pyplot is touched.
 import numpy as np
 from jaxtyping import Bool, Float, Int
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 import dllm_jax as dj
 from examples.similarity import KINDS, Similarity
 
+SIMILARITY = "cosine similarity to the step before"
 COLOURS = ("tab:blue", "tab:green", "tab:red", "tab:grey")
 
 
 def similarity_by_kind(similarity: Similarity) -> Figure:
     """Mean similarity over layers, a line for each kind of position, keys and values side by side."""
-    figure, panels = _two_panels("layer")
+    figure, panels = _two_panels("layer", SIMILARITY)
     for axes, means in zip(panels, similarity.by_kind(), strict=True):
+        axes.set_xticks(similarity.layers[_ticks(similarity.layers)[0]])
         for kind, colour, line in zip(KINDS, COLOURS, means.T, strict=True):
             axes.plot(similarity.layers, line, "o-", color=colour, label=kind.replace("_", " "))
     panels[1].legend()
@@ -26,31 +31,36 @@ def similarity_by_kind(similarity: Similarity) -> Figure:
 
 
 def similarity_by_step(similarity: Similarity, kind: str = "masked") -> Figure:
-    """Layers x steps of one of `KINDS`, as Elastic-Cache's figure 1b; white where there is none.
+    """Layers x steps of one of `KINDS`, as Elastic-Cache's figure 1b; blank where there is none.
 
     With kind="prompt" and "masked" it is dLLM-Cache's point: the prompt hardly changes, the response does.
     """
     means = [array[:, :, KINDS.index(kind)].T for array in similarity.by_step()]
-    figure, panels = _two_panels("denoising step")
+    figure, panels = _two_panels("denoising step", "layer")
+    figure.suptitle(f"{kind.replace('_', ' ')} positions")
     low = np.nanmin(means) if np.isfinite(means).any() else 0.0
     for axes, values in zip(panels, means, strict=True):
         image = axes.imshow(values, aspect="auto", origin="lower", vmin=low, vmax=1.0)
-        axes.set_yticks(range(len(similarity.layers)), similarity.layers.tolist())
+        axes.set_yticks(*_ticks(similarity.layers))
         axes.set_xticks(*_ticks(similarity.steps))
-    figure.colorbar(image, ax=panels, label=f"similarity to the step before, {kind.replace('_', ' ')}")
+    figure.colorbar(image, ax=panels, label=SIMILARITY)
     return figure
 
 
 def similarity_around_decoding(similarity: Similarity, window: int = 8) -> Figure:
     """Mean similarity up to `window` steps before and after a token is decoded (dKV-Cache, figure 2b)."""
-    figure, panels = _two_panels("steps after the one that decoded the token")
+    figure, panels = _two_panels("steps after the one that decoded the token", SIMILARITY)
+    layers = similarity.layers
+    shades = ScalarMappable(Normalize(layers.min(), layers.max()), "viridis")
     offsets = np.arange(-window, window + 1)
     for axes, means in zip(panels, similarity.around_decoding(window), strict=True):
-        for i, (layer, line) in enumerate(zip(similarity.layers, means, strict=True)):
-            shade = str(0.75 * (1 - i / max(len(means) - 1, 1)))
-            axes.plot(offsets, line, ".-", color=shade, label=f"layer {layer}")
-        axes.axvline(0, color="tab:red", alpha=0.4)
-    panels[1].legend(fontsize=7)
+        for layer, line in zip(layers, means, strict=True):
+            axes.plot(offsets, line, ".-", color=shades.to_rgba(layer))
+        axes.axvline(0, color="tab:red", alpha=0.4, label="decoded")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    panels[1].legend()
+    # A bar of colours holds many layers, of which a legend would hide the lines.
+    figure.colorbar(shades, ax=panels, label="layer", ticks=layers[_ticks(layers)[0]])
     return figure
 
 
@@ -81,6 +91,7 @@ def attention_map(capture: dj.Capture, step: int = 0, layer: int = 0, sequence: 
         capture.attention[step, layer, sequence].mean(axis=0), aspect="auto", cmap="magma_r", vmin=0
     )
     axes.set_yticks(*_ticks(capture.positions[sequence]))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title(f"layer {capture.layers[layer]}, before step {capture.steps[step]}")
     figure.colorbar(image, label="attention, mean over heads")
     return figure
@@ -96,7 +107,7 @@ def trajectory(states: Float[np.ndarray, "t *d"], masked: Bool[np.ndarray, "t"])
     flat = states.reshape(len(states), -1).astype(np.float64)
     left, scale, _ = np.linalg.svd(flat - flat.mean(axis=0), full_matrices=False)
     x, y = (left * scale)[:, :2].T
-    figure, axes = _panel("first principal component", "second")
+    figure, axes = _panel("first principal component", "second principal component")
     axes.plot(x, y, color="lightgrey", zorder=1)
     for chosen, colour, label in ((masked, "tab:grey", "masked"), (~masked, "tab:green", "decoded")):
         axes.scatter(x[chosen], y[chosen], s=14, color=colour, label=label, zorder=2)
@@ -112,18 +123,18 @@ def _panel(x: str, y: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _two_panels(x: str) -> tuple[Figure, tuple[Axes, Axes]]:
+def _two_panels(x: str, y: str) -> tuple[Figure, tuple[Axes, Axes]]:
     """Keys on the left, values on the right."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     for axes, title in ((left, "keys"), (right, "values")):
         axes.set_title(title)
         axes.set_xlabel(x)
-    left.set_ylabel("cosine similarity to the step before")
+    left.set_ylabel(y)
     return figure, (left, right)
 
 
 def _ticks(numbers: Int[np.ndarray, "t"]) -> tuple[Int[np.ndarray, "s"], list[str]]:
-    """At most nine entries of an axis, and what they are called."""
-    shown = np.unique(np.linspace(0, len(numbers) - 1, min(len(numbers), 9)).astype(int))
+    """At most nine entries of an axis, evenly spaced, and what they are called."""
+    shown = np.arange(0, len(numbers), -(-len(numbers) // 9) or 1)
     return shown, [str(number) for number in numbers[shown]]

@@ -17,7 +17,7 @@ import tyro
 
 import dllm_jax as dj
 from dllm_jax import lora
-from dllm_jax.command_line import plain_errors
+from dllm_jax.command_line import run
 from dllm_jax.decoding.chat import decode_answers
 from dllm_jax.tasks import exact, prompt_arrays
 from dllm_jax.training import (
@@ -126,5 +126,4 @@ def main(
 
 
 if __name__ == "__main__":
-    with plain_errors():
-        tyro.cli(main)
+    run(lambda: tyro.cli(main))

@@ -11,6 +11,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 import dllm_jax as dj
+from dllm_jax.command_line import run
 
 
 def asked(questions: Path, answers: Path, tokenizer) -> Iterator[tuple[str, list[int]]]:
@@ -62,4 +63,5 @@ if __name__ == "__main__":
     parser.add_argument("--length", type=int, default=32, help="response positions")
     parser.add_argument("--block", type=int, default=8, help="positions decoded together")
     given = parser.parse_args()
-    main(given.questions, given.answers, given.model, given.slots, given.length, given.block)
+    asks = lambda: main(given.questions, given.answers, given.model, given.slots, given.length, given.block)
+    run(asks, f"interrupted: {given.answers} holds the answers so far. Run the same command again to go on")

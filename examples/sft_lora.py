@@ -15,7 +15,7 @@ from typing_extensions import override
 
 import dllm_jax as dj
 from dllm_jax import lora
-from dllm_jax.command_line import plain_errors
+from dllm_jax.command_line import run
 from dllm_jax.training import Batch, Memory, Source, TrainConfig, train
 from examples.learning import Curve, adapted, drawn, encoded, held_out, pretrained
 
@@ -89,5 +89,4 @@ def main(
 
 
 if __name__ == "__main__":
-    with plain_errors():
-        tyro.cli(main)
+    run(lambda: tyro.cli(main))

@@ -16,9 +16,11 @@ STATE = NETWORK | {"state"}
 POLICIES = STATE | {"eviction", "policies"}
 MAY_IMPORT = {
     "traced": set(), "options": {"traced", "options"}, "provenance": set(), "command_line": set(),
+    "interrupts": set(),
     "nn": NETWORK, "state": STATE,
     "samplers": STATE | {"samplers"},  # a sampler never imports a policy, nor a policy a sampler
-    "eviction": STATE | {"eviction"}, "policies": POLICIES, "decoding": POLICIES | {"samplers", "decoding"},
+    "eviction": STATE | {"eviction"}, "policies": POLICIES,
+    "decoding": POLICIES | {"samplers", "decoding", "interrupts"},
     "analysis": POLICIES | {"decoding", "analysis"},
     "testing": POLICIES | {"samplers", "decoding", "testing"}, "vision": STATE | {"checkpoint", "vision"},
 }  # fmt: skip

@@ -109,7 +109,9 @@ def test_an_interrupted_run_resumes_with_the_rest(lm, asked, tmp_path, monkeypat
             raise KeyboardInterrupt
 
     monkeypatch.setattr(runner_module, "generate_many", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(
+        KeyboardInterrupt, match=r"journal\.jsonl holds the answers so far\. Run the same again"
+    ):
         sliding.run(asked, Journal(path))
     assert len(Journal(path).entries) == 2
     monkeypatch.setattr(runner_module, "generate_many", generate)

@@ -3,6 +3,8 @@ import functools
 import json
 import shutil
 import signal
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import optax
 import pytest
 
 from dllm_jax.command_line import plain_errors
+from dllm_jax.interrupts import uninterrupted
 from dllm_jax.nn.model import Model
 from dllm_jax.training import (
     Batches,
@@ -19,7 +22,6 @@ from dllm_jax.training import (
     prepare,
     train,
 )
-from dllm_jax.training.interrupts import uninterrupted
 from tests import refuses
 from tests.campaigns.kills import Counting
 from tests.models import cast, separate, tiny
@@ -104,6 +106,16 @@ def test_an_interrupt_waits_until_a_file_is_written_and_ends_a_command_in_one_li
 
     with pytest.raises(KeyboardInterrupt):
         impatient()
+
+
+def test_an_interrupted_command_ends_without_the_clean_up_that_could_crash():
+    code = (
+        "import atexit, signal\nfrom dllm_jax.command_line import run\n"
+        "atexit.register(print, 'cleaned up')\n"
+        "run(lambda: print('work') or signal.raise_signal(signal.SIGINT), 'run it again to go on')"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "work\n", "run it again to go on\n")
 
 
 @pytest.fixture(scope="module")

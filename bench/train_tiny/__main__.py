@@ -21,7 +21,7 @@ from bench.train_tiny.converted import block_causal, with_experts
 from bench.train_tiny.recipes import RECIPES, Recipe
 from dllm_jax import embedded, load
 from dllm_jax.checkpoint import save_hf
-from dllm_jax.command_line import plain_errors
+from dllm_jax.command_line import run
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import count, separate
 from dllm_jax.provenance import measured_on
@@ -85,5 +85,4 @@ def main(
 
 
 if __name__ == "__main__":
-    with plain_errors():
-        tyro.cli(main)
+    run(lambda: tyro.cli(main))

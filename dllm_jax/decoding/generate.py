@@ -13,6 +13,7 @@ from dllm_jax.decoding.placement import collect, place
 from dllm_jax.decoding.report import report
 from dllm_jax.decoding.request import Request, Stops, prepare, prepare_infill
 from dllm_jax.decoding.stream import watched
+from dllm_jax.interrupts import uninterrupted
 from dllm_jax.nn.intervention import Intervention
 from dllm_jax.nn.keys import Keys
 from dllm_jax.nn.model import Model
@@ -174,6 +175,8 @@ def _answered(model: Model, request: Request, given: inputs.Ids, progress: bool)
     if progress:
         output = watched(placed)
     else:
-        output = collect(placed, *denoise(placed.model, placed.inputs, placed.plan))
+        with uninterrupted():  # while XLA may be compiling
+            ended = denoise(placed.model, placed.inputs, placed.plan)
+        output = collect(placed, *ended)
     report(output.stats, request.plan.sampler, request.nonfinite, stacklevel=3)
     return output

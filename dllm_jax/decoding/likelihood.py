@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from dllm_jax.decoding.placement import by_sequence, divisible, numbers, part
+from dllm_jax.interrupts import uninterrupted
 from dllm_jax.nn.answers import answer_logits, passes_at_once
 from dllm_jax.nn.arithmetic import guided
 from dllm_jax.nn.keys import one_key
@@ -93,7 +94,8 @@ def token_log_likelihoods(
     arrays, batch = divisible(model, mesh, asked, axes)
     arrays = by_sequence(model, mesh, arrays, axes)
     guidance = None if fixed_at(estimator.cfg_scale, 0) else argument(estimator.cfg_scale, float)
-    terms = _estimate(model, arrays, numbers(guidance, mesh), estimator.chunk)
+    with uninterrupted():  # while XLA may be compiling
+        terms = _estimate(model, arrays, numbers(guidance, mesh), estimator.chunk)
     return part(terms, slice(batch), batch=0)
 
 

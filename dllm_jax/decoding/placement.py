@@ -7,6 +7,7 @@ that split batches; where they do not divide, there are more of them, of padding
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,7 @@ from dllm_jax.decoding.plan import Inputs, Plan
 from dllm_jax.decoding.request import Request
 from dllm_jax.decoding.stats import Stats
 from dllm_jax.decoding.trace import Trace
+from dllm_jax.interrupts import uninterrupted
 from dllm_jax.nn.mesh import AnyMesh, context_mesh, current_mesh, over_mesh, replicated
 from dllm_jax.nn.model import Model
 from dllm_jax.samplers import RecordedNoise
@@ -138,10 +140,16 @@ def on_mesh(tree: PyTree, mesh: AnyMesh | None) -> PyTree:
     return jax.tree.map(moved, tree)
 
 
-def runs_on(placed: Placed) -> contextlib.AbstractContextManager:
-    """The mesh of `jax.set_mesh` while programs of a placed request run, if the user's is another one."""
+@contextlib.contextmanager
+def runs_on(placed: Placed) -> Iterator[None]:
+    """Sets the mesh of a placed request, if the user's is another one, while its programs are started.
+
+    Ctrl-C waits until they are: an interrupt of XLA's compiler can crash the process.
+    """
     other = context_mesh() not in (None, placed.mesh)
-    return jax.set_mesh(placed.mesh) if other and isinstance(placed.mesh, Mesh) else contextlib.nullcontext()
+    mesh = jax.set_mesh(placed.mesh) if other and isinstance(placed.mesh, Mesh) else contextlib.nullcontext()
+    with uninterrupted(), mesh:
+        yield
 
 
 def divisible(model: Model, mesh: AnyMesh | None, arrays: PyTree, axes: PyTree[int]) -> tuple[PyTree, int]:

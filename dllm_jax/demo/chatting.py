@@ -151,6 +151,8 @@ class Conversation:
                     live.update(self._picture(snapshot, shown), refresh=console.is_terminal)
             except KeyboardInterrupt:
                 snapshots.close()
+                if not sys.stdin.isatty():  # nobody there could type the next message
+                    raise
         if snapshot is None:
             return ""
 

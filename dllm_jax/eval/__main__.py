@@ -5,7 +5,7 @@ import sys
 
 import tyro
 
-from dllm_jax.command_line import PATHS, plain_errors
+from dllm_jax.command_line import PATHS, plain_errors, run
 from dllm_jax.eval.cli import commands
 from dllm_jax.eval.cli.reproduce import run_reproduce
 from dllm_jax.eval.cli.tune import run_tune
@@ -32,4 +32,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main, "interrupted: run the same command again to go on")

@@ -12,11 +12,11 @@ import numpy as np
 from jax.sharding import Mesh
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from dllm_jax.interrupts import uninterrupted
 from dllm_jax.nn.model import Model
 from dllm_jax.options import check_argument, local_path
 from dllm_jax.training.batch import Checked
 from dllm_jax.training.config import TrainConfig
-from dllm_jax.training.interrupts import uninterrupted
 from dllm_jax.training.loss import Metrics
 from dllm_jax.training.run_directory import LogEntry, RunDirectory, check_names, record_of
 from dllm_jax.training.setup import Optimizer, Setup, Trainable, prepare

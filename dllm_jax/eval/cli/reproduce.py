@@ -30,7 +30,7 @@ from dllm_jax.state.layout import Layout
 
 Cells = Mapping[tuple[str, str], Cell]  # of one model, by task and method
 DEFAULTS = Asked()
-MARKERS = "osD^v<>Ph*"
+MARKERS = "osD^v<>Ph*X"  # one more than colours: methods differ in one of both
 
 
 def run_reproduce(
@@ -157,23 +157,31 @@ def beside(rows: Sequence[dict[str, Any]]) -> Iterator[rich.table.Table]:
 
 
 def draw(table: Table, model: str, rows: Sequence[dict[str, Any]], path: Path):
-    """Accuracy by tokens per second, averages over the measured tasks; printed points are hollow."""
+    """Accuracy by tokens per second, averages over the measured tasks.
+
+    A thin line joins a method's printed point, which is hollow, to ours.
+    """
     from matplotlib.figure import Figure  # in the `figures` extra
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
+    speeds = list[float]()
     for i, method in enumerate(dict.fromkeys(row["method"] for row in rows)):
-        own = [row for row in rows if row["method"] == method]
+        own, found = [row for row in rows if row["method"] == method], list[tuple[float, float]]()
         style = {"marker": MARKERS[i % len(MARKERS)], "color": f"C{i % 10}", "linestyle": "none", "ms": 9}
         for kind, fill in (("printed", "none"), ("ours", f"C{i % 10}")):
             points = [(row[kind]["speed"], row[kind]["accuracy"]) for row in own]
             if all(x and y is not None for x, y in points):
                 at = [(x, y if kind == "printed" else 100 * y[0]) for x, y in points]
                 speed, accuracy = np.exp(np.mean(np.log([x for x, _ in at]))), np.mean([y for _, y in at])
-                axes.plot([speed], [accuracy], mfc=fill, label=f"{method}, {kind}", **style)
-    axes.set_xscale("log")
+                axes.plot([speed], [accuracy], mfc=fill, label=None if found else method, **style)
+                found.append((float(speed), float(accuracy)))
+        axes.plot(*zip(*found, strict=True), color=f"C{i % 10}", lw=0.7) if found else None
+        speeds += [speed for speed, _ in found]
+    if speeds:
+        show.scale_costs(axes, speeds)
+        figure.legend(loc="outside right upper", fontsize=8, title="hollow: printed, filled: ours")
     axes.set(xlabel="tokens/s", ylabel="accuracy in percent", title=f"{table.source}, {model}")
-    figure.legend(loc="outside right upper", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import rich.console
@@ -12,6 +12,9 @@ from rich.markup import escape
 
 from dllm_jax.eval.results.comparison import COSTS, Comparison, bootstrap, interval
 from dllm_jax.eval.results.schema import Record
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 CONFIDENCE = 0.95  # of the intervals
 DRAWS = 2000  # of each interval's bootstrap
@@ -114,16 +117,30 @@ def heatmap(rows: Sequence[Mapping[str, Any]], path: Path, title: str):
     # Wide enough for every length, high enough for every depth; blank where there was no request.
     figure = Figure(figsize=(2 + 0.7 * len(lengths), 1.6 + 0.35 * len(depths)), layout="constrained")
     axes = figure.subplots()
-    image = axes.imshow(100 * scores, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
+    image = axes.imshow(100 * scores, vmin=0, vmax=100, cmap="viridis", aspect="auto")
     axes.set_xticks(range(len(lengths)), [f"{length:g}" for length in lengths])
     axes.set_yticks(range(len(depths)), [f"{depth:g} %" for depth in depths])
     axes.set(xlabel="length in tokens", ylabel="depth of the needle", title=title)
     for (i, j), score in np.ndenumerate(scores):
         if not np.isnan(score):
-            axes.text(j, i, f"{100 * score:.0f}", ha="center", va="center", fontsize=8)
+            colour = "white" if score < 0.6 else "black"  # on viridis, whose high end is light
+            axes.text(j, i, f"{100 * score:.0f}", ha="center", va="center", fontsize=11, color=colour)
     figure.colorbar(image, label="score")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
+
+
+def scale_costs(axes: "Axes", values: Iterable[float]):
+    """Labels the x axis with plain numbers, on a logarithmic scale where they span a factor of ten."""
+    from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocator
+
+    values = list(values)
+    plain = lambda value, _: f"{value:g}" if 1e-3 <= abs(value) < 1e5 or not value else EngFormatter()(value)
+    if min(values) > 0 and max(values) > 10 * min(values):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(plain))
 
 
 def cells(

@@ -73,6 +73,7 @@ class Answering(abc.ABC, Generic[Item]):
 
         Raises:
           ValueError: another run adds to the journal.
+          KeyboardInterrupt: Ctrl-C, with a message that names the journal.
         """
         keyed = [(self.key(item), item) for item in items]
         journal = Journal() if journal is None else journal
@@ -93,9 +94,12 @@ class Answering(abc.ABC, Generic[Item]):
                         journal.add(entries)
                         finished(entries)
                         bar.advance(task, len(entries))
-        except BaseException:
+        except BaseException as error:
             # A run that ends here adds no more: what goes on from it, in this process even, may.
             journal.close()
+            if isinstance(error, KeyboardInterrupt) and journal.path is not None:
+                kept = f"interrupted: {journal.path} holds the answers so far"
+                raise KeyboardInterrupt(f"{kept}. Run the same again to go on") from None
             raise
         return [journal.entries[key] for key, _ in keyed]
 

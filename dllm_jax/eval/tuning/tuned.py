@@ -9,6 +9,7 @@ import numpy as np
 import rich.table
 from rich.markup import escape
 
+from dllm_jax.eval.results.show import scale_costs
 from dllm_jax.eval.tuning.candidates import Candidate
 from dllm_jax.eval.tuning.evidence import Estimate
 from dllm_jax.published.expressions import call
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 SLACK = 1e-9  # of comparisons with the tolerance, which no float holds exactly
 PAPER = "dllm_jax tune"
 MARKERS = "osD^v<>Phd*X"
+COLOURS = [f"C{i}" for i in range(10) if i != 7]  # the eighth is grey
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +181,11 @@ class Tuned:
             cost, right = np.array([row.cost for row in rows]).T, np.array([row.accuracy for row in rows]).T
             style: dict[str, Any] = {"fmt": MARKERS[i % len(MARKERS)], "elinewidth": 0.7}
             y, spread = 100 * right[0], (100 * abs(right[1:] - right[0]), abs(cost[1:] - cost[0]))
-            style |= {"color": "0.75" if dropped else f"C{i % 10}", "label": name + ", dropped" * dropped}
+            colour, label = COLOURS[i % len(COLOURS)], name
+            if dropped:
+                # One entry per policy: its shape says which one a grey point is.
+                colour, label = "0.75", None if (name, False) in priced else f"{name}, dropped"
+            style |= {"color": colour, "label": label}
             axes.errorbar(cost[0], y, *spread, **style)
 
         # The front behind them, the tolerance, and a ring around the choice.
@@ -189,9 +195,9 @@ class Tuned:
         axes.axhline(floor, color="black", linestyle=":", linewidth=1, label="tolerance")
         label = f"chosen: {self.chosen.setting.beside(self.exact.setting)}"
         axes.scatter(*at([self.chosen]), s=180, facecolors="none", edgecolors="black", label=label)
-        axes.set_xscale("log" if all(row.cost.value > 0 for row in self.rows if row.cost) else "linear")
+        scale_costs(axes, (row.cost.value for row in self.rows if row.cost))
         axes.set(xlabel=self.unit, ylabel="accuracy in percent", title=self.model)
-        figure.legend(loc="outside right upper", fontsize=8)
+        figure.legend(loc="outside right upper", fontsize=8, title="grey: dropped")
         return figure
 
 
