@@ -170,10 +170,20 @@ def test_policies_samplers_and_tasks_are_read_from_text_and_nothing_else_is():
         with pytest.raises(ValueError, match=reason):
             expressions.policy(text)
 
+    # Of what is listed, each can be meant: no protocol, example or policy's part.
+    known = "Chain, FewShot, ReadNumbers, Recall, Sorting"
+    for text, hint in (("Chian", ". Did you mean Chain?"), ("Example", ""), ("Task(1)", ""), ("exact", "")):
+        with pytest.raises(ValueError, match=rf"is not one of {known}{re.escape(hint)}$"):
+            expressions.construct(text, tasks, tasks.Task)
+    with pytest.raises(ValueError, match=r"Snap is not one of .*\. Did you mean SnapKV\?$"):
+        expressions.policy("EvictPrompt(votes=Snap())")
+    with pytest.raises(ValueError, match=r"'SnapKV\(\)': SnapKV is not one of D2Cache, (?!.*Votes)"):
+        expressions.policy("SnapKV()")
+
     # Blocks are numbers too.
     assert (expressions.block("32"), expressions.block("Sliding(8; 9)")) == (32, Sliding(8, longest=9))
     for text, reason in (
-        ("0", "block=0 must be a whole"), ("Slide(3)", "Slide is not one of Sliding$"),
+        ("0", "block=0 must be a whole"), ("Slide(3)", r"is not one of Sliding\. Did you mean Sliding\?$"),
         ("Sliding(0)", "block=0 must be"), ("4 + 4", "is no literal"), ("True", "block=True must be"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=rf"block='{re.escape(text)}' must be positions .32.*{reason}"):

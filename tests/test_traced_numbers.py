@@ -15,7 +15,7 @@ from dllm_jax import eviction, policies, samplers
 from dllm_jax.decoding import likelihood
 from dllm_jax.decoding.loop import denoise
 from dllm_jax.decoding.request import Request, prepare
-from dllm_jax.options import Options
+from dllm_jax.options import Options, check_numbers
 from dllm_jax.testing.runs import compilations
 from dllm_jax.traced import Traced
 from tests.models import frequencies, prompts, tiny
@@ -217,6 +217,19 @@ def test_what_is_no_number_is_refused_traced_or_not():
     for make in (lambda x: policies.ElasticCache(window=x), lambda x: policies.SparseDLLM(keep=x)):
         with pytest.raises(ValueError, match="must be a"):
             jax.jit(make)(1)
+
+
+def test_numbers_that_jit_returns_are_checked_once_they_are_known():
+    for cls, name, _ in TRACED:
+        options = made(cls, name, two_values(cls, name)[0])
+        check_numbers(jax.tree.map(jnp.asarray, options))
+        wrong = lambda leaf: jnp.asarray(-5 if leaf.dtype == jnp.int32 else jnp.nan, leaf.dtype)
+        with pytest.raises(ValueError, match=r"=Array\((-5|nan).* must be"):
+            check_numbers(jax.tree.map(wrong, options))
+    late = lambda delay: policies.EvictPrompt(budget=4, policy=policies.DKVDecode(delay=delay))
+    for wrong in ({"sampler": jax.jit(samplers.Threshold)(1.7)}, {"policy": jax.jit(late)(-1)}):
+        with pytest.raises(ValueError, match=r"(threshold=Array\(1.7|delay=Array\(-1).* must be"):
+            prepare(tiny("llada"), [[5, 6]], length=4, **wrong)
 
 
 def test_a_table_is_an_argument_of_the_program_too():

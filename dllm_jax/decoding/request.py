@@ -28,7 +28,7 @@ from dllm_jax.nn.intervention import Intervention, checked, moved
 from dllm_jax.nn.keys import Keys, typed_key
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument, check_names, shown
+from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument, check_names, check_numbers, shown
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers import Confidence, KeyNoise, Noise, RecordedNoise, Sampler
 from dllm_jax.state import host, inputs
@@ -193,6 +193,8 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: GenerateOption
     if sampler.max_steps(layout) > layout.response and not spec.block_size:  # it follows the schedule
         positions = max(layout.end - layout.prompt, layout.blocks * layout.block)
         inputs.warn_of_idle_steps(layout.steps, positions, stacklevel=4)
+    for options in (asked.policy, sampler):
+        check_numbers(options)
     sampler.check_model(spec)
     check_policy(sampler, asked.policy)
     check_schedule(layout, asked.policy, sampler)

@@ -48,7 +48,7 @@ from dllm_jax.options.annotations import (
     TracedUnlessZero,
     TracedWidth,
 )
-from dllm_jax.options.base import Arrays, Options, call
+from dllm_jax.options.base import Arrays, Options, call, check_numbers
 from dllm_jax.options.hints import check_names
 from dllm_jax.options.paths import absolute, local_path
 from dllm_jax.options.rules import LARGEST, check_argument, shown
@@ -57,6 +57,6 @@ __all__ = [
     "LARGEST", "Arrays", "Fraction", "Int32", "NonNegativeFloat", "NonNegativeInt", "NoneMeans", "Odd",
     "Options", "PerLayer", "PositiveFloat", "PositiveInt", "Profile", "Seed", "TracedFraction",
     "TracedNonNegativeFloat", "TracedNonNegativeInt", "TracedPositiveFloat", "TracedPositiveInt",
-    "TracedUnlessZero", "TracedWidth", "absolute", "call", "check_argument", "check_names", "local_path",
-    "shown",
+    "TracedUnlessZero", "TracedWidth", "absolute", "call", "check_argument", "check_names", "check_numbers",
+    "local_path", "shown",
 ]  # fmt: skip

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from dllm_jax.options.hints import check_names
 from dllm_jax.options.rules import Rule, rule_of
@@ -90,6 +91,19 @@ def joined(cls: type[Options], static: Static, children: Iterable[Any]) -> Optio
     for name, value in (*zip(names, children, strict=True), *rest):
         object.__setattr__(options, name, value)
     return options
+
+
+def check_numbers(options: Options):
+    """Raises ValueError for a number outside of its range that became known after construction.
+
+    Options made inside of `jit` hold numbers that nobody knows; once `jit` has returned them they are known.
+    """
+    for field in dataclasses.fields(options):
+        value, rule = getattr(options, field.name), _rules(type(options)).get(field.name)
+        if isinstance(value, Options):
+            check_numbers(value)
+        elif rule is not None and isinstance(value, jax.Array) and not isinstance(value, Tracer):
+            rule.check(field.name, value)
 
 
 @functools.cache

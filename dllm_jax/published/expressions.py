@@ -1,8 +1,13 @@
 """Policies, samplers and the like as text such as `DKVDecode(8)`, read without evaluating any code."""
 
 import ast
+import difflib
+from collections.abc import Iterable, Mapping
+from inspect import isabstract
 from types import ModuleType
 from typing import Any
+
+from typing_extensions import get_protocol_members, is_protocol
 
 from dllm_jax import eviction, policies, samplers
 from dllm_jax.options import call as call
@@ -32,16 +37,16 @@ def block(text: str) -> Blocks | None:
         raise ValueError(f"block={text!r} must be {forms}: {error}") from error
 
 
-def construct(text: str, module: ModuleType, kind: type, *parts: ModuleType) -> Any:
+def construct(text: str, module: ModuleType, kind: Any, *parts: ModuleType) -> Any:
     """Makes the instance that a constructor call describes: names of the module, literals, nothing else.
 
     `;` may stand for `,` between arguments, for command lines that split at commas.
 
     Args:
       text: the call.
-      module: where its name is looked up.
-      kind: what it must make.
-      parts: further modules whose classes the arguments may be made of.
+      module: Module in which its name is looked up.
+      kind: Class, protocol or union of classes that it must make.
+      parts: Further modules with such names, and with the classes of arguments.
 
     Raises:
       ValueError: no such name, not a call with literal arguments, or what the constructor refuses.
@@ -50,20 +55,28 @@ def construct(text: str, module: ModuleType, kind: type, *parts: ModuleType) -> 
         node = ast.parse(text.replace(";", ",").strip(), mode="eval").body
     except SyntaxError as error:
         raise ValueError(f"{text!r} is not a constructor call such as Name(field=1)") from error
-    made = _value(node, (module, *parts), text)
+    # What is made is of the kind; what it is made of, of any.
+    whole = _classes((module, *parts), kind)
+    if called := _called(node):
+        _maker(called, whole, text)
+    made = _value(node, _classes((module, *parts), object), text)
     if not isinstance(made, kind):
-        raise ValueError(f"{text!r} is not one of {', '.join(_names(module, kind))}")
+        raise ValueError(f"{text!r} is not one of {', '.join(whole)}")
     return made
 
 
-def _value(node: ast.expr, modules: tuple[ModuleType, ...], text: str) -> Any:
-    # A name alone is a call without arguments. All else is a literal, in which names and calls are refused.
-    if isinstance(node, ast.Name | ast.Call):
-        called = node.func if isinstance(node, ast.Call) else node
-        args = [_value(arg, modules, text) for arg in getattr(node, "args", ())]
-        named = {str(k.arg): _value(k.value, modules, text) for k in getattr(node, "keywords", ())}
+def _called(node: ast.expr) -> ast.expr | None:
+    """The name of a call, or a name alone, which is a call without arguments; None of a literal."""
+    return node.func if isinstance(node, ast.Call) else node if isinstance(node, ast.Name) else None
+
+
+def _value(node: ast.expr, known: Mapping[str, type], text: str) -> Any:
+    # Anything but a call is a literal, in which names and calls are refused.
+    if called := _called(node):
+        args = [_value(arg, known, text) for arg in getattr(node, "args", ())]
+        named = {str(k.arg): _value(k.value, known, text) for k in getattr(node, "keywords", ())}
         try:
-            return _maker(called, modules, text)(*args, **named)
+            return _maker(called, known, text)(*args, **named)
         except TypeError as error:
             raise ValueError(f"{text!r}: {error}") from error
     try:
@@ -72,17 +85,25 @@ def _value(node: ast.expr, modules: tuple[ModuleType, ...], text: str) -> Any:
         raise ValueError(f"{text!r}: {ast.unparse(node)} is no literal") from error
 
 
-def _maker(called: ast.expr, modules: tuple[ModuleType, ...], text: str) -> type:
+def _maker(called: ast.expr, known: Mapping[str, type], text: str) -> type:
     # Classes alone, by one name without dots: no function or module can be reached from text.
-    if isinstance(called, ast.Name):
-        for module in modules:
-            maker = getattr(module, called.id, None)
-            if isinstance(maker, type):
-                return maker
-    known = ", ".join(name for module in modules for name in _names(module))
-    raise ValueError(f"{text!r}: {ast.unparse(called)} is not one of {known}")
+    name = ast.unparse(called)
+    if isinstance(called, ast.Name) and name in known:
+        return known[name]
+    close = difflib.get_close_matches(name.lower(), by_lower := {one.lower(): one for one in known}, 1)
+    hint = f". Did you mean {by_lower[close[0]]}?" if close else ""
+    raise ValueError(f"{text!r}: {name} is not one of {', '.join(known)}{hint}")
 
 
-def _names(module: ModuleType, kind: type = object) -> list[str]:
-    own = lambda v: isinstance(v, type) and issubclass(v, kind) and v.__module__.startswith(module.__name__)
-    return sorted(name for name, value in vars(module).items() if own(value) and name[0].isupper())
+def _classes(modules: Iterable[ModuleType], kind: Any) -> dict[str, type]:
+    """Classes of a kind, a class or a protocol, that modules define and that have instances, by name."""
+    members = get_protocol_members(kind) if is_protocol(kind) else None
+    found = dict[str, type]()
+    for module in modules:
+        for name, value in sorted(vars(module).items()):
+            if not isinstance(value, type) or not value.__module__.startswith(module.__name__):
+                continue
+            of_kind = issubclass(value, kind) if members is None else all(hasattr(value, m) for m in members)
+            if of_kind and name[0].isupper() and not isabstract(value) and not is_protocol(value):
+                found.setdefault(name, value)
+    return found

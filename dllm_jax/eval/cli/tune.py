@@ -84,7 +84,9 @@ def run_tune(
 
 def named(text: str) -> Any:
     """What --policy names: a candidate, a policy, or by its name alone its class, which stands for a grid."""
-    made = expressions.construct(text, policies, object, eviction, samplers, sliding, candidates)
+    made = expressions.construct(
+        text, policies, policies.Policy | candidates.Candidate, eviction, samplers, sliding, candidates
+    )
     return type(made) if text.strip() == type(made).__name__ else made
 
 
