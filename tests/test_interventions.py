@@ -16,18 +16,22 @@ from tests.models import FAMILIES, prompts, random_tokens, separate, tiny
 from tests.policy_cases import EVERY, KEY, daily, matrix, short, suited
 
 Intervention = dj.Intervention
-PLACES = ("residual", "attention_output", "mlp_output", "k", "v")
+PLACES = ("residual", "attention_output", "mlp_output", "head_output", "k", "v")
 
 
 def of_shape(spec, place):
-    return (spec.kv_heads, spec.head) if place in ("k", "v") else (spec.width,)
+    heads = {"head_output": spec.heads, "k": spec.kv_heads, "v": spec.kv_heads}
+    return (heads[place], spec.head) if place in heads else (spec.width,)
 
 
 def drawn(spec, place, *lead):
     return np.random.default_rng(1).standard_normal((*lead, *of_shape(spec, place))).astype(np.float32)
 
 
-@matrix("place, family", PLACES, FAMILIES, today=[("residual", "llada"), ("k", "llada"), ("v", "dream")])
+CAPTURED = tuple(place for place in PLACES if place != "head_output")
+
+
+@matrix("place, family", CAPTURED, FAMILIES, today=[("residual", "llada"), ("k", "llada"), ("v", "dream")])
 def test_forward_with_a_patch_is_the_network_with_that_value(place, family):
     """By hand, of a layer's own functions: the patched value is there, everything before it is as it was."""
     model = tiny(family)
@@ -68,6 +72,36 @@ def test_steering_adds_and_masking_takes_away():
     masked = Intervention.mask("attention_output", layers=0), Intervention.mask("mlp_output", layers=0)
     stream = dj.hidden_states(model, tokens, None, masked)
     np.testing.assert_array_equal(stream[1], stream[0])
+
+
+def test_one_head_is_changed_as_its_rows_of_the_output_projection():
+    """Without the head's rows it adds nothing; other heads, of other values too, compile nothing anew."""
+    model = tiny("llada")
+    tokens, spec = random_tokens(model.spec, 2, 6), model.spec
+    o = model.params["layers"]["o"]  # [n h d m]
+    run = lambda *some: np.asarray(dj.forward(model, tokens, interventions=some))
+    for heads in ((1,), (2,)):
+        layers = {**model.params["layers"], "o": o.at[1, np.array(heads)].set(0)}
+        without = dataclasses.replace(model, params={**model.params, "layers": layers})
+        with compilations() as compiled:
+            masked = run(Intervention.mask("head_output", layers=1, heads=heads))
+        np.testing.assert_allclose(masked, dj.forward(without, tokens), atol=1e-5)
+        assert heads == (1,) or not compiled
+    assert np.abs(masked - run()).max() > 1e-3
+
+    # What the heads 3 and 0 add to the stream is their own directions through their own rows.
+    d = drawn(spec, "head_output")[:2]
+    added = np.einsum("hd,hdm->m", d, o[1, np.array([3, 0])])
+    both = run(Intervention.steer("head_output", d, layers=1, heads=(3, 0), positions=2))
+    stream = run(Intervention.steer("attention_output", added, layers=1, positions=2))
+    np.testing.assert_allclose(both, stream, atol=1e-4)
+
+    # Of keys and values, heads are kv heads: each by itself, in the order of the values.
+    v = drawn(spec, "v")
+    each = [Intervention.patch("v", v[i], heads=i, layers=0) for i in range(spec.kv_heads)]
+    np.testing.assert_array_equal(run(*each), run(Intervention.patch("v", v, layers=0)))
+    turned = Intervention.patch("v", v[::-1], heads=range(spec.kv_heads)[::-1], layers=0)
+    np.testing.assert_array_equal(run(turned), run(*each))
 
 
 STEPS, LAYOUT = (1, 2, 3), dict(length=8, block=4)
@@ -185,6 +219,12 @@ def test_gradients_reach_values():
         (lambda i: i.mask("v", positions=[[1]] * 3), r"have shape \(3, 1\); expected \(j,\) or \(2, j\)"),
         (lambda i: i.mask("v", positions=1.5), "positions=1.5 must be whole numbers"),
         (lambda i: i.mask("v", steps=8), r"steps hold 8; there are at most steps in \[0, 7\]"),
+        (lambda i: i.mask("v", heads=4), r"heads hold 4; v is of heads in \[0, 3\]"),
+        (lambda i: i.mask("head_output", heads=(0, 0)), r"heads=\[0, 0\] hold a number twice"),
+        (lambda i: i.mask("k", heads="x"), "heads='x' must be whole numbers of at least 0"),
+        (lambda i: i.mask("attention_output", heads=0), 'attention_output has no heads.*"head_output"'),
+        (lambda i: i.mask("residual", heads=0), "residual has no heads"),
+        (lambda i: i.patch("v", np.ones((3, 8)), heads=(1, 2)), r"1, 3, 8\); expected \(2, 2, 10, 2, 8\)"),
         (lambda i: i.patch("v", np.ones(4)), r"has shape \(1, 1, 1, 1, 4\); expected \(2, 2, 10, 4, 8\)"),
         (lambda i: i.patch("residual", np.ones((3, 32)), positions=(1, 2)), r"has shape \(1, 1, 3, 32\)"),
         (lambda i: i.patch("residual", np.ones((1,) * 5)), "expected at most 4 axes at residual"),

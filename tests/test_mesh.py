@@ -180,7 +180,8 @@ def changes(spec: dj.ModelSpec, scale: float, batch: int = 3) -> tuple[dj.Interv
         dj.Intervention.steer("residual", drawn(spec.width), scale, layers=(0, spec.layers)),
         dj.Intervention.steer("k", drawn(1, batch, 2, *heads), scale, layers=1, positions=at, steps=(0, 2)),
         dj.Intervention.patch("mlp_output", drawn(1, batch, 1, spec.width), layers=0, positions=5),
-        dj.Intervention.mask("v", layers=1, positions=7),
+        dj.Intervention.mask("v", layers=1, positions=7, heads=0),
+        dj.Intervention.steer("head_output", drawn(2, spec.head), scale, layers=0, heads=(1, 0)),
     )
 
 

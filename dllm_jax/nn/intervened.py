@@ -42,7 +42,7 @@ class IntervenedLayer(Layer):
 
     @override
     def out(self, o: Float[Array, "b q h d"]) -> Float[Array, "b q m"]:
-        return self._changed("attention_output", super().out(o))
+        return self._changed("attention_output", super().out(self._changed("head_output", o)))
 
     @override
     def mlp(self, x: Float[Array, "b q m"]) -> Float[Array, "b q m"]:
@@ -58,7 +58,13 @@ class IntervenedLayer(Layer):
         Raises:
           ValueError: which place, and what passes it.
         """
-        through = {"k": "qk", "v": "value", "attention_output": "out", "mlp_output": "mlp"}
+        through = {
+            "k": "qk",
+            "v": "value",
+            "attention_output": "out",
+            "head_output": "out",
+            "mlp_output": "mlp",
+        }
         for intervention in self.interventions:
             if intervention.place not in self.reached:
                 raise ValueError(

@@ -22,7 +22,7 @@ from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument, shown
 from dllm_jax.traced import Number
 
-Place = Literal["residual", "attention_output", "mlp_output", "k", "v"]
+Place = Literal["residual", "attention_output", "mlp_output", "head_output", "k", "v"]
 Held = Array | np.ndarray
 
 
@@ -35,15 +35,17 @@ class Intervention:
     other values, layers, positions and steps run the same program, and can be mapped over and differentiated.
 
     Places: "residual", the stream that enters a layer, n being behind the last one; "attention_output" and
-    "mlp_output", what a branch adds to it; "k" (rotated) and "v", each kv head's.
+    "mlp_output", what a branch adds to it; "head_output", what each query head reads, before the output
+    projection; "k" (rotated) and "v", each kv head's.
 
     Attributes:
       gain: factor of what was computed.
-      value: what is added, [i b j ..]: by layer, sequence, position, then the model's width, or kv heads and
+      value: what is added, [i b j ..]: by layer, sequence, position, then the model's width, or heads and
         their width; 1 along an axis serves all of it. float32.
       layers: which layers, from 0, distinct; None: all.
       positions: which positions of the canvas, from 0, padding counted, distinct; [1 j] or [b j]. None: all.
       steps: which denoising steps, as each sequence counts its own from 0 (`Canvas.step`); None: all.
+      heads: which heads, from 0, distinct: query heads of "head_output", kv heads of "k" and "v". None: all.
       place: what is changed, static.
     """
 
@@ -52,6 +54,7 @@ class Intervention:
     layers: Int[Held, "n"] | None
     positions: Int[Held, "p q"] | None
     steps: Int[Held, "s"] | None
+    heads: Int[Held, "h"] | None
     place: Place = dataclasses.field(metadata={"static": True})
 
     @staticmethod
@@ -62,6 +65,7 @@ class Intervention:
         layers: Indices | None = None,
         positions: Indices | None = None,
         steps: Indices | None = None,
+        heads: Indices | None = None,
     ) -> "Intervention":
         """Puts a value in the place of what was computed.
 
@@ -73,11 +77,12 @@ class Intervention:
           layers: see `Intervention`; one number, or several.
           positions: likewise; Int[j], or Int[b j].
           steps: likewise.
+          heads: likewise.
 
         Raises:
           ValueError: no such place, no such numbers; what does not fit the model is told where it is used.
         """
-        return _made(place, 0.0, value, layers, positions, steps)
+        return _made(place, 0.0, value, layers, positions, steps, heads)
 
     @staticmethod
     def steer(
@@ -88,11 +93,12 @@ class Intervention:
         layers: Indices | None = None,
         positions: Indices | None = None,
         steps: Indices | None = None,
+        heads: Indices | None = None,
     ) -> "Intervention":
         """Adds `scale` times a direction to what was computed; arguments and errors as of `patch`."""
         direction = _floats("direction", direction)
         scale = scale if isinstance(scale, jax.Array) else check_argument("scale", scale, float)
-        return _made(place, 1.0, direction * scale, layers, positions, steps)
+        return _made(place, 1.0, direction * scale, layers, positions, steps, heads)
 
     @staticmethod
     def mask(
@@ -101,9 +107,10 @@ class Intervention:
         layers: Indices | None = None,
         positions: Indices | None = None,
         steps: Indices | None = None,
+        heads: Indices | None = None,
     ) -> "Intervention":
         """Puts zeros in the place of what was computed (zero ablation); arguments, errors as of `patch`."""
-        return _made(place, 0.0, np.zeros((), np.float32), layers, positions, steps)
+        return _made(place, 0.0, np.zeros((), np.float32), layers, positions, steps, heads)
 
     def __call__(
         self,
@@ -140,9 +147,15 @@ class Intervention:
             value = jnp.broadcast_to(value, (len(x), *value.shape[1:]))
             place = jnp.minimum(place, value.shape[1] - 1).reshape(*place.shape, *[1] * (value.ndim - 2))
             value = jnp.take_along_axis(value, place, axis=1)
+        hit = hit.reshape(*hit.shape, *[1] * (x.ndim - 2))
+        # The heads: each one's line of the value, if it is among the chosen ones.
+        if self.heads is not None:
+            match = jnp.arange(x.shape[2])[:, None] == self.heads
+            hit &= jnp.any(match, axis=1)[:, None]
+            value = value if value.shape[-2] == 1 else jnp.take(value, jnp.argmax(match, axis=1), axis=-2)
         # x <- gain x + value in float32; where nothing was chosen x passes bit for bit, without a round trip.
         changed = (x.astype(jnp.float32) * self.gain + value).astype(x.dtype)
-        return jnp.where(hit.reshape(*hit.shape, *[1] * (x.ndim - 2)), changed, x)
+        return jnp.where(hit, changed, x)
 
     def check(self, spec: ModelSpec, batch: int, length: int, steps: int | None):
         """Refuses an intervention that does not fit; of traced numbers only shapes are looked at.
@@ -173,10 +186,20 @@ class Intervention:
             )
         if self.steps is not None and steps is not None:
             within("steps", self.steps, steps, "there are at most steps")
+        count = {"head_output": spec.heads, "k": spec.kv_heads, "v": spec.kv_heads}.get(self.place)
+        if self.heads is not None and count is None:
+            raise ValueError(
+                f"heads={shown(self.heads)}: {self.place} has no heads, which the output projection sums. "
+                'Use place="head_output" (query heads), "k" or "v" (kv heads)'
+            )
+        if self.heads is not None and count is not None:
+            distinct("heads", self.heads)
+            within("heads", self.heads, count, f"{self.place} is of heads")
         # Each axis of the value has the full length or 1: NumPy's broadcasting, without its missing axes.
         chosen = end if self.layers is None else len(self.layers)
         across = length if self.positions is None else self.positions.shape[1]
-        width = (spec.kv_heads, spec.head) if self.place in ("k", "v") else (spec.width,)
+        of_heads = count if self.heads is None else len(self.heads)
+        width = (spec.width,) if count is None else (of_heads, spec.head)
         full = chosen, batch, across, *width
         fits = self.value.ndim == len(full) and all(
             found in (1, wanted) for found, wanted in zip(self.value.shape, full, strict=True)
@@ -188,11 +211,13 @@ class Intervention:
             )
 
 
-def _made(place: Any, gain: float, value: Any, layers: Any, positions: Any, steps: Any) -> Intervention:
+def _made(
+    place: Any, gain: float, value: Any, layers: Any, positions: Any, steps: Any, heads: Any
+) -> Intervention:
     """An intervention whose arrays have the axes that programs expect."""
     # Missing axes are filled on the left: layers first, then sequences, then positions.
     place, value = check_argument("place", place, Place), _floats("value", value)
-    axes = 5 if place in ("k", "v") else 4
+    axes = 5 if place in ("head_output", "k", "v") else 4
     if value.ndim > axes:
         raise ValueError(f"value has shape {value.shape}; expected at most {axes} axes at {place}")
     value = value.reshape(*[1] * (axes - value.ndim), *value.shape)
@@ -200,9 +225,8 @@ def _made(place: Any, gain: float, value: Any, layers: Any, positions: Any, step
     # One line of positions serves all sequences.
     where = of("positions", positions, 2)
     where = where[None] if where is not None and where.ndim == 1 else where
-    return Intervention(
-        np.asarray(gain, np.float32), value, of("layers", layers), where, of("steps", steps), place
-    )
+    layers, steps, heads = of("layers", layers), of("steps", steps), of("heads", heads)
+    return Intervention(np.asarray(gain, np.float32), value, layers, where, steps, heads, place)
 
 
 def _floats(name: str, value: Any) -> Float[Held, "..."]:
