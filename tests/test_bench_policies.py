@@ -178,6 +178,9 @@ def test_the_tables_of_the_documentation_are_those_of_the_results(capsys):
     made = summary.table, summary.fewer_steps, summary.later
     tables = [one(measured, dj.embedded.TEXT) for one in made]
     assert all(table in page for table in tables)
+    longer = json.loads((ROOT / "bench/results/policies_blocks_cpu.json").read_text())["models"]
+    blocks = summary.in_blocks(measured | longer, dj.embedded.TEXT)
+    assert blocks in (ROOT / "docs/policies/index.md").read_text()
     assert summary.brief(measured) in (ROOT / "README.md").read_text()
     assert orderings.short(measured) in (ROOT / "docs/background/benchmarks.md").read_text()
     summary.main(ROOT / "bench/results/policies_pictures_cpu.json")

@@ -269,6 +269,16 @@ SHIFTED = _one_block(
     p.DKVPD(refresh_every=4, shift="un_right"),
     variant="one block, un_right",
 )
+# What blocks of 4 leave open: in longer ones caches are older, and pairs are chosen for more look-ups.
+EVICTING: tuple[p.Policy, ...] = (
+    *_over(p.SparseDLLM, keep=(0.75, 0.5)), *_over(p.EvictPrompt, budget=(32, 16)),
+)  # fmt: skip
+STORING: tuple[p.Policy, ...] = (p.DKVPD(), p.ElasticCache(window=8, gamma=0.5), p.D2Cache(k=8))
+IN_BLOCKS = (
+    EXACT,
+    *(Setting(policy, blocks=count) for count in (4, 1) for policy in EVICTING),
+    *_each(*STORING, blocks=4),
+)
 CORE = (*_CORE, *at_defaults(_CORE, p.ALL))
 SHORT = (*_SHORT, *at_defaults(_SHORT, p.ALL))
 LONG = (*_LONG, *at_defaults(_LONG, p.ALL))

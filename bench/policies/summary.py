@@ -1,13 +1,16 @@
-"""The tables of policies in background/results.md and how-to/vision.md, from what bench.policies measured.
+"""The tables of policies in background/results.md, policies/index.md and how-to/vision.md, as measured.
 
-    python -m bench.policies.summary bench/results/policies_cpu.json
+    cd bench/results
+    python -m bench.policies.summary policies_cpu.json --blocks policies_blocks_cpu.json
 
 Of the models that read text a line per policy, and right answers against tokens per forward where steps are
 fewer; `bench.policies.every` prints every other setting and task. Of pictures, all settings.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import tyro
@@ -25,6 +28,7 @@ from dllm_jax.published.expressions import call
 
 TASKS = ("chain", "chain-among-values", "needle-256", "few-shot")
 HARDER = ("chain-among-values", "chain-of-16", "chain-in-128")
+BLOCKS = (8, 4, 1)  # of the 32 positions of an answer
 FEWER = {"a token per step": EXACT, "half the steps": HALF_THE_STEPS, "threshold 0.9": THRESHOLD}
 
 
@@ -187,6 +191,22 @@ def later(measured: dict[str, Any], models: Sequence[str]) -> str:
     return runner.table(heads, "lll" + "r" * (len(heads) - 3), cells)
 
 
+def in_blocks(measured: dict[str, Any], models: Sequence[str]) -> str:
+    """Markdown: right answers to chains as blocks become longer; "-" is a setting that was not measured."""
+    cells = []
+    policies = (p.Policy(), p.DualCache(), *grid.STORING, *grid.EVICTING)
+    for policy in policies:
+        shown = []
+        for model, count in itertools.product(models, BLOCKS):
+            setting = Setting(policy, blocks=count)
+            rows = (find(measured[f"{model} {task}"], setting) for task in ("chain", "chain-in-blocks"))
+            row = next(filter(None, rows), None)
+            shown.append(f"{row['accuracy']:.0%}" if row else "-")
+        cells.append((f"`{call(policy)}`", *shown))
+    heads = ("policy", *(f"`{model}`, blocks of {32 // count}" for model in models for count in BLOCKS))
+    return runner.table(heads, "l" + "r" * (len(heads) - 1), cells)
+
+
 def found(workload: dict[str, Any], setting: Setting) -> dict[str, Any]:
     """The row of a setting, which must have been measured."""
     if row := find(workload, setting):
@@ -194,9 +214,14 @@ def found(workload: dict[str, Any], setting: Setting) -> dict[str, Any]:
     raise LookupError(f"{setting} was not measured")
 
 
-def main(results: runner.Results):
-    """Prints the tables of what the file has; the last one is the README's."""
+def main(results: runner.Results, blocks: Path | None = None):
+    """Prints the tables of what the file has, and of longer blocks what the file `blocks` has.
+
+    Of `results` with questions in text the last table is the README's.
+    """
     measured = read_json(results)["models"]
+    if blocks is not None:
+        print(in_blocks(measured | read_json(blocks)["models"], dj.embedded.TEXT), end="\n\n")
     if any(name.split()[0] in dj.embedded.TEXT for name in measured):
         print(table(measured, dj.embedded.TEXT), fewer_steps(measured, dj.embedded.TEXT), sep="\n\n")
         print(f"\n{later(measured, dj.embedded.TEXT)}\n\n{brief(measured)}")

@@ -117,6 +117,7 @@ class Asked:
       core: few settings of each policy are compared, where runs are long.
       pictured: about pictures, of which fewer settings are compared.
       beginning: see `Workload`; of responses longer than the answers that models were trained on.
+      blocks: what becomes of policies in longer blocks is compared.
     """
 
     task: tasks.Task
@@ -127,12 +128,15 @@ class Asked:
     core: bool = False
     pictured: bool = False
     beginning: bool = False
+    blocks: bool = False
 
     @property
     def grid(self) -> tuple[Setting, ...]:
         """The settings to compare, but for those that are calibrated."""
         if self.pictured:
             return settings.PICTURED
+        if self.blocks:
+            return settings.IN_BLOCKS
         if self.core:
             return settings.CORE
         if self.beginning:
@@ -149,6 +153,7 @@ ASKED = {
     "chain-among-values": Asked(tasks.Chain(8, values=12), 7, 32, eviction=True),
     "chain-of-16": Asked(tasks.Chain(20), 16, 72, fewer=2, core=True),
     "chain-in-128": Asked(tasks.Chain(), 7, 128, fewer=4, beginning=True),
+    "chain-in-blocks": Asked(tasks.Chain(), 7, 32, fewer=2, blocks=True),
     "needles-256": Asked(*tasks.needle(256, 8), 56, fewer=2, core=True),
     "sorting": Asked(tasks.Sorting(), 16, 24),
     "needle-256": Asked(*tasks.needle(256), eviction=True),
