@@ -169,8 +169,8 @@ FUNCTIONS = {
     "stream": watched,
     "explain": explained,
 }
-# What others cover: the loss in jit and `train`, `vrpo_loss`, and the likelihood's own test of modes.
-SELDOM = ("masked_diffusion_loss", "response_log_probs", "log_likelihood", "initialise")
+# What others cover: `generate`, the loss in jit and `train`, `vrpo_loss`, the likelihood's own test of modes.
+SELDOM = ("masked_diffusion_loss", "response_log_probs", "log_likelihood", "initialise", "stream", "infill")
 
 
 @pytest.mark.parametrize("mode", MODES if EXHAUSTIVE else ["all"])
