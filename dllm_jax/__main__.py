@@ -53,9 +53,9 @@ class Arguments(Options):
     """
 
     models: tuple[str, ...] = embedded.TEXT
-    """Which of the checkpoints that read text."""
+    """Embedded checkpoints that answer, of those that read text."""
     prompts: PositiveInt = 16
-    """How many held-out prompts of each task to answer."""
+    """Number of held-out prompts of each task."""
     seed: NonNegativeInt = 0
     """Seed of the prompts."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -83,7 +83,7 @@ def main() -> int:
 
         with plain_errors():
             return command.main(sys.argv[2:])
-    return demonstration(tyro.cli(Arguments, registry=PATHS))
+    return demonstration(tyro.cli(Arguments, prog="python -m dllm_jax", registry=PATHS))
 
 
 def demonstration(arguments: Arguments) -> int:

@@ -1,8 +1,12 @@
 """Command lines: how they read paths, and how they report bad input."""
 
 import contextlib
+import io
 import os
+import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -44,13 +48,34 @@ def plain_errors(interrupted: str = "interrupted") -> Iterator[None]:
         raise SystemExit(INTERRUPTED) from error
 
 
+@contextlib.contextmanager
+def wrapped_help() -> Iterator[None]:
+    """Wraps the lines of a help text, which tyro leaves to the terminal to break within words."""
+    if not {"-h", "--help"} & set(sys.argv[1:]):
+        yield
+        return
+    text = io.TextIOWrapper(io.BytesIO(), encoding=sys.stdout.encoding)  # which decides tyro's characters
+    try:
+        with contextlib.redirect_stdout(text):
+            yield
+    finally:
+        width = shutil.get_terminal_size().columns
+        text.seek(0)
+        for line in re.sub(r"\n{3,}", "\n\n", text.read()).splitlines():
+            indent = "  " if line.startswith("usage:") else ""
+            wrapper = textwrap.TextWrapper(
+                width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+            )
+            print(wrapper.fill(line) if len(line) > width else line)
+
+
 def run(main: Callable[[], int | None], interrupted: str = "interrupted") -> NoReturn:
     """Runs a command and ends the process with its status; arguments besides are those of `plain_errors`.
 
     After Ctrl-C the interpreter is not torn down: threads of XLA may still work, and crash without it.
     """
     try:
-        with plain_errors(interrupted):
+        with wrapped_help(), plain_errors(interrupted):
             status = main()
     except SystemExit as ended:
         status = ended.code

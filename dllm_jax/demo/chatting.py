@@ -1,5 +1,6 @@
 """`python -m dllm_jax chat PATH`: a conversation in a terminal, in which masks turn into text."""
 
+import contextlib
 import dataclasses
 import sys
 import time
@@ -145,10 +146,15 @@ class Conversation:
         snapshot = None
         snapshots = stream(self.model, prompt, prompt_mask=mask, key=key, **self.options)
         # The picture goes when the answer is there, which may be longer than the screen.
-        with rich.live.Live(console=console, transient=True, auto_refresh=False) as live:
+        with contextlib.ExitStack() as stack:
+            if console.is_terminal:
+                live = stack.enter_context(
+                    rich.live.Live(console=console, transient=True, auto_refresh=False)
+                )
             try:
                 for snapshot in snapshots:
-                    live.update(self._picture(snapshot, shown), refresh=console.is_terminal)
+                    if console.is_terminal:
+                        live.update(self._picture(snapshot, shown), refresh=True)
             except KeyboardInterrupt:
                 snapshots.close()
                 if not sys.stdin.isatty():  # nobody there could type the next message

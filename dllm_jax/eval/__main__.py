@@ -13,6 +13,8 @@ from dllm_jax.eval.cli.tune import run_tune
 EVALUATIONS = ("tasks", "longbench", "needle", "recall", "images")
 COMMANDS = {name: getattr(commands, f"run_{name}") for name in EVALUATIONS}
 COMMANDS |= {"tune": run_tune, "reproduce": run_reproduce}
+DESCRIPTION = "Evaluates checkpoints and cache policies, and compares and tunes their settings."
+DESCRIPTION += " lm_eval runs lm-evaluation-harness with our models; its options follow: lm_eval --help."
 COMMANDS |= {"compare": commands.run_compare, "merge": commands.run_merge}
 
 
@@ -27,7 +29,7 @@ def main() -> int:
         return harness.main(sys.argv[2:])
     with plain_errors():
         return tyro.extras.subcommand_cli_from_dict(
-            COMMANDS, prog="python -m dllm_jax.eval", description=__doc__, registry=PATHS
+            COMMANDS, prog="python -m dllm_jax.eval", description=DESCRIPTION, registry=PATHS
         )
 
 

@@ -7,7 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from dllm_jax.decoding.block_schedule import advance
 from dllm_jax.decoding.request import blocks_of
@@ -21,6 +21,8 @@ from dllm_jax.samplers.transfer import even_schedule
 from dllm_jax.state.canvas import Canvas, begin, write
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.selection import best
+
+MOST = 32  # traced numbers of a policy
 
 
 def schedule(
@@ -51,9 +53,34 @@ def selected_positions(policy: Policy, spec: ModelSpec, layout: Layout, assumed:
     # Without a cache every step computes the canvas, and there is nothing to simulate.
     if not policy.stores(spec):
         return np.full(layout.steps, layout.length)
+    # Numbers go in as vectors of one length, so that policies that select alike have one program.
+    leaves, structure = jax.tree.flatten(policy)
+    kinds = [np.zeros(MOST, kind) for kind in (np.int32, np.float32)]
+    for i, leaf in enumerate(leaves):
+        kinds[np.asarray(leaf).dtype.kind == "f"][i] = leaf
+
+    def simulate(ints: Int[Array, "n"], floats: Float[Array, "n"]) -> Int[Array, "t"]:
+        number = lambda i, leaf: (floats if np.asarray(leaf).dtype.kind == "f" else ints)[i]
+        made = structure.unflatten([number(i, leaf) for i, leaf in enumerate(leaves)])
+        return _simulate(made, spec, layout)
+
     with number_modes():
-        selected = np.asarray(jax.jit(_simulate, static_argnums=(1, 2))(policy, spec, layout))
+        lowered = jax.jit(simulate).lower(*kinds)
+        selected = np.asarray(_compiled(_Program(lowered.as_text(), lowered))(*kinds))
     return selected[selected > 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """A program that equals any other one with the same text."""
+
+    text: str
+    lowered: jax.stages.Lowered = dataclasses.field(compare=False)
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(program: _Program) -> jax.stages.Compiled:
+    return program.lowered.compile()
 
 
 def _simulate(policy: Policy, spec: ModelSpec, layout: Layout) -> Int[Array, "t"]:

@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import itertools
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 import jax.numpy as jnp
 import numpy as np
 import rich.console
+import rich.progress
 import rich.table
 import tyro
 from rich.markup import escape
@@ -68,9 +70,11 @@ def run_reproduce(
     if rows_of is not None and rows_of not in found.models:
         raise ValueError(f"--rows-of {rows_of}: {table} has rows of {', '.join(found.models)}")
     if list_:
-        for model in found.models if rows_of is None else (rows_of,):
-            for part in needs(found, model, asked, chip, prompt):
-                rich.console.Console().print(part, highlight=False)
+        errors = rich.console.Console(stderr=True)
+        with rich.progress.Progress(console=errors, transient=True, disable=not sys.stderr.isatty()) as bar:
+            for model in found.models if rows_of is None else (rows_of,):
+                for part in needs(found, model, asked, chip, prompt, bar):
+                    rich.console.Console().print(part, highlight=False)
         return 0
 
     # All that can be refused is refused before anything is loaded.
@@ -127,11 +131,14 @@ def reproduce(
     return 1 if failed else 0
 
 
-def needs(table: Table, model: str, asked: Asked, chip: str, prompt: int) -> Iterator[rich.table.Table | str]:
-    """What the cells of a model need, and what they cost by the roofline: a table for each task."""
+def needs(
+    table: Table, model: str, asked: Asked, chip: str, prompt: int, bar: rich.progress.Progress
+) -> Iterator[rich.table.Table | str]:
+    """Yields what the cells of a model need, and what they cost by the roofline: a table for each task."""
     if chip not in HARDWARE:
         raise ValueError(f"--chip {chip} must be one of {', '.join(HARDWARE)}")
     cells = asked.named(table, model)
+    counted = bar.add_task(f"cells of {model}", total=len(cells))
     at = f"hours: {HARDWARE[chip].name}'s roofline, bfloat16, prompts of {prompt}"
     yield escape(f"{table.source}: {model}; {at}\n{table.note}".strip())
     for task in dict.fromkeys(task for task, _ in cells):
@@ -140,6 +147,7 @@ def needs(table: Table, model: str, asked: Asked, chip: str, prompt: int) -> Ite
             settings = cell.missing or str(cell.method_settings["preset"])
             hours = "-" if cell.missing else f"{_seconds(cell, model, asked, chip, prompt) / 3600:.2g}"
             rows.append((cell.method, _number(cell.accuracy), _number(cell.speed), settings, hours))
+            bar.advance(counted)
         columns = ("method", "printed", "tokens/s", "preset", "hours")
         yield show.grid(f"{task}: {_question(own[0])}", columns, rows, ("preset",))
 

@@ -87,8 +87,9 @@ class Answering(abc.ABC, Generic[Item]):
             of_pair = lambda pair: self._shape(pair[1])
             pairs = sorted(unanswered().items(), key=of_pair)
             console = rich.console.Console(stderr=True)
-            with rich.progress.Progress(console=console, disable=not self.progress, transient=True) as bar:
-                task = bar.add_task(type(self).__name__, total=len(pairs))
+            hidden = not self.progress or not pairs  # of no answers a bar would be full
+            with rich.progress.Progress(console=console, disable=hidden, transient=True) as bar:
+                task = bar.add_task("answers", total=len(pairs))
                 for batch in self._batches(pairs):
                     for entries in self._each(batch, self.decoding.batch):
                         journal.add(entries)

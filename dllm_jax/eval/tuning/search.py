@@ -73,8 +73,8 @@ class Search(Options):
     """
 
     accuracy_within: Annotated[float, Ge(0), Lt(1)] = 0.01
-    objective: Annotated[Any, tyro.conf.arg(constructor=str)] = "time"
-    accelerator: Annotated[Any, tyro.conf.arg(constructor=str)] = None
+    objective: Annotated[Any, tyro.conf.arg(constructor=str, help_behavior_hint="(default: time)")] = "time"
+    accelerator: Annotated[Any, tyro.conf.arg(constructor=str, help_behavior_hint="(default: None)")] = None
     score: Annotated[Score, tyro.conf.Suppress] = exact_match
     first: PositiveInt = 16
     confidence: Annotated[float, Gt(0), Lt(1)] = 0.95
