@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tyro
 
 from dllm_jax.command_line import plain_errors
+from dllm_jax.command_line import run as run_command
 from dllm_jax.interrupts import uninterrupted
 from dllm_jax.nn.model import Model
 from dllm_jax.training import (
@@ -116,6 +118,23 @@ def test_an_interrupted_command_ends_without_the_clean_up_that_could_crash():
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "work\n", "run it again to go on\n")
+
+
+def test_help_has_no_line_that_a_terminal_would_break_within_a_word(monkeypatch, capsys):
+    def command(steps: int = 1):
+        """Has a description that is longer than a narrow terminal, which tyro leaves as it is.
+
+        Args:
+          steps: Number of steps.
+        """
+
+    monkeypatch.setattr("sys.argv", ["command", "--help"])
+    monkeypatch.setenv("COLUMNS", "40")
+    with pytest.raises(SystemExit, match="0"):
+        run_command(lambda: tyro.cli(command, prog="command"))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 40
+    assert "narrow terminal, which tyro leaves as it" in lines
 
 
 @pytest.fixture(scope="module")
