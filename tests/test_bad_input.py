@@ -39,6 +39,7 @@ def nothing_compiles():
     assert denoise._cache_size() == before
 
 
+@pytest.mark.usefixtures("unannotated")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
