@@ -18,6 +18,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Key
 
 from dllm_jax.decoding import buckets as ladders
+from dllm_jax.decoding.nonfinite import NonFinite
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.report import report
 from dllm_jax.decoding.request import GenerateOptions, Request, prepare
@@ -147,7 +148,8 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
         self._model, self._prompts, self._count = model, prompts, slots
         self._errors, self._key, self._options, self._bar = errors, key, options, bar
         asked = GenerateOptions(**options)
-        self._sampler, self._nonfinite = asked.sampler, asked.nonfinite
+        self._sampler = asked.sampler
+        self._nonfinite: NonFinite = asked.nonfinite
         self._read, self._item = 0, NONE  # requests made, and the prompt of which the next one is
 
         # Every request that has no answer is open; those of them in no slot wait.

@@ -85,6 +85,7 @@ def assert_same_stats(ours: Stats, theirs: Stats, sequence: int | None = None):
     for name, a, b in zip(ours._fields, ours, theirs, strict=True):
         if name == "executed" or a is None:
             continue
+        assert b is not None, f"stats.{name} of one of them alone"
         a = a if sequence is None else a[sequence : sequence + 1]
         np.testing.assert_allclose(a, b, rtol=1e-6, err_msg=f"stats.{name}")
 
