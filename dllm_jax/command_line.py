@@ -69,14 +69,15 @@ def wrapped_help() -> Iterator[None]:
             print(wrapper.fill(line) if len(line) > width else line)
 
 
-def run(main: Callable[[], int | None], interrupted: str = "interrupted") -> NoReturn:
-    """Runs a command and ends the process with its status; arguments besides are those of `plain_errors`.
+def run(main: Callable[[], object], interrupted: str = "interrupted") -> NoReturn:
+    """Runs a command and ends the process with its status: the number that `main` returns, else 0.
 
     After Ctrl-C the interpreter is not torn down: threads of XLA may still work, and crash without it.
     """
     try:
         with wrapped_help(), plain_errors(interrupted):
-            status = main()
+            returned = main()
+            status = returned if isinstance(returned, int) else 0
     except SystemExit as ended:
         status = ended.code
     if status == INTERRUPTED:
