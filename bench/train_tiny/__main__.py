@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 from typing import Annotated
 
+import jax.numpy as jnp
 import numpy as np
 import tyro
 
@@ -76,9 +77,8 @@ def main(
     source = Curriculum(recipe.stages, recipe.reader(), recipe.spec, review_examples=32, first=first)
     if model.spec.block_size != recipe.spec.block_size:
         prompt, answer, *_ = source.batch(source.begin(), 0)
-        model = block_causal(
-            model, recipe.spec, np.concatenate([np.asarray(prompt), np.asarray(answer)], axis=1)
-        )
+        tokens = np.concatenate([np.asarray(prompt), np.asarray(answer)], axis=1)
+        model = block_causal(model, recipe.spec, jnp.asarray(tokens))
     if model.spec.experts != recipe.spec.experts:
         model = with_experts(model, recipe.spec)
     print(f"{name}: {count((model.params, model.vision)):,} parameters")
