@@ -230,7 +230,7 @@ def _check_template(tokenizer: Any, template: Mapping[str, Any]):
 
 def check_tokenizer(tokenizer: Any):
     """Raises ValueError if a tokenizer is none of transformers' kind."""
-    needed = "chat_template", "apply_chat_template", "added_tokens_decoder", "decode"
+    needed = "chat_template", "apply_chat_template", "added_tokens_decoder", "encode", "decode"
     recording.check_tokenizer(tokenizer, *needed)
 
 

@@ -147,7 +147,10 @@ class Echo:
     added_tokens_decoder: ClassVar[dict[int, str]] = {}
 
     def apply_chat_template(self, conversation, **options):
-        return {"input_ids": [1, 2, 3]}
+        return "text"
+
+    def encode(self, text, **options):
+        return [1, 2, 3]
 
     def decode(self, ids, **options):
         return ""
