@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 # isort: off
 
 # Models
-from dllm_jax.checkpoint import load, save_hf
+from dllm_jax.checkpoint import load, load_tokenizer, save_hf
 from dllm_jax.nn.intervention import Intervention
 from dllm_jax.nn.mesh import MeshRules
 from dllm_jax.nn.model import Model, forward, hidden_states
@@ -93,6 +93,7 @@ __all__ = [
     "hidden_states",
     "infill",
     "load",
+    "load_tokenizer",
     "log_likelihood",
     "lora",
     "nn",

@@ -3,5 +3,6 @@
 from dllm_jax.checkpoint.conversion import convert
 from dllm_jax.checkpoint.exporting import export, save_hf
 from dllm_jax.checkpoint.loading import load
+from dllm_jax.checkpoint.tokenizer import load_tokenizer
 
-__all__ = ["convert", "export", "load", "save_hf"]
+__all__ = ["convert", "export", "load", "load_tokenizer", "save_hf"]

@@ -1,15 +1,42 @@
 """The tokenizer of a checkpoint's directory, by classes of transformers only: none of its code runs."""
 
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
 from dllm_jax.checkpoint.files import check_content, file_inside, has_entry, read_object
+from dllm_jax.checkpoint.source import locate
 
 CONFIG = "tokenizer_config.json"
 JSON = ("config.json", CONFIG, "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
 OTHERS = ("merges.txt", "vocab.txt", "tokenizer.model", "chat_template.jinja")
 # Published checkpoints name a class in a file of theirs that is a copy of one in transformers.
 COPIES = {"DreamTokenizer": "Qwen2Tokenizer"}
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> Any:
+    """Loads the tokenizer of a checkpoint, as `AutoTokenizer` does, without notices about models.
+
+    Args:
+      path: Directory of the checkpoint or hub id, as `load` takes it.
+
+    Raises:
+      FileNotFoundError: no such directory or hub id, or it holds no tokenizer.
+      ValueError: the tokenizer needs code of the checkpoint, or is damaged.
+    """
+    return read_tokenizer(locate(path))
+
+
+def _transformers() -> Any:
+    """Imports transformers, without its notice that PyTorch is missing: a tokenizer does not need it."""
+    notice, logger = lambda record: "PyTorch" not in record.getMessage(), logging.getLogger("transformers")
+    logger.addFilter(notice)
+    try:
+        import transformers  # slow, and used by this alone
+    finally:
+        logger.removeFilter(notice)
+    return transformers
 
 
 def read_tokenizer(folder: Path) -> Any:
@@ -23,8 +50,7 @@ def read_tokenizer(folder: Path) -> Any:
       ValueError: it needs code of the checkpoint, reads files outside of the directory, or is damaged; names
         the directory, and the file where it is known.
     """
-    import transformers  # slow, and used by this alone
-
+    transformers = _transformers()
     config, settings = _checked(folder)
     named = settings.get("tokenizer_class")
     offline: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}

@@ -66,8 +66,8 @@ def chat(
 
     Args:
       model: Model from `load`.
-      tokenizer: Tokenizer of the checkpoint, from transformers' `AutoTokenizer.from_pretrained`. For prompts
-        with images, a processor from `dllm_jax.vision.Processor.load`.
+      tokenizer: Tokenizer of the checkpoint, from `load_tokenizer` or transformers' `AutoTokenizer`. For
+        prompts with images, a processor from `dllm_jax.vision.Processor.load`.
       messages: Messages [{"role": "user", "content": "..."}, ...], or a list of such conversations. A message
         of role "system" comes first. With a processor, messages may hold images:
         {"content": "<image>\\nWhat is it?", "images": ["cat.png"]}.
