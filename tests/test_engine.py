@@ -91,7 +91,7 @@ def test_an_empty_prompt_has_a_response_of_its_own_and_changes_no_other():
 
 def test_more_positions_than_the_model_was_made_for_are_told_of():
     model = tiny("llada").replace_spec(positions=12)
-    with pytest.warns(PositionsWarning, match=r"more than 12 positions.*rope_factor"):
+    with pytest.warns(PositionsWarning, match=r"exceed 12 tokens.*rope_factor"):
         out = dj.generate(model, [3, 4, 5, 6, 7], length=8)
     np.testing.assert_array_equal(out.tokens, dj.generate(tiny("llada"), [3, 4, 5, 6, 7], length=8).tokens)
     with pytest.warns(PositionsWarning):

@@ -135,7 +135,7 @@ def test_a_picture_shows_masks_ends_and_what_has_just_been_decoded():
     end, mask = conversation.model.spec.eot_id, conversation.model.spec.mask_id
     tokens = np.array([[0, *ids, end, mask]])
     new = np.array([[False, True, False, False, False]])
-    snapshot = dj.Snapshot(tokens, new, np.ones(tokens.shape, np.float32), 1, 0, None)
+    snapshot = dj.Snapshot(tokens, new, np.ones(tokens.shape, np.float32), np.array([1]), 0, None)
     picture = conversation._picture(snapshot, 1)
     assert str(picture) == "21∎░"
     assert [str(span.style) for span in picture.spans] == ["bold cyan", "dim", "dim"]

@@ -145,7 +145,7 @@ def test_a_sharded_prompt_stays_so(types):
         runs["set_mesh"] = dj.generate(model, sharded, **options)
     for name, out in runs.items():
         assert_same(out, want._replace(trace=out.trace and want.trace))
-        for leaf in (out.tokens, *out.stats):
+        for leaf in jax.tree.leaves((out.tokens, out.stats)):
             assert leaf.sharding.mesh == mesh, name
             assert leaf.sharding.spec[0] == "dp", name
             assert leaf.addressable_shards[0].data.shape[0] == 2, name

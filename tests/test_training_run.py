@@ -78,6 +78,14 @@ class Interrupted(Counting):
         return super().batch(memory, step)
 
 
+@pytest.fixture(autouse=True)
+def interrupts():
+    """Ctrl-C raises KeyboardInterrupt, also where the tests run in the background of a shell."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_an_interrupted_run_says_how_to_go_on_and_does(tmp_path):
     run = functools.partial(train, tiny("llada"), config=CONFIG, progress=False)
     interrupted = functools.partial(run, Interrupted(), directory=tmp_path / "a")
@@ -114,6 +122,7 @@ def test_an_interrupted_command_ends_without_the_clean_up_that_could_crash():
     code = (
         "import atexit, signal\nfrom dllm_jax.command_line import run\n"
         "atexit.register(print, 'cleaned up')\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "run(lambda: print('work') or signal.raise_signal(signal.SIGINT), 'run it again to go on')"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
