@@ -34,6 +34,10 @@ from dllm_jax.samplers import Confidence, Threshold
 from dllm_jax.tasks import Chain, Example, examples, prompt_arrays
 
 # Each row changes one thing: exact; with Fast-dLLM's cache; with its parallel decoding as well.
+POLICIES_SAY = (
+    "DualCache recomputes the current block and reuses cached keys and values elsewhere. Threshold unmasks "
+    "several tokens per step (parallel decoding)."
+)
 POLICIES = (
     (Policy(), Confidence()),
     (DualCache(), Confidence()),
@@ -95,17 +99,20 @@ def demonstration(arguments: Arguments) -> int:
         model, tokenizer = load(embedded.path(name)), read_tokenizer(embedded.path(name))
         if not tables:
             size = f"{count(model.params):,} parameters"
-            console.print(f"\n[bold]{name}[/] ({size}) is asked for the way of a train, stops by initials:")
+            console.print(f"\n[bold]{name}[/], a bundled model of {size}, follows a chain.")
+            console.print('"X>Y": a train runs from X to Y. The answer is the route from P:')
             _first_answer(console, model, tokenizer)
         with console.status(f"{name}: compiling {len(POLICIES)} programs, then running them in turns"):
             questions = examples(Chain(), arguments.seed, STEPS, arguments.prompts, "held_out")
             rows = measure(model, tokenizer, questions, list(POLICIES), repeats=3, **SHAPE)
-        title = f"{name}, {arguments.prompts} such questions that it has not seen"
-        console.print(table(rows, f"\n{title}, length {SHAPE['length']}, blocks of {SHAPE['block']}"))
+        title = f"{name}: {arguments.prompts} held-out questions"
+        title += f", {SHAPE['length']} new tokens, block length {SHAPE['block']}"
+        console.print(table(rows, f"\n{title}", console.width))
         tables.append(_report(name, model, rows))
     device = provenance.device()
     where = f"{device.platform} ({device.kind}), jax {jax.__version__}"
-    console.print(f"{where}; compiling is not counted", style="dim")
+    console.print(f"Policy() is exact decoding: every step recomputes every token. {POLICIES_SAY}")
+    console.print(f"Time on this device, without compilation: {where}.", style="dim")
     if arguments.json:
         arguments.json.write_text(json.dumps(_provenance(arguments) | {"tables": tables}, indent=2) + "\n")
         console.print(f"wrote {arguments.json}")
@@ -121,7 +128,7 @@ def _first_answer(console: rich.console.Console, model: Model, tokenizer: Any):
         length, block = SHAPE["length"], model.spec.block_size or 8
         out = generate(model, prompt, length=length, block=block, sampler=Threshold(0.9), trace=True)
         (answer,) = decode_answers(model, tokenizer, np.asarray(out.tokens[:, prompt.shape[1] :]))
-    console.print("\nAll masks at first; each step decodes every token that it is sure of:\n")
+    console.print("\nEach step unmasks every token with a confidence of at least 0.9:\n")
     console.print(grid(Recording.of(out.trace, 0), tokenizer))
     console.print(f"  {' → '.join(trains.route(answer))}\n", style="bold", highlight=False)
 
