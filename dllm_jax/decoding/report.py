@@ -1,4 +1,4 @@
-"""What the host tells of a generation that is over: sequences that were not finite, steps that idled."""
+"""Warnings and errors about a finished generation: sequences that were not finite, steps that idled."""
 
 import warnings
 
