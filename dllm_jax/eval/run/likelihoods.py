@@ -67,7 +67,9 @@ class Likelihood(Answering[Pair]):
     @override
     def key(self, item: Pair) -> str:
         chosen = [self.draws, self.strata, self.cfg_scale, self.greedy_check, self.decoding.seed]
-        parts = ["log-likelihood", self.lm.identity, self.decoding.max_positions, *chosen, *item]
+        # Bucket lengths count: masks are drawn at them.
+        asked = ["log-likelihood", LENGTHS.rungs, self.lm.identity, self.decoding.max_positions]
+        parts = [*asked, *chosen, *item]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @override
