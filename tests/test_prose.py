@@ -1,0 +1,108 @@
+"""Style check of docstrings and reader pages: `python -m tests.test_prose` prints what is wrong, and the counts."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = "dllm_jax", "pallas_kernels", "convert", "bench"
+LONGEST = 35  # words of a sentence on a page for readers
+# At most: docstrings and entries that begin wrongly, longer sentences, mean words of all and of one page's
+# sentences, words of README and docs without docs/dev and docs/reference.
+BARS = {"headless": 180, "dangling": 321, "long": 94, "mean": 18, "worst": 28, "words": 36_000}
+TERMS = (
+    "continuous batching", "max_new_tokens", "gen_length", "semi-autoregressive", "parallel decoding",
+    "KV pairs", "quantization",
+)  # fmt: skip
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+ENTRY = re.compile(r"^ +\*{0,2}\w[\w, *`]*(?: \(.*?\))?: (?:of|as|see)\b", re.MULTILINE)
+SECTION = re.compile(r"^( *)(?:Args|Attributes):\n((?:\1 +.*\n|\s*\n)*)", re.MULTILINE)
+
+
+def docstrings() -> list[tuple[str, str]]:
+    """Place and text of every docstring of the packages."""
+    found = []
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                text = ast.get_docstring(node) if isinstance(node, DOCUMENTED) else None
+                if text:
+                    line = getattr(node, "lineno", 1)
+                    found.append((f"{path.relative_to(ROOT)}:{line}", text))
+    return found
+
+
+def headless(documented: list[tuple[str, str]]) -> list[str]:
+    """Docstrings that begin with What, Which or Who."""
+    return [f"{place}: {text[:60]}" for place, text in documented if re.match(r"(What|Which|Who)\b", text)]
+
+
+def dangling(documented: list[tuple[str, str]]) -> list[str]:
+    """Entries of Args and Attributes that begin with "of", "as" or "see"."""
+    return [
+        f"{place}: {entry.strip()}"
+        for place, text in documented
+        for section in SECTION.findall(f"{text}\n")
+        for entry in ENTRY.findall(section[1])
+    ]
+
+
+def pages() -> list[Path]:
+    """README and docs, without docs/dev."""
+    written = [path for path in (ROOT / "docs").rglob("*.md") if "dev" not in path.parts]
+    return [ROOT / "README.md", *sorted(written)]
+
+
+def sentences(markdown: str) -> list[str]:
+    """Sentences of a page, without code blocks, tables, directives and the targets of links."""
+    text = re.sub(r"^(```|~~~).*?^\1", "\n\n", markdown, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r"^( *\||:::| {4,}\S).*$", "\n", text, flags=re.MULTILINE)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]*`", "code", text))
+    blocks = re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.|#+|>) )", text)
+    blocks = [re.sub(r"^\s*(?:[-*]|\d+\.|>) ", "", block) for block in blocks if not block.startswith("#")]
+    parts = [re.split(r"(?<=[.!?])[*)\]]*\s+", " ".join(block.split())) for block in blocks]
+    return [part for block in parts for part in block if re.search(r"\w", part)]
+
+
+def words(sentence: str) -> int:
+    return sum(bool(re.search(r"\w", word)) for word in sentence.split())
+
+
+def measured() -> tuple[dict[Path, tuple[int, list[int]]], list[str]]:
+    """Per page its words and those of each sentence; and the sentences that are too long."""
+    counted, long = {}, []
+    for page in pages():
+        text = page.read_text()
+        found = sentences(text)
+        counted[page] = len(text.split()), [words(sentence) for sentence in found]
+        long += [f"{page.relative_to(ROOT)}: {one}" for one in found if words(one) > LONGEST]
+    return counted, long
+
+
+def report() -> dict[str, float]:
+    """Prints the counts of each page and what the checks find; returns what `BARS` bounds."""
+    counted, long = measured()
+    means = {page: sum(found) / len(found) for page, (_, found) in counted.items() if found}
+    for page, (size, _) in counted.items():
+        print(f"{page.relative_to(ROOT)!s:45} {size:6} words {means.get(page, 0):5.1f} per sentence")
+    documented = docstrings()
+    first, entries = headless(documented), dangling(documented)
+    print(*long, *first, *entries, sep="\n")
+    lengths = [length for _, found in counted.values() for length in found]
+    found = {"headless": len(first), "dangling": len(entries), "long": len(long)}
+    found |= {"mean": sum(lengths) / len(lengths), "worst": max(means.values())}
+    found["words"] = sum(size for page, (size, _) in counted.items() if "reference" not in page.parts)
+    print(found)
+    return found
+
+
+def test_words_keep_to_the_style():
+    found = report()
+    assert {name: value for name, value in found.items() if value > BARS[name]} == {}
+    text = " ".join(page.read_text() for page in pages())
+    assert [term for term in TERMS if term not in text] == []
+
+
+if __name__ == "__main__":
+    report()
