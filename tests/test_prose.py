@@ -1,4 +1,4 @@
-"""Style check of docstrings and reader pages: `python -m tests.test_prose` prints what is wrong, and the counts."""
+"""Style check of docstrings and reader pages; `python -m tests.test_prose` prints what is wrong."""
 
 import ast
 import re
