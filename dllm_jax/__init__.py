@@ -130,4 +130,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """Public names and packages; modules that only the library imports stay out of completion."""
-    return [*__all__, "__version__", "checkpoint", "decoding", "published"]
+    return [*__all__, "__version__", "checkpoint", "decoding", "engine", "published"]

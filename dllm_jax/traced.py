@@ -7,7 +7,7 @@ number that decides no shape and no structure need not be. Its annotation says s
     temperature: Annotated[Number, Ge(0), Traced(unless=0)] = 0.0
 
 Options are pytrees whose leaves are these numbers, float32 or int32; all other fields are static. So a
-program that takes options as arguments (`decoding.loop.denoise` does) is compiled once for all values, and
+program that takes options as arguments (`engine.loop.denoise` does) is compiled once for all values, and
 policies and samplers can be passed through `jax.jit` and stacked for `jax.vmap`. They may also be made inside
 of both: `Threshold(t)` with a traced t is not checked against its range, as nobody knows its value. Options
 that `jit` returns have known values: `generate` checks those.

@@ -20,9 +20,12 @@ MAY_IMPORT = {
     "nn": NETWORK, "state": STATE,
     "samplers": STATE | {"samplers"},  # a sampler never imports a policy, nor a policy a sampler
     "eviction": STATE | {"eviction"}, "policies": POLICIES,
-    "decoding": POLICIES | {"samplers", "decoding", "interrupts"},
-    "analysis": POLICIES | {"decoding", "analysis"},
-    "testing": POLICIES | {"samplers", "decoding", "testing"}, "vision": STATE | {"checkpoint", "vision"},
+    # The pure program never imports the public functions that run it.
+    "engine": POLICIES | {"samplers", "engine"},
+    "decoding": POLICIES | {"samplers", "engine", "decoding", "interrupts"},
+    "analysis": POLICIES | {"engine", "decoding", "analysis"},
+    "testing": POLICIES | {"samplers", "engine", "decoding", "testing"},
+    "vision": STATE | {"checkpoint", "vision"},
 }  # fmt: skip
 
 

@@ -7,8 +7,8 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
-from dllm_jax.decoding.loop import denoise
 from dllm_jax.decoding.request import prepare as prepare_request
+from dllm_jax.engine.loop import denoise
 from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.state.inputs import IdleStepsWarning
 from dllm_jax.training import Batches, TrainConfig, prepare, train

@@ -7,7 +7,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.decoding.buckets import Ladder, geometric
-from dllm_jax.decoding.loop import denoise
+from dllm_jax.engine.loop import denoise
 from dllm_jax.testing.runs import compilations
 from tests.models import prompts, tiny
 

@@ -13,7 +13,7 @@ import dllm_jax as dj
 from dllm_jax import lora, policies, samplers, tasks
 from dllm_jax.decoding.chat import chat_ids
 from dllm_jax.decoding.generate import generate
-from dllm_jax.decoding.stats import Stats
+from dllm_jax.engine.stats import Stats
 from dllm_jax.eval.results.record import cost_totals, totals
 from dllm_jax.eval.run import runner as runner_module
 from dllm_jax.eval.run.checkpoint import Checkpoint, LanguageModel, fingerprint

@@ -9,8 +9,8 @@ from jax import export
 import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax import policies as p
-from dllm_jax.decoding.loop import denoise
 from dllm_jax.decoding.request import prepare
+from dllm_jax.engine.loop import denoise
 from dllm_jax.nn.exported import CHECKS
 from tests.models import FAMILIES, in_int8, prompts, separate, tiny
 from tests.policy_cases import EVERY, EXHAUSTIVE, KEY, SAMPLER_CASES, matrix, suited

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.decoding import generate_many, slots
-from dllm_jax.decoding.nonfinite import NonFiniteWarning
+from dllm_jax.engine.nonfinite import NonFiniteWarning
 from dllm_jax.testing.runs import assert_same_run, assert_same_stats, compilations
 from tests.models import in_int8, separate, tiny
 from tests.policy_cases import EXHAUSTIVE, WIDE, daily, matrix, short

@@ -9,9 +9,9 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
-from dllm_jax.decoding import step
-from dllm_jax.decoding.group import coming, group_size, taking_part
 from dllm_jax.decoding.request import prepare
+from dllm_jax.engine import step
+from dllm_jax.engine.group import coming, group_size, taking_part
 from dllm_jax.testing.runs import assert_same_run, assert_same_stats, of_sequence
 from tests.kernel_cases import some
 from tests.models import prompts, separate, tiny

@@ -9,7 +9,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
-from dllm_jax.decoding.loop import denoise
+from dllm_jax.engine.loop import denoise
 from dllm_jax.testing.checks import SEVERAL_AT_ONCE
 from dllm_jax.testing.runs import assert_same_run, compilations, of_sequence
 from tests.models import FAMILIES, prompts, random_tokens, separate, tiny

@@ -12,10 +12,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
-from dllm_jax.decoding.group import first, of_full_step
-from dllm_jax.decoding.loop import begin, denoise
 from dllm_jax.decoding.placement import place, with_auto_axes
 from dllm_jax.decoding.request import prepare
+from dllm_jax.engine.group import first, of_full_step
+from dllm_jax.engine.loop import begin, denoise
 from dllm_jax.nn.mesh import ReplicationWarning
 from dllm_jax.testing.runs import compilations
 from tests import refuses

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from dllm_jax import policies
-from dllm_jax.decoding.loop import denoise
 from dllm_jax.decoding.placement import place
 from dllm_jax.decoding.request import prepare
+from dllm_jax.engine.loop import denoise
 from dllm_jax.nn.arithmetic import cosine
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.rope import rope_table

@@ -71,7 +71,7 @@ def wheel(tmp_path_factory) -> pathlib.Path:
 
 def test_contents(wheel):
     names = zipfile.ZipFile(wheel).namelist()
-    needed = "decoding/loop.py", "decoding/watch/page.js", "configs/models/llada-8b.json"
+    needed = "engine/loop.py", "decoding/watch/page.js", "configs/models/llada-8b.json"
     needed += "configs/generation/llada-8b-instruct.toml", "configs/policies/sparse-dllm.toml"
     needed += ("published/tables.toml",)
     needed += "embedded/tiny-llada/model.safetensors", "embedded/tiny-llada/tokenizer.json"

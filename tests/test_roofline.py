@@ -11,7 +11,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import roofline
 from dllm_jax.decoding.request import prepare
-from dllm_jax.decoding.widths import step_widths
+from dllm_jax.engine.widths import step_widths
 from dllm_jax.nn.parameters import abstract, abstract_vision, count, separate
 from dllm_jax.roofline.steps import experts_read, layers_size, pair_size
 from dllm_jax.roofline.tower import tower_size

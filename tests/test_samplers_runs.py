@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_jax import samplers as s
-from dllm_jax.decoding.block_schedule import advance
+from dllm_jax.engine.block_schedule import advance
 from dllm_jax.policies import Policy
 from dllm_jax.state.canvas import begin, write
 from dllm_jax.state.layout import Layout

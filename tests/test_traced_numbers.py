@@ -13,8 +13,8 @@ from jax.core import Tracer
 import dllm_jax as dj
 from dllm_jax import eviction, policies, samplers
 from dllm_jax.decoding import likelihood
-from dllm_jax.decoding.loop import denoise
 from dllm_jax.decoding.request import Request, prepare
+from dllm_jax.engine.loop import denoise
 from dllm_jax.options import Options, check_numbers
 from dllm_jax.testing.runs import compilations
 from dllm_jax.traced import Traced

@@ -17,9 +17,9 @@ from bench.shared.measure import Run
 from bench.shared.models import PIXELS, policies_named, shape
 from dllm_jax import roofline
 from dllm_jax.check.steps import held
-from dllm_jax.decoding.group import of_full_step
-from dllm_jax.decoding.loop import denoise, scope
 from dllm_jax.decoding.placement import Placed, place
+from dllm_jax.engine.group import of_full_step
+from dllm_jax.engine.loop import denoise, scope
 from dllm_jax.policies.parts.control import REFRESH, UPDATE
 from dllm_jax.roofline.steps import experts_read
 from dllm_jax.training.batch import T_MIN, Checked

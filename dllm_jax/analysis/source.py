@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
 from dllm_jax.decoding.output import Output
-from dllm_jax.decoding.trace import Trace
+from dllm_jax.engine.trace import Trace
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.places import Indices, indices, within
 from dllm_jax.state import host, inputs

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 
 from dllm_jax.check.timing import Time, seconds
-from dllm_jax.decoding.generation import Generation
-from dllm_jax.decoding.loop import begin, coming, denoise
 from dllm_jax.decoding.placement import Placed
-from dllm_jax.decoding.plan import Inputs, Plan
 from dllm_jax.decoding.request import Request
-from dllm_jax.decoding.step import State, step
+from dllm_jax.engine.generation import Generation
+from dllm_jax.engine.loop import begin, coming, denoise
+from dllm_jax.engine.plan import Inputs, Plan
+from dllm_jax.engine.step import State, step
 from dllm_jax.nn.model import Model
 
 LEADING = 8  # steps within which the first partial one is looked for

@@ -1,1 +1,1 @@
-"""The denoising loop and the ways into it."""
+"""Public entry points of generation, and the host work around the engine."""

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from dllm_jax.decoding.loop import denoise
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.placement import Placed, collect, place
 from dllm_jax.decoding.report import report
 from dllm_jax.decoding.request import prepare
+from dllm_jax.engine.loop import denoise
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, call, check_argument, shown
 from dllm_jax.policies.base import Policy

@@ -11,10 +11,10 @@ from jaxtyping import Array, Bool, Int
 from typing_extensions import override
 
 from dllm_jax.decoding.compare import text_table
-from dllm_jax.decoding.generation import Generation
-from dllm_jax.decoding.plan import Inputs, Plan
-from dllm_jax.decoding.step import computed_rows, empty_cache, network
-from dllm_jax.decoding.widths import step_widths
+from dllm_jax.engine.generation import Generation
+from dllm_jax.engine.plan import Inputs, Plan
+from dllm_jax.engine.step import computed_rows, empty_cache, network
+from dllm_jax.engine.widths import step_widths
 from dllm_jax.nn.kernels import Kernels
 from dllm_jax.nn.layer import embed
 from dllm_jax.nn.mesh import number_modes, over_mesh

@@ -6,13 +6,13 @@ from typing import Never
 from jax.typing import ArrayLike
 
 from dllm_jax.decoding import buckets as ladders
-from dllm_jax.decoding.loop import denoise
-from dllm_jax.decoding.nonfinite import NonFinite
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.placement import collect, place
 from dllm_jax.decoding.report import report
 from dllm_jax.decoding.request import Request, Stops, prepare, prepare_infill
 from dllm_jax.decoding.stream import watched
+from dllm_jax.engine.loop import denoise
+from dllm_jax.engine.nonfinite import NonFinite
 from dllm_jax.interrupts import uninterrupted
 from dllm_jax.nn.intervention import Intervention
 from dllm_jax.nn.keys import Keys
@@ -88,7 +88,7 @@ def generate(
       trace: record tokens, computed sets and scores of every step; cut on the host to the steps that ran.
       widths: static widths of partial steps, instead of the policy's; changes speed, never tokens.
       group: how many sequences a full step runs, on each of the devices that a mesh splits the batch over,
-        instead of as few as fill it (`dllm_jax.decoding.group`); changes speed and memory, never tokens.
+        instead of as few as fill it (`dllm_jax.engine.group`); changes speed and memory, never tokens.
       buckets: pad prompts to the next rung of this ladder (see `dllm_jax.buckets`), so that requests of all
         lengths share few programs; changes speed, never tokens, and leaves no padding in the output. The
         padding is taken off on the host: the call returns when the tokens are there.
@@ -105,7 +105,7 @@ def generate(
       FloatingPointError: logits held NaN or infinity, with nonfinite="raise".
 
     Warns:
-      dllm_jax.decoding.nonfinite.NonFiniteWarning: they did, with nonfinite="warn"; which sequences.
+      dllm_jax.engine.nonfinite.NonFiniteWarning: they did, with nonfinite="warn"; which sequences.
       dllm_jax.state.inputs.PositionsWarning: the canvas is longer than what the model was made for.
       dllm_jax.state.inputs.IdleStepsWarning: there are more steps than tokens to decode, or steps of
         a sampler of your own had nothing to decode.

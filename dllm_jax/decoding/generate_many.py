@@ -18,12 +18,12 @@ from jax.core import Tracer
 from jaxtyping import Array, Key
 
 from dllm_jax.decoding import buckets as ladders
-from dllm_jax.decoding.nonfinite import NonFinite
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.report import report
 from dllm_jax.decoding.request import GenerateOptions, Request, prepare
 from dllm_jax.decoding.slots import Slots
 from dllm_jax.decoding.stream import progress_bar
+from dllm_jax.engine.nonfinite import NonFinite
 from dllm_jax.nn.keys import Keys, one_key, seeded
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument, check_names, shown

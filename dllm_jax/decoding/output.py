@@ -7,11 +7,11 @@ import numpy as np
 from jax import export
 from jaxtyping import Array, Int
 
-from dllm_jax.decoding.stats import Stats
-from dllm_jax.decoding.trace import Trace
 from dllm_jax.decoding.watch.grid import grid
 from dllm_jax.decoding.watch.page import Page, Panel, page
 from dllm_jax.decoding.watch.recording import Recording, values
+from dllm_jax.engine.stats import Stats
+from dllm_jax.engine.trace import Trace
 from dllm_jax.options import check_argument, shown
 
 if TYPE_CHECKING:

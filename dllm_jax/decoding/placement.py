@@ -17,13 +17,13 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Key, PyTree
 
-from dllm_jax.decoding.group import group_size
-from dllm_jax.decoding.nonfinite import NonFinite
 from dllm_jax.decoding.output import Output
-from dllm_jax.decoding.plan import Inputs, Plan
 from dllm_jax.decoding.request import Request
-from dllm_jax.decoding.stats import Stats
-from dllm_jax.decoding.trace import Trace
+from dllm_jax.engine.group import group_size
+from dllm_jax.engine.nonfinite import NonFinite
+from dllm_jax.engine.plan import Inputs, Plan
+from dllm_jax.engine.stats import Stats
+from dllm_jax.engine.trace import Trace
 from dllm_jax.interrupts import uninterrupted
 from dllm_jax.nn.mesh import AnyMesh, context_mesh, current_mesh, over_mesh, replicated
 from dllm_jax.nn.model import Model

@@ -5,8 +5,8 @@ import warnings
 import numpy as np
 from jax.core import Tracer
 
-from dllm_jax.decoding.nonfinite import NonFinite, NonFiniteWarning
-from dllm_jax.decoding.stats import Stats
+from dllm_jax.engine.nonfinite import NonFinite, NonFiniteWarning
+from dllm_jax.engine.stats import Stats
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.state import host
 from dllm_jax.state.inputs import IdleStepsWarning

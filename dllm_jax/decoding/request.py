@@ -18,12 +18,12 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Key
 
 from dllm_jax.decoding import buckets as ladders
-from dllm_jax.decoding.block_schedule import check_schedule
-from dllm_jax.decoding.closures import constants
-from dllm_jax.decoding.nonfinite import NonFinite
-from dllm_jax.decoding.plan import Inputs, Plan
-from dllm_jax.decoding.shadow import check_policy
-from dllm_jax.decoding.widths import step_widths
+from dllm_jax.engine.block_schedule import check_schedule
+from dllm_jax.engine.closures import constants
+from dllm_jax.engine.nonfinite import NonFinite
+from dllm_jax.engine.plan import Inputs, Plan
+from dllm_jax.engine.shadow import check_policy
+from dllm_jax.engine.widths import step_widths
 from dllm_jax.nn.intervention import Intervention, checked, moved
 from dllm_jax.nn.keys import Keys, typed_key
 from dllm_jax.nn.model import Model

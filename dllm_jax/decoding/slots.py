@@ -13,9 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Shaped
 
-from dllm_jax.decoding.generation import Generation, State
-from dllm_jax.decoding.group import axes_of_sequences, by_array, put, streams_of, taken
-from dllm_jax.decoding.loop import finished, run
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.placement import (
     collect,
@@ -24,11 +21,14 @@ from dllm_jax.decoding.placement import (
     runs_on,
     with_auto_axes,
 )
-from dllm_jax.decoding.plan import Inputs, Plan
 from dllm_jax.decoding.request import Request, repeated
-from dllm_jax.decoding.stats import Stats
-from dllm_jax.decoding.step import initial, split_cache
-from dllm_jax.decoding.trace import Trace
+from dllm_jax.engine.generation import Generation, State
+from dllm_jax.engine.group import axes_of_sequences, by_array, put, streams_of, taken
+from dllm_jax.engine.loop import finished, run
+from dllm_jax.engine.plan import Inputs, Plan
+from dllm_jax.engine.stats import Stats
+from dllm_jax.engine.step import initial, split_cache
+from dllm_jax.engine.trace import Trace
 from dllm_jax.nn.mesh import constrain, over_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.state import host

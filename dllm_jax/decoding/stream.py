@@ -10,11 +10,11 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Bool, Float, Int
 
-from dllm_jax.decoding.loop import Piece, begin, resume, traced
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.placement import Placed, collect, numbers, on_mesh, place, runs_on, with_auto_axes
 from dllm_jax.decoding.report import report
 from dllm_jax.decoding.request import prepare
+from dllm_jax.engine.loop import Piece, begin, resume, traced
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.state import host, inputs
@@ -75,7 +75,7 @@ def stream(
       FloatingPointError: logits held NaN or infinity, with nonfinite="raise", instead of the last snapshot.
 
     Warns:
-      dllm_jax.decoding.nonfinite.NonFiniteWarning: they did, with nonfinite="warn", before the last snapshot.
+      dllm_jax.engine.nonfinite.NonFiniteWarning: they did, with nonfinite="warn", before the last snapshot.
     """
     steps = check_argument("every", every, PositiveInt | None)
     placed = place(model, prepare(model, prompt, **options), prompt)

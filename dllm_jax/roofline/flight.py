@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dllm_jax.decoding.group import group_size
+from dllm_jax.engine.group import group_size
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt, check_argument, shown
 from dllm_jax.policies import Policy

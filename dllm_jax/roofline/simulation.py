@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dllm_jax.decoding.block_schedule import advance
 from dllm_jax.decoding.request import blocks_of
+from dllm_jax.engine.block_schedule import advance
 from dllm_jax.nn.mesh import number_modes
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies import D2Cache, Policy

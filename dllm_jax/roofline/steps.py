@@ -5,7 +5,7 @@ from typing import Annotated
 
 from annotated_types import Ge
 
-from dllm_jax.decoding.widths import step_widths
+from dllm_jax.engine.widths import step_widths
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, NoneMeans, Options
 from dllm_jax.policies import Policy

@@ -67,7 +67,7 @@ class Sampler(Options, abc.ABC):
     those of the block are decoded in either case."""
     verifies: ClassVar[bool] = False
     """Whether tokens that earlier steps decoded in the block are candidates too, with score -inf and logits
-    of their own, which do not see the token (`decoding.shadow`); `decide` may revoke them."""
+    of their own, which do not see the token (`engine.shadow`); `decide` may revoke them."""
     edits: ClassVar[bool] = False
     """Whether tokens that earlier steps decoded in the block are candidates too, with score -inf; `decide`
     may replace them, and keep the sequence in the block."""

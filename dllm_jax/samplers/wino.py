@@ -23,7 +23,7 @@ from dllm_jax.state.selection import best, fraction_of
 class WINO(UntilDone):
     """Decodes with a low threshold and verifies with a high one: what fails is masked again.
 
-    Each step also computes a shadow block, `dllm_jax.decoding.shadow`: the block's positions as if they were
+    Each step also computes a shadow block, `dllm_jax.engine.shadow`: the block's positions as if they were
     masked, each blind to the token that it verifies; statistics do not count it. A token that was decoded in
     an earlier step of the block and whose probability there is below `narrow_out` becomes a mask again, the
     least likely first; of n newly decoded tokens at most n - 1 are taken back, so that a block of m masks

@@ -13,9 +13,9 @@ import numpy as np
 
 from dllm_jax import policies, samplers
 from dllm_jax.decoding.generate import generate
-from dllm_jax.decoding.loop import begin
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.request import prepare
+from dllm_jax.engine.loop import begin
 from dllm_jax.state.sliding import Sliding
 from dllm_jax.testing.models import spec, tiny
 

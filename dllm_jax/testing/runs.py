@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Float
 
 from dllm_jax.decoding.output import Output
-from dllm_jax.decoding.stats import Stats
-from dllm_jax.decoding.trace import Trace
+from dllm_jax.engine.stats import Stats
+from dllm_jax.engine.trace import Trace
 
 
 def assert_same_run(ours: Trace | None, theirs: Trace | None, computed: bool = False):

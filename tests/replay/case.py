@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import dllm_jax as dj
-from dllm_jax.decoding.loop import denoise
 from dllm_jax.decoding.placement import collect, place
 from dllm_jax.decoding.request import prepare
+from dllm_jax.engine.loop import denoise
 
 
 class UnknownSetting(ValueError):

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 import dllm_jax as dj
 from dllm_jax import eviction
-from dllm_jax.decoding.loop import traced
+from dllm_jax.engine.loop import traced
 from dllm_jax.nn.attention import attention
 from dllm_jax.nn.layer import embed, unembed, walk
 from dllm_jax.nn.mask import key_mask

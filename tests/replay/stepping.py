@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 import dllm_jax as dj
-from dllm_jax.decoding.generation import Generation
-from dllm_jax.decoding.loop import begin, coming
-from dllm_jax.decoding.plan import Inputs, Plan
 from dllm_jax.decoding.request import prepare
-from dllm_jax.decoding.step import State, step
+from dllm_jax.engine.generation import Generation
+from dllm_jax.engine.loop import begin, coming
+from dllm_jax.engine.plan import Inputs, Plan
+from dllm_jax.engine.step import State, step
 from dllm_jax.nn.arithmetic import cosine
 from dllm_jax.state.rows import scatter
 

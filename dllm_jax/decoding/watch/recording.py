@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Bool, Float, Int
 
-from dllm_jax.decoding.trace import Trace
+from dllm_jax.engine.trace import Trace
 from dllm_jax.options import shown
 from dllm_jax.state import host
 from dllm_jax.state.inputs import EMBEDDED

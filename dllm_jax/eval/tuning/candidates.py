@@ -9,8 +9,8 @@ import numpy as np
 from typing_extensions import override
 
 from dllm_jax import policies as p
-from dllm_jax.decoding.loop import begin
 from dllm_jax.decoding.request import prepare
+from dllm_jax.engine.loop import begin
 from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.nn.keys import seeded
 from dllm_jax.nn.model import Model

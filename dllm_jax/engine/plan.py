@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Bool, Float, Int
 
-from dllm_jax.decoding.closures import Constants
+from dllm_jax.engine.closures import Constants
 from dllm_jax.nn.intervention import Intervention
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.base import Sampler
@@ -44,13 +44,13 @@ class Plan:
       sampler: decides which tokens are decoded.
       layout: the geometry, padding of a bucket included.
       widths: static widths of the partial steps to compile, ascending.
-      group: how many sequences of each share a full step runs (`decoding.group`); None runs all.
+      group: how many sequences of each share a full step runs (`engine.group`); None runs all.
       shares: of neighbouring sequences, into which a mesh splits the batch.
       stop_at_eos: finish a sequence once all positions up to an end-of-text are decoded.
       trace: record every step.
       confidence: record the confidences with which positions are decoded.
       interventions: other values at named places of the network; data, as the numbers are.
-      constants: what methods of policy and sampler read outside of their classes (`decoding.closures`).
+      constants: what methods of policy and sampler read outside of their classes (`engine.closures`).
       stop: sequences of token ids at which a response ends.
     """
 

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
-from dllm_jax.decoding.generation import Generation, State
-from dllm_jax.decoding.plan import Plan
-from dllm_jax.decoding.widths import narrowest
+from dllm_jax.engine.generation import Generation, State
+from dllm_jax.engine.plan import Plan
+from dllm_jax.engine.widths import narrowest
 from dllm_jax.nn.intervention import of_sequences as interventions_of
 from dllm_jax.nn.model import Model
 from dllm_jax.policies.base import Policy

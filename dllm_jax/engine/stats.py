@@ -5,8 +5,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.decoding import trace
-from dllm_jax.decoding.trace import Steps, Trace
+from dllm_jax.engine import trace
+from dllm_jax.engine.trace import Steps, Trace
 from dllm_jax.state.canvas import Canvas, first_eos
 from dllm_jax.state.proposal import Proposal
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
-from dllm_jax.decoding.plan import Inputs, Plan
-from dllm_jax.decoding.stats import Record
+from dllm_jax.engine.plan import Inputs, Plan
+from dllm_jax.engine.stats import Record
 from dllm_jax.nn.intervention import for_sequences
 from dllm_jax.nn.mesh import constrain
 from dllm_jax.nn.model import Model

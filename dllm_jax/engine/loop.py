@@ -22,13 +22,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.decoding.block_schedule import slowest
-from dllm_jax.decoding.generation import Generation, State
-from dllm_jax.decoding.group import coming
-from dllm_jax.decoding.plan import Inputs, Plan
-from dllm_jax.decoding.stats import Stats
-from dllm_jax.decoding.step import initial, split_cache, step
-from dllm_jax.decoding.trace import Trace
+from dllm_jax.engine.block_schedule import slowest
+from dllm_jax.engine.generation import Generation, State
+from dllm_jax.engine.group import coming
+from dllm_jax.engine.plan import Inputs, Plan
+from dllm_jax.engine.stats import Stats
+from dllm_jax.engine.step import initial, split_cache, step
+from dllm_jax.engine.trace import Trace
 from dllm_jax.nn.mesh import over_mesh
 from dllm_jax.nn.model import Model
 

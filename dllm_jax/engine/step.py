@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.decoding import nonfinite
-from dllm_jax.decoding.block_schedule import advance, find_stop, offered
-from dllm_jax.decoding.generation import Generation, State
-from dllm_jax.decoding.group import (
+from dllm_jax.engine import nonfinite
+from dllm_jax.engine.block_schedule import advance, find_stop, offered
+from dllm_jax.engine.generation import Generation, State
+from dllm_jax.engine.group import (
     axes_of_sequences,
     constants_of,
     first,
@@ -18,10 +18,10 @@ from dllm_jax.decoding.group import (
     state_of,
     taking_part,
 )
-from dllm_jax.decoding.plan import Inputs, Plan
-from dllm_jax.decoding.propose import propose
-from dllm_jax.decoding.shadow import masked_block, over_both
-from dllm_jax.decoding.stats import Record
+from dllm_jax.engine.plan import Inputs, Plan
+from dllm_jax.engine.propose import propose
+from dllm_jax.engine.shadow import masked_block, over_both
+from dllm_jax.engine.stats import Record
 from dllm_jax.nn.intervened import IntervenedLayer, embedded, intervened
 from dllm_jax.nn.layer import Layer, embed, walk
 from dllm_jax.nn.mesh import constrain
@@ -199,7 +199,7 @@ def network(
 
     Returns:
       the residual stream at the rows after the last layer, behind it that of the shadow block if the sampler
-      verifies tokens (`decoding.shadow`), and the changed cache.
+      verifies tokens (`engine.shadow`), and the changed cache.
 
     Raises:
       ValueError: the policy's layer never passes a place that an intervention changes.

@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.decoding.block_schedule import offered
-from dllm_jax.decoding.generation import Generation
-from dllm_jax.decoding.plan import Plan
-from dllm_jax.decoding.shadow import decoded_in_block, place_in_shadow
+from dllm_jax.engine.block_schedule import offered
+from dllm_jax.engine.generation import Generation
+from dllm_jax.engine.plan import Plan
+from dllm_jax.engine.shadow import decoded_in_block, place_in_shadow
 from dllm_jax.nn.arithmetic import guided
 from dllm_jax.nn.layer import unembed
 from dllm_jax.samplers.candidates import Candidates
