@@ -35,7 +35,7 @@ from dllm_jax.testing.models import spec, tiny
 SLOTS, COUNT = 8, 64
 MIXED = (Chain(), 2), (Chain(), 4), (Chain(), 7), (FewShot(), 3), (Sorting(), 4), (Sorting(), 8)
 LADDER = dj.buckets.Ladder((16, 24, *range(32, 129, 16)))
-SIZES = {"width": 256, "heads": 4, "kv_heads": 4, "head": 64, "hidden": 768, "vocab": 128}
+SIZES = {"width": 256, "heads": 4, "kv_heads": 4, "head_dim": 64, "mlp_width": 768, "vocab": 128}
 WIDER = SIZES | {"mask_id": 126, "eos_id": 127, "eot_id": 125}
 COLUMNS: runner.Columns = {
     "requests": lambda r: r["set"],

@@ -25,7 +25,7 @@ from dllm_jax.nn.sharding import OUTPUTS
 PIECE = 1024  # entries of a tensor's first axis compared at once, to bound memory
 TENSORS_SHOWN = 20  # those that differ most
 SHAPES = (
-    *("family", "layers", "width", "heads", "kv_heads", "head", "hidden"),
+    *("family", "layers", "width", "heads", "kv_heads", "head_dim", "mlp_width"),
     *("vocab", "qkv_bias", "tied", "vision"),
 )
 

@@ -20,7 +20,7 @@ def tiny(family: str = "llada", **changes) -> ModelSpec:
     dream = family == "dream"
     fields = {
         "family": family, "layers": 3, "width": 32, "heads": 4, "kv_heads": 2 if dream else 4,
-        "head": 8, "hidden": 48, "vocab": 64, "rope_base": 1e6 if dream else 5e5,
+        "head_dim": 8, "mlp_width": 48, "vocab": 64, "rope_base": 1e6 if dream else 5e5,
         "norm_eps": 1e-6 if dream else 1e-5, "mask_id": 60, "eos_id": 61, "eot_id": None,
         "qkv_bias": dream, "tied": False, "shifted": dream, "rope_in_f32": not dream,
         "pad_rows_attend": not dream, "positions": 131072 if dream else 4096,
@@ -74,7 +74,7 @@ def _draw(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of a checkpoint by its name."""
-    m, f, q, kv = spec.width, spec.hidden, spec.heads * spec.head, spec.kv_heads * spec.head
+    m, f, q, kv = spec.width, spec.mlp_width, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     llada = spec.family == "llada"
     layer = {"q_proj": (q, m), "k_proj": (kv, m), "v_proj": (kv, m)}
     biases = {name: shape[:1] for name, shape in layer.items()} if spec.qkv_bias else {}
@@ -113,14 +113,14 @@ def config(spec: ModelSpec) -> dict:
             "block_type": "llama", "d_model": spec.width, "embedding_size": spec.vocab,
             "include_bias": False, "include_qkv_bias": spec.qkv_bias, "input_emb_norm": False,
             "layer_norm_type": "rms", "layer_norm_with_affine": True, "max_sequence_length": spec.positions,
-            "mlp_hidden_size": spec.hidden, "mlp_ratio": 4, "model_type": "llada",
+            "mlp_hidden_size": spec.mlp_width, "mlp_ratio": 4, "model_type": "llada",
             "multi_query_attention": None, "n_heads": spec.heads,
             "n_kv_heads": None if kv_heads == spec.heads else kv_heads, "n_layers": spec.layers, "rope": True,
             "rope_full_precision": spec.rope_in_f32, "scale_logits": False, "weight_tying": spec.tied,
         }  # fmt: skip
     return written | {
         "architectures": ["DreamModel"], "bos_token_id": spec.eos_id, "hidden_act": "silu",
-        "hidden_size": spec.width, "intermediate_size": spec.hidden, "model_type": "Dream",
+        "hidden_size": spec.width, "intermediate_size": spec.mlp_width, "model_type": "Dream",
         "max_position_embeddings": spec.positions, "num_attention_heads": spec.heads,
         "num_hidden_layers": spec.layers, "num_key_value_heads": kv_heads, "rope_scaling": None,
         "sliding_window": None, "tie_word_embeddings": spec.tied, "use_sliding_window": False,

@@ -17,9 +17,9 @@ SPECIAL = (
     "<mask>",
 )  # fmt: skip
 VOCAB = 256 + len(SPECIAL)
-VISION = VisionSpec(layers=2, width=24, heads=2, hidden=40, image=30, patch=7)
+VISION = VisionSpec(layers=2, width=24, heads=2, mlp_width=40, image=30, patch=7)
 SPEC = ModelSpec(
-    family="llada-v", layers=2, width=32, heads=4, kv_heads=4, head=8, hidden=48, vocab=VOCAB,
+    family="llada-v", layers=2, width=32, heads=4, kv_heads=4, head_dim=8, mlp_width=48, vocab=VOCAB,
     rope_base=5e5, norm_eps=1e-5, mask_id=VOCAB - 1, eos_id=257, eot_id=260, qkv_bias=False, tied=False,
     shifted=False, rope_in_f32=False, pad_rows_attend=True, vision=VISION,
 )  # fmt: skip
@@ -28,7 +28,7 @@ TOWER = "model.vision_tower.vision_tower.vision_model."
 
 def shapes() -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of the checkpoint by its name."""
-    m, f, w, h = SPEC.width, SPEC.hidden, VISION.width, VISION.hidden
+    m, f, w, h = SPEC.width, SPEC.mlp_width, VISION.width, VISION.mlp_width
     found = {"model.embed_tokens.weight": (VOCAB, m), "lm_head.weight": (VOCAB, m), "model.norm.weight": (m,)}
     for n in range(SPEC.layers):
         layer = f"model.layers.{n}."
@@ -63,7 +63,7 @@ def config(dtype: str = "float32") -> dict:
     """The config.json, with the keys of the published one that matter and those of a tower of other sizes."""
     return {
         "architectures": ["LlavaLLaDAModelLM"], "model_type": "llava_llada", "vocab_size": VOCAB,
-        "hidden_size": SPEC.width, "intermediate_size": SPEC.hidden, "num_hidden_layers": SPEC.layers,
+        "hidden_size": SPEC.width, "intermediate_size": SPEC.mlp_width, "num_hidden_layers": SPEC.layers,
         "num_attention_heads": SPEC.heads, "num_key_value_heads": SPEC.kv_heads, "hidden_act": "silu",
         "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "rope_scaling": None, "tie_word_embeddings": False,
         "bos_token_id": 128000, "eos_token_id": SPEC.eos_id, "eot_token_id": SPEC.eot_id,
@@ -73,7 +73,7 @@ def config(dtype: str = "float32") -> dict:
         "mm_projector_type": "mlp2x_gelu", "mm_vision_tower": "google/siglip2-so400m-patch14-384",
         "tokenizer_model_max_length": 2048, "torch_dtype": dtype,
         "vision_config": {
-            "hidden_size": VISION.width, "intermediate_size": VISION.hidden,
+            "hidden_size": VISION.width, "intermediate_size": VISION.mlp_width,
             "num_hidden_layers": VISION.layers + 1, "num_attention_heads": VISION.heads,
             "image_size": VISION.image, "patch_size": VISION.patch, "hidden_act": "gelu_pytorch_tanh",
             "layer_norm_eps": 1e-06,

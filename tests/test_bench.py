@@ -55,7 +55,9 @@ def test_generate_tiny(tmp_path):
     assert report["ceilings"]["bandwidth"] > 0
 
 
-SMALL = dict(layers=2, width=16, heads=2, kv_heads=2, head=8, vocab=64, mask_id=63, eos_id=62, rope_width=4)
+SMALL = dict(
+    layers=2, width=16, heads=2, kv_heads=2, head_dim=8, vocab=64, mask_id=63, eos_id=62, rope_width=4
+)
 
 
 @pytest.mark.parametrize("name", ["sdar-8b", "fast-dllm-v2-7b", "llada-moe-7b", "llada2-mini"])
@@ -63,8 +65,8 @@ def test_random_weights_of_published_shapes(name, layers_of_the_platform):
     """The parameters are those of a loaded model, experts, norms and dense first layers included."""
     spec = models.shape(name)
     if spec.experts is not None:
-        spec = dataclasses.replace(spec, experts=dataclasses.replace(spec.experts, hidden=4))
-    spec = dataclasses.replace(spec, **SMALL, hidden=24, eot_id=None)
+        spec = dataclasses.replace(spec, experts=dataclasses.replace(spec.experts, mlp_width=4))
+    spec = dataclasses.replace(spec, **SMALL, mlp_width=24, eot_id=None)
     model = random_model(spec, "bfloat16")
     described = jax.eval_shape(parameters.separate, parameters.abstract(spec, "bfloat16"))
     shapes = lambda tree: jax.tree.map(lambda a: (a.shape, a.dtype), tree)
@@ -127,7 +129,7 @@ def test_norms_of_queries_and_keys_keep_attention_as_peaked():
 def test_a_dense_model_begins_as_one_with_experts():
     """Nearly the same function; without the pairing of experts and their copies it is another one."""
     dense = small.tiny("sdar")
-    experts = ExpertSpec(count=5, per_token=3, hidden=16, renormalised=True)
+    experts = ExpertSpec(count=5, per_token=3, mlp_width=16, renormalised=True)
     spec = dataclasses.replace(dense.spec, family="sdar-moe", experts=experts)
     tokens = small.random_tokens(spec, 2, 24)
     logits = forward(dense, tokens)
@@ -137,4 +139,4 @@ def test_a_dense_model_begins_as_one_with_experts():
         layer["router"] = jnp.abs(layer["router"])
     assert float(jnp.abs(forward(converted, tokens) - logits).max()) > 0.1
     with pytest.raises(ValueError, match="do not divide an MLP of width 48"):
-        with_experts(dense, dataclasses.replace(spec, experts=dataclasses.replace(experts, hidden=20)))
+        with_experts(dense, dataclasses.replace(spec, experts=dataclasses.replace(experts, mlp_width=20)))

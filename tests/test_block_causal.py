@@ -217,5 +217,5 @@ def test_specs_survive_json():
     assert dj.ModelSpec.of_fields(fields) == model.spec
     with pytest.raises(ValueError, match=r"experts=\[3\] must be an object"):
         dj.ModelSpec.of_fields(fields | {"experts": [3]})
-    with pytest.raises(ValueError, match="rope_width=18 must be even and at most head=16"):
+    with pytest.raises(ValueError, match="rope_width=18 must be even and at most head_dim=16"):
         model.replace_spec(rope_width=18)

@@ -60,7 +60,7 @@ REST = [
     ({"spec.shifted": "false"}, "spec.json: shifted='false'"),
     ({"spec.family": "gpt"}, "spec.json: family='gpt'"),
     ({"spec.heads": 3}, "spec.json: heads=3"),
-    ({"spec.head": 7}, "spec.json: head=7"),
+    ({"spec.head_dim": 7}, "spec.json: head_dim=7"),
     ({"spec.more": 7}, "spec.json: .*'more'"),
 ]
 

@@ -107,8 +107,8 @@ def test_a_generation_compiles_for_tpus(policy, target, request):
 def _sizes(case: Case) -> set[int]:
     """Bytes per chip of stacked matrices and of a layer's, and of the stacked keys."""
     spec, length = case.spec, case.prompt + case.length
-    matrices = [spec.width * spec.heads * spec.head, spec.width * spec.hidden]
-    pairs = length * spec.kv_heads * spec.head
+    matrices = [spec.width * spec.heads * spec.head_dim, spec.width * spec.mlp_width]
+    pairs = length * spec.kv_heads * spec.head_dim
     return {2 * n * size // case.tp for n in (1, spec.layers) for size in matrices} | {
         2 * spec.layers * pairs // case.tp
     }

@@ -19,19 +19,19 @@ from tests.models import generated, in_int8, prompts, random_tokens, separate, t
 from tests.test_mesh import assert_same, mesh_of, on_mesh
 
 EVERYTHING = ExpertSpec(
-    count=12, per_token=3, hidden=5, shared=7, sigmoid=True, renormalised=True, scale=2.5, bias=True,
+    count=12, per_token=3, mlp_width=5, shared=7, sigmoid=True, renormalised=True, scale=2.5, bias=True,
     groups=4, groups_per_token=2,
 )  # fmt: skip
 SPECS = {
-    "softmax": ExpertSpec(count=6, per_token=2, hidden=5),
-    "renormalised": ExpertSpec(count=6, per_token=6, hidden=5, renormalised=True),
+    "softmax": ExpertSpec(count=6, per_token=2, mlp_width=5),
+    "renormalised": ExpertSpec(count=6, per_token=6, mlp_width=5, renormalised=True),
     "everything": EVERYTHING,
 }
 WIDTH = 8
 
 
 def weights(spec: ExpertSpec) -> dict[str, jax.Array]:
-    rng, m, e, i, j = np.random.default_rng(3), WIDTH, spec.count, spec.hidden, spec.shared
+    rng, m, e, i, j = np.random.default_rng(3), WIDTH, spec.count, spec.mlp_width, spec.shared
     shapes = {"router": (m, e), "expert_gate": (e, m, i), "expert_up": (e, m, i), "expert_down": (e, i, m)}
     shapes |= {"router_bias": (e,)} if spec.bias else {}
     shapes |= {"shared_gate": (m, j), "shared_up": (m, j), "shared_down": (j, m)} if j else {}

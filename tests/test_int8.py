@@ -44,7 +44,7 @@ def bound(matrix: Int8Matrix, array, axes, outputs):
     assert (far <= scale / 2 * (1 + 1e-4)).all()
 
 
-WITH_EXPERTS = tiny("dream", experts=ExpertSpec(count=4, per_token=2, hidden=24, shared=16))
+WITH_EXPERTS = tiny("dream", experts=ExpertSpec(count=4, per_token=2, mlp_width=24, shared=16))
 
 
 @pytest.mark.parametrize("leaf", OUTPUTS)
@@ -259,7 +259,7 @@ def test_tpu_programs_read_half_the_bytes():
     n, q, m, f = 8, 32, 4096, 12288
     moved = {}
     for name in (None, "int8"):
-        matrix = int8.abstract(tiny(layers=n, width=m, hidden=f), "up", jnp.bfloat16, name, stacked=True)
+        matrix = int8.abstract(tiny(layers=n, width=m, mlp_width=f), "up", jnp.bfloat16, name, stacked=True)
         tree = jax.tree.structure(matrix)
 
         def program(x, *arrays, tree=tree):

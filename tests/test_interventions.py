@@ -21,7 +21,7 @@ PLACES = ("residual", "attention_output", "mlp_output", "head_output", "k", "v")
 
 def of_shape(spec, place):
     heads = {"head_output": spec.heads, "k": spec.kv_heads, "v": spec.kv_heads}
-    return (heads[place], spec.head) if place in heads else (spec.width,)
+    return (heads[place], spec.head_dim) if place in heads else (spec.width,)
 
 
 def drawn(spec, place, *lead):

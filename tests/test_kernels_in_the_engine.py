@@ -136,7 +136,7 @@ def test_explain():
     asked = explained(model, "pallas")
     wanted = {(row.platform, row.implementation) for row in asked.rows}
     assert ("cpu", "pallas, interpreted") in wanted
-    assert ("cuda", f"xla: head width {model.spec.head} is not in (16, 32, 64, 128)") in wanted
+    assert ("cuda", f"xla: head width {model.spec.head_dim} is not in (16, 32, 64, 128)") in wanted
     lines = str(asked).splitlines()
     assert lines[0].split() == ["operation", "positions", "platform", "implementation"]
     assert lines[-1] == "topk_evict: not called by this policy"

@@ -69,7 +69,7 @@ def test_the_tower_stays_out_of_int8_and_of_abstract_models_nothing_is_missing(t
 
 def test_the_published_config_is_that_of_the_published_tower():
     vision = dj.nn.spec.VisionSpec()
-    assert (vision.patches, vision.head) == (729, 72)
+    assert (vision.patches, vision.head_dim) == (729, 72)
     published = {
         **llada_v.config(),
         **{"vocab_size": 126464, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32},

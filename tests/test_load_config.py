@@ -24,13 +24,13 @@ def spec_of(values: dict):
 REFUSED = table("configs")
 LLADA_8B = config(
     tiny(
-        layers=32, width=4096, heads=32, kv_heads=32, head=128, hidden=12288, vocab=126464, mask_id=126336,
-        eos_id=126081,
+        layers=32, width=4096, heads=32, kv_heads=32, head_dim=128, mlp_width=12288, vocab=126464,
+        mask_id=126336, eos_id=126081,
     )
 )  # fmt: skip
 DREAM_7B = config(
     tiny(
-        "dream", layers=28, width=3584, heads=28, kv_heads=4, head=128, hidden=18944, vocab=152064,
+        "dream", layers=28, width=3584, heads=28, kv_heads=4, head_dim=128, mlp_width=18944, vocab=152064,
         mask_id=151666, eos_id=151643,
     )
 )  # fmt: skip
@@ -38,11 +38,11 @@ DREAM_7B = config(
 
 def test_published_models():
     spec = spec_of(LLADA_8B)
-    assert (spec.family, spec.hidden, spec.kv_heads, spec.vocab) == ("llada", 12288, 32, 126464)
+    assert (spec.family, spec.mlp_width, spec.kv_heads, spec.vocab) == ("llada", 12288, 32, 126464)
     assert (spec.rope_base, spec.norm_eps, spec.eot_id) == (5e5, 1e-5, 126348)
     assert (spec.shifted, spec.rope_in_f32, spec.pad_rows_attend, spec.qkv_bias) == (False, True, True, False)
     spec = spec_of(DREAM_7B)
-    assert (spec.family, spec.hidden, spec.kv_heads, spec.head) == ("dream", 18944, 4, 128)
+    assert (spec.family, spec.mlp_width, spec.kv_heads, spec.head_dim) == ("dream", 18944, 4, 128)
     assert (spec.rope_base, spec.norm_eps, spec.eot_id) == (1e6, 1e-6, 151645)
     assert (spec.shifted, spec.rope_in_f32, spec.pad_rows_attend, spec.qkv_bias) == (True, False, False, True)
 
@@ -247,7 +247,7 @@ LN = math.log(40)
 )  # fmt: skip
 def test_yarn_in_numbers(base, options, formula, attention):
     scaling = RopeScaling("yarn", original=16384, **options)
-    rope = rope_of(tiny(head=128, rope_base=base, rope_scaling=scaling), 7)
+    rope = rope_of(tiny(head_dim=128, rope_base=base, rope_scaling=scaling), 7)
     angle = np.arange(8)[:, None] * yarn_by_formula(128, base, options["factor"], 16384, **formula)
     np.testing.assert_allclose(rope.cos, attention * np.cos(angle), atol=2e-6)
     np.testing.assert_allclose(rope.sin, attention * np.sin(angle), atol=2e-6)

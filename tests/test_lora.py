@@ -72,8 +72,8 @@ def test_fresh_adapters_change_nothing_and_come_off_again(family):
 
     # A is uniform within 1 / sqrt(inputs), and the same in both forms of the layers.
     a = np.asarray(adapted_model.params["layers"]["o"].a)
-    bound = 1 / np.sqrt(model.spec.heads * model.spec.head)
-    assert a.shape == (model.spec.layers, model.spec.heads, model.spec.head, 3)
+    bound = 1 / np.sqrt(model.spec.heads * model.spec.head_dim)
+    assert a.shape == (model.spec.layers, model.spec.heads, model.spec.head_dim, 3)
     assert 0.9 * bound < np.abs(a).max() <= bound
     assert not np.array_equal(a[0], a[1])
     apart = lora.attach(separate(model), OPTIONS, KEY)

@@ -99,7 +99,7 @@ def test_each_device_runs_a_group_of_its_own(policy, mesh):
     if isinstance(policy, policies.D2Cache):  # whose rollout gathers queries of partial steps
         return
     text = denoise.lower(placed.model, placed.inputs, placed.plan).compile().as_text()
-    cache = 2 * len(prompt) * 17 * alone.spec.kv_heads * alone.spec.head
+    cache = 2 * len(prompt) * 17 * alone.spec.kv_heads * alone.spec.head_dim
     for shape in re.findall(r"= \w+\[([\d,]+)\]\S* (?:all-gather|all-to-all)\(", text):
         assert math.prod(map(int, shape.split(","))) < cache // 4, shape
 
@@ -174,14 +174,14 @@ def test_full_passes_and_likelihoods_over_a_mesh(types):
 def changes(spec: dj.ModelSpec, scale: float, batch: int = 3) -> tuple[dj.Intervention, ...]:
     """A direction, values of each sequence and kv head at positions of its own, and a zero ablation."""
     drawn = lambda *shape: np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
-    heads = (spec.kv_heads, spec.head)
+    heads = (spec.kv_heads, spec.head_dim)
     at = np.array([[2, 9], [4, 10], [3, 8], [5, 6]])[:batch]
     return (
         dj.Intervention.steer("residual", drawn(spec.width), scale, layers=(0, spec.layers)),
         dj.Intervention.steer("k", drawn(1, batch, 2, *heads), scale, layers=1, positions=at, steps=(0, 2)),
         dj.Intervention.patch("mlp_output", drawn(1, batch, 1, spec.width), layers=0, positions=5),
         dj.Intervention.mask("v", layers=1, positions=7, heads=0),
-        dj.Intervention.steer("head_output", drawn(2, spec.head), scale, layers=0, heads=(1, 0)),
+        dj.Intervention.steer("head_output", drawn(2, spec.head_dim), scale, layers=0, heads=(1, 0)),
     )
 
 
@@ -223,7 +223,7 @@ def test_capture_over_a_mesh(mesh, types, family):
 @pytest.mark.exhaustive
 def test_work_per_device_falls_with_the_batch_it_holds(optimised):
     """Floating-point operations of the program of one device, by the compiler's account."""
-    alone = tiny("llada", layers=1, width=64, hidden=128, **SPLITS)
+    alone = tiny("llada", layers=1, width=64, mlp_width=128, **SPLITS)
     prompt, _ = prompts(alone, (24,) * 8)
 
     def flops(model: dj.Model) -> float:

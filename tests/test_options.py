@@ -377,3 +377,15 @@ def test_prompts_of_a_tokenizer_are_taken_and_text_is_refused():
     refuses("must have input_ids", run, {"ids": [1]})
     for text in ("ab", ["ab", "c"]):
         refuses(r"prompt=.*ab.* is text: pass token ids", run, text)
+
+
+def test_old_field_names_work_with_a_warning():
+    spec = tiny("llada").spec
+    with pytest.warns(DeprecationWarning, match=r"ModelSpec\.hidden is deprecated: use mlp_width"):
+        assert spec.hidden == spec.mlp_width
+    with pytest.warns(DeprecationWarning, match=r"ModelSpec\(head=\.\.\.\) is deprecated: use head_dim"):
+        assert dataclasses.replace(spec, head=4).head_dim == 4
+    # Files of earlier versions have the old names, and nobody is warned of them.
+    fields = dataclasses.asdict(spec)
+    fields |= {"hidden": fields.pop("mlp_width"), "head": fields.pop("head_dim")}
+    assert dj.ModelSpec.of_fields(fields) == spec

@@ -15,8 +15,8 @@ torch = pytest.importorskip("torch", reason=REASON)
 
 CASES = [  # family, spec changes
     ("llada", {}), ("llada", {"kv_heads": 2}),
-    ("llada", {"kv_heads": 1, "head": 16, "rope_base": 5e5 * 14}),  # LongLLaDA's NTK base
-    ("llada", {"tied": True}), ("dream", {}), ("dream", {"heads": 7, "kv_heads": 1, "head": 10}),
+    ("llada", {"kv_heads": 1, "head_dim": 16, "rope_base": 5e5 * 14}),  # LongLLaDA's NTK base
+    ("llada", {"tied": True}), ("dream", {}), ("dream", {"heads": 7, "kv_heads": 1, "head_dim": 10}),
     ("dream", {"rope_base": 5e6}),
     ("dream", {"rope_scaling": RopeScaling("yarn", 4.0, original=16, beta_fast=4)}),
     ("llada", {"rope_scaling": RopeScaling("linear", 3.0)}),

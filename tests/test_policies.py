@@ -169,7 +169,7 @@ def test_the_exact_decoder_stores_nothing():
     assert not jax.tree.leaves(policies.Policy().init(spec, layout, 2, jnp.float32))
     dense = policies.DualCache().init(spec, layout, 2, jnp.bfloat16)
     held = sum(a.nbytes for a in jax.tree.leaves(dense))
-    assert held == 2 * 2 * spec.layers * 2 * 12 * spec.kv_heads * spec.head
+    assert held == 2 * 2 * spec.layers * 2 * 12 * spec.kv_heads * spec.head_dim
 
 
 @pytest.mark.exhaustive

@@ -51,7 +51,7 @@ def test_the_storage_is_the_response_and_the_budget():
     spec, layout = dj.presets.model_spec("llada-8b"), dj.Layout(1024, 256, 32, 256)
     policy = policies.EvictPrompt(budget=64, layers=eviction.UniformLayers())
     made = jax.eval_shape(lambda: policy.init(spec, layout, 2, jnp.bfloat16))
-    pairs = spec.layers * spec.kv_heads * spec.head * 2  # scalars for a position of two sequences
+    pairs = spec.layers * spec.kv_heads * spec.head_dim * 2  # scalars for a position of two sequences
     assert made.layers.k.size == 256 * pairs
     assert made.shared.pairs.k.size == 64 * pairs
     assert made.shared.policy == ()

@@ -91,8 +91,8 @@ def test_a_full_budget_is_dllm_cache():
 def test_the_storage_holds_the_budget_and_no_more():
     spec, layout = tiny("dream").spec, dj.Layout(prompt=100, response=8, block=4, steps=8)
     cache = policies.MaskKV(budget=10).init(spec, layout, 2, jnp.bfloat16)
-    assert cache.shared.k.shape == (2, 10 * spec.layers * spec.kv_heads, spec.head)
-    assert cache.layers.k.shape == (spec.layers, 2, 8, spec.kv_heads, spec.head)
+    assert cache.shared.k.shape == (2, 10 * spec.layers * spec.kv_heads, spec.head_dim)
+    assert cache.layers.k.shape == (spec.layers, 2, 8, spec.kv_heads, spec.head_dim)
     full = policies.DLLMCache().init(spec, layout, 2, jnp.bfloat16)
     size = lambda c: sum(a.nbytes for a in jax.tree.leaves((c.layers.k, c.layers.v)))
     kept = cache.shared.k.nbytes + cache.shared.v.nbytes

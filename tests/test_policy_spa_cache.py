@@ -67,7 +67,7 @@ def test_proxies_have_the_cosines_of_the_largest_singular_directions(family):
     model, rank = tiny(family), 5
     proxy = ValueProxy.of(model, rank)
     spec, weights = model.spec, {name: a[1] for name, a in model.params["layers"].items()}
-    layer = Layer(weights, spec, rope_table(1, spec.head, spec.rope_base), 1)
+    layer = Layer(weights, spec, rope_table(1, spec.head_dim, spec.rope_base), 1)
     x, y = np.random.default_rng(0).normal(size=(2, 1, 7, spec.width)).astype(np.float32)
     ours = cosine(*(proxy(layer, layer.value(jnp.asarray(a))) for a in (x, y)))
 
@@ -87,7 +87,7 @@ def test_proxies_have_the_cosines_of_the_largest_singular_directions(family):
 
 def test_all_directions_are_the_values_themselves():
     model = tiny("llada")
-    whole, few = (ValueProxy.of(model, rank) for rank in (model.spec.kv_heads * model.spec.head, 2))
+    whole, few = (ValueProxy.of(model, rank) for rank in (model.spec.kv_heads * model.spec.head_dim, 2))
     none, all_of_them, some = (
         generated(policy=SPACache(**SOME, proxy=proxy), **SHAPE).trace for proxy in (None, whole, few)
     )

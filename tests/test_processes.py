@@ -156,7 +156,7 @@ def test_a_global_batch_is_decoded_by_two_processes(tmp_path):
 
 @pytest.mark.exhaustive
 def test_each_process_reads_what_its_devices_hold_and_one_writes(tmp_path):
-    large = {"width": 512, "heads": 8, "kv_heads": 8, "head": 64, "hidden": 2048, "vocab": 4096, "layers": 1}
+    large = dict(width=512, heads=8, kv_heads=8, head_dim=64, mlp_width=2048, vocab=4096, layers=1)
     hf, out = write_hf(tmp_path / "hf", tiny(**large)), tmp_path / "out"
     run_in_two(START + READ, hf, convert(hf, tmp_path / "jax"), out)
     assert verify(hf, out, tokens=0).identical

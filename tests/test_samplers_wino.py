@@ -58,7 +58,7 @@ def extended(model: dj.Model, tokens, valid, start):
         return layer.finish(x, attention(q, k, layer.value(x), mask)[0])
 
     inputs = jnp.concatenate([tokens, jnp.full(BLOCK, model.spec.mask_id)])[None]
-    rope = rope_table(length, model.spec.head, model.spec.rope_base)
+    rope = rope_table(length, model.spec.head_dim, model.spec.rope_base)
     x = walk(model.params, model.spec, rope, layer, embed(model.params, inputs))
     logits = unembed(model.params, model.spec, x)[0]
     return logits[:length], logits[length:]

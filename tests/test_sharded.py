@@ -21,7 +21,7 @@ from dllm_jax.nn.int8 import Int8Matrix
 from dllm_jax.nn.sharding import AXES, OUTPUTS, leaves, sharding
 from tests.checkpoints import tiny, write_hf
 
-WIDE = {"width": 64, "heads": 8, "kv_heads": 8, "head": 8, "hidden": 256, "vocab": 512, "layers": 1}
+WIDE = {"width": 64, "heads": 8, "kv_heads": 8, "head_dim": 8, "mlp_width": 256, "vocab": 512, "layers": 1}
 
 
 @pytest.fixture(scope="module")

@@ -164,7 +164,7 @@ def test_a_block_is_learnt_between_known_tokens_and_masks(family):
 BLOCK_CAUSAL = {
     "sdar": dict(block_size=4),
     "fast-dllm-v2": dict(block_size=4, qk_norm=False, qkv_bias=True, shifted=True),
-    "experts": dict(block_size=3, experts=ExpertSpec(count=6, per_token=2, hidden=24)),
+    "experts": dict(block_size=3, experts=ExpertSpec(count=6, per_token=2, mlp_width=24)),
 }
 PADS, PROMPT, ANSWER = (0, 2, 5), 7, 9
 

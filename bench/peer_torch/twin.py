@@ -106,10 +106,10 @@ def network(spec: dj.ModelSpec, dtype: Any, **options: Any) -> Any:
     scaling = written_scaling(spec, "rope_type") or {"rope_type": "default"}
     rope: dict[str, Any] = scaling | {"rope_theta": spec.rope_base}
     described = CONFIGS[spec.family](
-        vocab_size=spec.vocab, hidden_size=spec.width, intermediate_size=spec.hidden, use_cache=False,
+        vocab_size=spec.vocab, hidden_size=spec.width, intermediate_size=spec.mlp_width, use_cache=False,
         num_hidden_layers=spec.layers, num_attention_heads=spec.heads, num_key_value_heads=spec.kv_heads,
-        head_dim=spec.head, rms_norm_eps=spec.norm_eps, tie_word_embeddings=spec.tied,
-        rope_parameters=rope | {"partial_rotary_factor": spec.rotated / spec.head}, **_experts(spec),
+        head_dim=spec.head_dim, rms_norm_eps=spec.norm_eps, tie_word_embeddings=spec.tied,
+        rope_parameters=rope | {"partial_rotary_factor": spec.rotated / spec.head_dim}, **_experts(spec),
     )  # fmt: skip
     return transformers.AutoModelForCausalLM.from_config(described, dtype=dtype, **options).eval()
 
@@ -120,7 +120,7 @@ def _experts(spec: dj.ModelSpec) -> dict[str, Any]:
         return {}
     return {
         "n_routed_experts": experts.count, "num_experts_per_tok": experts.per_token, "use_qk_norm": True,
-        "moe_intermediate_size": experts.hidden, "n_shared_experts": experts.shared // experts.hidden,
+        "moe_intermediate_size": experts.mlp_width, "n_shared_experts": experts.shared // experts.mlp_width,
         "n_group": experts.groups, "topk_group": experts.groups_per_token,
         "norm_topk_prob": experts.renormalised, "routed_scaling_factor": experts.scale,
         "first_k_dense_replace": len(experts.dense),
@@ -173,7 +173,7 @@ def _place(name: str, spec: dj.ModelSpec) -> tuple[str, Any]:
     layer, expert, which = found.groups()
     if which == "down":
         return f"{layer}.down_proj", int(expert)
-    rows = slice(spec.experts.hidden) if which == "gate" else slice(spec.experts.hidden, None)
+    rows = slice(spec.experts.mlp_width) if which == "gate" else slice(spec.experts.mlp_width, None)
     return f"{layer}.gate_up_proj", (int(expert), rows)
 
 

@@ -72,4 +72,4 @@ def _storage(workload: Workload, setting: Setting) -> tuple[float, int]:
     leaves = jax.tree_util.tree_leaves_with_path(made)
     keys = sum(leaf.size for path, leaf in leaves if getattr(path[-1], "name", "") == "k")
     size = sum(leaf.size * leaf.dtype.itemsize for _, leaf in leaves)
-    return keys / (spec.layers * spec.kv_heads * spec.head), size
+    return keys / (spec.layers * spec.kv_heads * spec.head_dim), size

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 import dllm_jax as dj
 
-TINY = {"layers": 2, "width": 64, "heads": 4, "kv_heads": 4, "head": 16, "hidden": 128, "vocab": 512}
-SMALL = {"layers": 4, "width": 256, "heads": 4, "kv_heads": 4, "head": 64, "hidden": 768, "vocab": 4096}
-BASE = {"layers": 12, "width": 768, "heads": 12, "kv_heads": 12, "head": 64, "hidden": 2048, "vocab": 8192}
+TINY = dict(layers=2, width=64, heads=4, kv_heads=4, head_dim=16, mlp_width=128, vocab=512)
+SMALL = dict(layers=4, width=256, heads=4, kv_heads=4, head_dim=64, mlp_width=768, vocab=4096)
+BASE = dict(layers=12, width=768, heads=12, kv_heads=12, head_dim=64, mlp_width=2048, vocab=8192)
 FOR_CPUS = {"tiny": TINY, "small": SMALL, "base": BASE}
 PIXELS = (1024, 768)  # width and height of images, unless said otherwise
 # Whose architecture a size for CPUs has, by what its name begins with.
@@ -34,10 +34,10 @@ def shape(name: str, **changes: Any) -> dj.ModelSpec:
     published, numbers = dj.presets.model_spec(model), FOR_CPUS[size]
     own: dict[str, Any] = {"mask_id": numbers["vocab"] - 1, "eos_id": numbers["vocab"] - 2, "eot_id": None}
     if published.rope_width:
-        own |= {"rope_width": numbers["head"] // 2}
+        own |= {"rope_width": numbers["head_dim"] // 2}
     if published.experts:
         few = {"count": 32, "per_token": 4, "groups": 4, "groups_per_token": 2}
-        narrow = {"hidden": numbers["hidden"] // 8, "shared": numbers["hidden"] // 8}
+        narrow = {"mlp_width": numbers["mlp_width"] // 8, "shared": numbers["mlp_width"] // 8}
         own |= {"experts": dataclasses.replace(published.experts, **few, **narrow)}
     return dataclasses.replace(published, **{**numbers, **own, **changes})
 

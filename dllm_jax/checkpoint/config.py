@@ -94,12 +94,12 @@ class Config:
         defaults = others | defaults
         found = {name: self.read(key, KINDS[name], defaults.get(name)) for name, key in keys.items()}
         width, heads = found["width"], found["heads"]
-        if "head" in found:
+        if "head_dim" in found:
             return found
         if width % heads:
             divides = f"{keys['width']}={width} must be a multiple of {keys['heads']}={heads}"
             raise ValueError(f"{self.where}: {divides}")
-        return found | {"head": width // heads}
+        return found | {"head_dim": width // heads}
 
     def experts(self, keys: Mapping[str, str], **others: Any) -> ExpertSpec:
         """The mixture of experts that these keys describe.

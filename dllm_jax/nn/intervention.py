@@ -199,7 +199,7 @@ class Intervention:
         chosen = end if self.layers is None else len(self.layers)
         across = length if self.positions is None else self.positions.shape[1]
         of_heads = count if self.heads is None else len(self.heads)
-        width = (spec.width,) if count is None else (of_heads, spec.head)
+        width = (spec.width,) if count is None else (of_heads, spec.head_dim)
         full = chosen, batch, across, *width
         fits = self.value.ndim == len(full) and all(
             found in (1, wanted) for found, wanted in zip(self.value.shape, full, strict=True)

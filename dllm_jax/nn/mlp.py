@@ -73,7 +73,7 @@ def _by_device(
     rules: MeshRules,
 ) -> Float[Array, "b q m"]:
     """`_experts`, to which each device of a mesh adds what its experts make of its sequences."""
-    lengths = {"b": len(x), "e": spec.count, "i": spec.hidden}
+    lengths = {"b": len(x), "e": spec.count, "i": spec.mlp_width}
     split = {letter: rules.axes(mesh, letter, length) for letter, length in lengths.items()}
     over = lambda axes: PartitionSpec(*(split.get(letter) or None for letter in axes))
     added = (*split["e"], *split["i"])

@@ -118,20 +118,20 @@ def sizes(spec: ModelSpec) -> dict[str, int]:
         "m": spec.width,
         "h": spec.heads,
         "k": spec.kv_heads,
-        "d": spec.head,
-        "f": spec.hidden,
+        "d": spec.head_dim,
+        "f": spec.mlp_width,
         "v": spec.vocab,
     }
     if (experts := spec.experts) is not None:
-        decoder |= {"e": experts.count, "i": experts.hidden, "j": experts.shared}
+        decoder |= {"e": experts.count, "i": experts.mlp_width, "j": experts.shared}
     if (vision := spec.vision) is None:
         return decoder
     return decoder | {
         "N": vision.layers,
         "M": vision.width,
         "H": vision.heads,
-        "D": vision.head,
-        "F": vision.hidden,
+        "D": vision.head_dim,
+        "F": vision.mlp_width,
         "P": vision.patches,
         "C": 3,
         "I": vision.patch,

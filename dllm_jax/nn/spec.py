@@ -14,11 +14,13 @@ from dllm_jax.options import (
     PositiveFloat,
     PositiveInt,
 )
+from dllm_jax.options.renamed import Renamed, accepts_old_names, new_names
 
 RopeBase = Annotated[float, Interval(ge=1, le=10**12)]  # whose powers are finite and not zero in float32
 NormEps = Annotated[float, Interval(ge=1e-12, le=1)]  # float32 as well
 
 
+@accepts_old_names
 @dataclasses.dataclass(frozen=True)
 class VisionSpec(Options):
     """Static description of a SigLIP tower and of the projector behind it; hashable.
@@ -29,7 +31,7 @@ class VisionSpec(Options):
       layers: encoder layers `N` that are there: of SigLIP's own all but the last.
       width: of the tower `M`.
       heads: attention heads `H`, each width / heads wide.
-      hidden: width of the MLP `F`.
+      mlp_width: width of the MLP `F`.
       image: pixels along each side of a view.
       patch: pixels along each side of a patch; borders that fill none are never seen.
       norm_eps: epsilon inside LayerNorm's square root.
@@ -38,10 +40,12 @@ class VisionSpec(Options):
     layers: PositiveInt = 26
     width: PositiveInt = 1152
     heads: PositiveInt = 16
-    hidden: PositiveInt = 4304
+    mlp_width: PositiveInt = 4304
     image: PositiveInt = 384
     patch: PositiveInt = 14
     norm_eps: NormEps = 1e-6
+
+    hidden, head = Renamed("hidden", "mlp_width"), Renamed("head", "head_dim")
 
     def __post_init__(self):
         super().__post_init__()
@@ -52,7 +56,7 @@ class VisionSpec(Options):
             raise ValueError(f"patch={self.patch} must be at most image={self.image}")
 
     @property
-    def head(self) -> int:
+    def head_dim(self) -> int:
         """Width of an attention head `D`."""
         return self.width // self.heads
 
@@ -67,6 +71,7 @@ class VisionSpec(Options):
         return self.side**2
 
 
+@accepts_old_names
 @dataclasses.dataclass(frozen=True)
 class ExpertSpec(Options):
     """Static description of a mixture of experts, which stands in the place of a layer's MLP; hashable.
@@ -74,9 +79,9 @@ class ExpertSpec(Options):
     Attributes:
       count: experts `e` of a layer.
       per_token: experts `c` that each token is sent to.
-      hidden: width of an expert, a gated MLP `i`.
+      mlp_width: width of an expert, a gated MLP `i`.
       shared: width of the gated MLP that every token goes through beside its experts `j`; 0 if there is none.
-      dense: layers that have an MLP of `ModelSpec.hidden` instead.
+      dense: layers that have an MLP of `ModelSpec.mlp_width` instead.
       sigmoid: a token's scores of experts are sigmoids (LLaDA2) rather than a softmax over all experts.
       renormalised: the weights of a token's experts are divided by their sum.
       scale: what the weights are multiplied by at last.
@@ -87,7 +92,7 @@ class ExpertSpec(Options):
 
     count: PositiveInt
     per_token: PositiveInt
-    hidden: PositiveInt
+    mlp_width: PositiveInt
     shared: NonNegativeInt = 0
     dense: tuple[NonNegativeInt, ...] = ()
     sigmoid: bool = False
@@ -96,6 +101,8 @@ class ExpertSpec(Options):
     bias: bool = False
     groups: PositiveInt = 1
     groups_per_token: PositiveInt = 1
+
+    hidden = Renamed("hidden", "mlp_width")
 
     def __post_init__(self):
         super().__post_init__()
@@ -144,6 +151,7 @@ class RopeScaling(Options):
             raise ValueError(f"beta_fast={self.beta_fast} must be at least beta_slow={self.beta_slow}")
 
 
+@accepts_old_names
 @dataclasses.dataclass(frozen=True)
 class ModelSpec(Options):
     """Static description of a decoder as LLaDA, Dream or SDAR have it; hashable, a static jit argument.
@@ -154,8 +162,8 @@ class ModelSpec(Options):
       width: model width `m`.
       heads: query heads `h`.
       kv_heads: key/value heads `k`; query head i reads kv head i // (heads // kv_heads).
-      head: head width `d`.
-      hidden: width of the gated MLP.
+      head_dim: head width `d`.
+      mlp_width: width of the gated MLP.
       vocab: vocabulary size `v` (of the embedding, unused ids included).
       rope_base: theta of the rotary embedding; NTK scaling multiplies it (LongLLaDA).
       norm_eps: epsilon inside RMSNorm's square root.
@@ -175,7 +183,7 @@ class ModelSpec(Options):
       rope_width: how much of a head is rotated, its beginning; None for all of it.
       block_size: positions of a block of block-causal attention (`dllm_jax.nn.mask`), counted from the first
         one that is not padding; 0 where every position attends to every other.
-      experts: the mixture of experts in the place of MLPs, None where all layers have an MLP of `hidden`.
+      experts: the mixture of experts in the place of MLPs, None where all layers have an MLP of `mlp_width`.
       rope_scaling: scaling of the rotary frequencies for longer contexts, None if there is none.
       stop_ids: token ids beside `eos_id` that end a response, as a list at `eos_token_id` names them; None if
         there are no others.
@@ -186,8 +194,8 @@ class ModelSpec(Options):
     width: PositiveInt
     heads: PositiveInt
     kv_heads: PositiveInt
-    head: PositiveInt
-    hidden: PositiveInt
+    head_dim: PositiveInt
+    mlp_width: PositiveInt
     vocab: PositiveInt
     rope_base: RopeBase
     norm_eps: NormEps
@@ -208,6 +216,8 @@ class ModelSpec(Options):
     rope_scaling: Annotated[RopeScaling | None, NoneMeans("unscaled")] = None
     stop_ids: Annotated[tuple[NonNegativeInt, ...] | None, MinLen(1), NoneMeans("no others")] = None
 
+    hidden, head = Renamed("hidden", "mlp_width"), Renamed("head", "head_dim")
+
     def __post_init__(self):
         super().__post_init__()
         for name in ("rope_base", "norm_eps"):  # JSON and users may write whole numbers
@@ -216,10 +226,12 @@ class ModelSpec(Options):
         # that would otherwise fail deep inside of a traced program, or not at all.
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
-        if self.head % 2:
-            raise ValueError(f"head={self.head} must be even: rotary embedding turns pairs")
-        if self.rope_width is not None and (self.rope_width % 2 or self.rope_width > self.head):
-            raise ValueError(f"rope_width={self.rope_width} must be even and at most head={self.head}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even: rotary embedding turns pairs")
+        if self.rope_width is not None and (self.rope_width % 2 or self.rope_width > self.head_dim):
+            raise ValueError(
+                f"rope_width={self.rope_width} must be even and at most head_dim={self.head_dim}"
+            )
         dense = self.experts.dense if self.experts else ()
         if list(dense) != sorted(d for d in {*dense} if 0 <= d < self.layers) or len(dense) == self.layers:
             raise ValueError(
@@ -255,8 +267,8 @@ class ModelSpec(Options):
                 raise ValueError(f"{name}={inner!r} must be an object with the fields of {kind.__name__}")
             # JSON has no tuples.
             read: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in inner.items()}
-            nested[name] = kind(**read)
-        return cls(**{**fields, **nested})
+            nested[name] = kind(**new_names(kind, read))
+        return cls(**new_names(cls, {**fields, **nested}))
 
     @property
     def group(self) -> int:
@@ -271,7 +283,7 @@ class ModelSpec(Options):
     @property
     def rotated(self) -> int:
         """Width of the part of a head that rotary embedding turns."""
-        return self.head if self.rope_width is None else self.rope_width
+        return self.head_dim if self.rope_width is None else self.rope_width
 
     @property
     def layers_differ(self) -> bool:

@@ -12,6 +12,7 @@ import jax
 from jax.core import Tracer
 
 from dllm_jax.options.hints import check_names
+from dllm_jax.options.renamed import old_names
 from dllm_jax.options.rules import Rule, rule_of
 
 
@@ -34,7 +35,8 @@ class Options:
 
     def __new__(cls, *args: Any, **fields: Any):
         """Raises TypeError for a field that the class does not have, with a hint."""
-        check_names(cls.__name__, fields, (f.name for f in dataclasses.fields(cls) if f.init))
+        known = {f.name for f in dataclasses.fields(cls) if f.init} | old_names(cls)
+        check_names(cls.__name__, fields, known)
         return super().__new__(cls)
 
     def __post_init__(self):

@@ -170,10 +170,10 @@ def memory(
 
     # Activations of one layer: the stream twice, queries, keys, values and output, the MLP's two branches; of
     # every expert that a position is sent to its input, both branches and its output.
-    heads, inner = 2 * spec.heads + 2 * spec.kv_heads, 2 * spec.hidden
+    heads, inner = 2 * spec.heads + 2 * spec.kv_heads, 2 * spec.mlp_width
     if (experts := spec.experts) is not None:
-        inner = max(inner, 2 * experts.shared + 2 * experts.per_token * (spec.width + experts.hidden))
-    per_position = itemsize * (2 * spec.width + heads * spec.head + inner)
+        inner = max(inner, 2 * experts.shared + 2 * experts.per_token * (spec.width + experts.mlp_width))
+    per_position = itemsize * (2 * spec.width + heads * spec.head_dim + inner)
     # Kinds differ in what is large: a full step has the most rows, a step of d2Cache the most logits.
     logits = max(step.candidates for step in steps) * spec.vocab * 4
     widest = max(step.rows * per_position + step.scratch for step in steps)

@@ -93,7 +93,7 @@ class Setting:
 
     def score_flops(self, rows: float, slots: float) -> float:
         """FLOPs of a layer's attention scores, where statistics compute them once more."""
-        return 2 * rows * slots * self.spec.heads * self.spec.head
+        return 2 * rows * slots * self.spec.heads * self.spec.head_dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,24 +164,24 @@ def experts_read(spec: ModelSpec, tokens: float) -> float:
 
 def kernels_size(spec: ModelSpec, experts: float) -> float:
     """Scalars of all layers' matrices but routers, of each mixture so many experts."""
-    hidden = (spec.layers - mixtures(spec)) * spec.hidden
+    hidden = (spec.layers - mixtures(spec)) * spec.mlp_width
     if spec.experts is not None:
-        hidden += mixtures(spec) * (spec.experts.shared + experts * spec.experts.hidden)
+        hidden += mixtures(spec) * (spec.experts.shared + experts * spec.experts.mlp_width)
     heads = 2 * spec.heads + 2 * spec.kv_heads
-    return spec.width * (spec.layers * heads * spec.head + 3 * hidden)
+    return spec.width * (spec.layers * heads * spec.head_dim + 3 * hidden)
 
 
 def layers_size(spec: ModelSpec, experts: float) -> float:
     """Scalars of all layers, routers, norms and biases included, of each mixture so many experts."""
-    biases = (spec.heads + 2 * spec.kv_heads) * spec.head if spec.qkv_bias else 0
-    norms = 2 * spec.width + (2 * spec.head if spec.qk_norm else 0)
+    biases = (spec.heads + 2 * spec.kv_heads) * spec.head_dim if spec.qkv_bias else 0
+    norms = 2 * spec.width + (2 * spec.head_dim if spec.qk_norm else 0)
     router = spec.experts.count * (spec.width + spec.experts.bias) if spec.experts else 0
     return kernels_size(spec, experts) + spec.layers * (norms + biases) + mixtures(spec) * router
 
 
 def pair_size(spec: ModelSpec) -> int:
     """Scalars of one position's keys and values in all layers."""
-    return 2 * spec.layers * spec.kv_heads * spec.head
+    return 2 * spec.layers * spec.kv_heads * spec.head_dim
 
 
 def cost(step: Step, spec: ModelSpec, batch: int, itemsize: int) -> Cost:
@@ -201,11 +201,11 @@ def cost(step: Step, spec: ModelSpec, batch: int, itemsize: int) -> Cost:
     streamed += m + v * m if step.candidates else 0
     pairs = step.slots + step.written + step.moved
     per_token, count = (spec.experts.per_token, spec.experts.count) if spec.experts else (0, 0)
-    value = n * m * spec.kv_heads * spec.head
+    value = n * m * spec.kv_heads * spec.head_dim
     products = step.rows * kernels_size(spec, per_token) + step.valued * value + step.candidates * v * m
     routers = 2 * mixtures(spec) * step.rows * m * count
     # Two products, q k^T and weights v, of 2 FLOPs a multiply-add; all query heads, grouped or not.
-    scores = 4 * n * step.rows * step.slots * spec.heads * spec.head
+    scores = 4 * n * step.rows * step.slots * spec.heads * spec.head_dim
     # Everything that a sequence has of its own counts `batch` times: this is where batching stops to be free.
     return Cost(
         weights=itemsize * (streamed + batch * step.rows * m),

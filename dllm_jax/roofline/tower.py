@@ -64,7 +64,7 @@ def tower_cost(spec: ModelSpec, views: int, itemsize: int, at_once: int = AT_ONC
     width, inputs = vision.width, 3 * vision.patch**2
     # Weights of the products: patches, then each layer's four projections and two MLP matrices, the
     # projector.
-    matrices = inputs * width + vision.layers * (4 * width**2 + 2 * width * vision.hidden)
+    matrices = inputs * width + vision.layers * (4 * width**2 + 2 * width * vision.mlp_width)
     matrices += width * spec.width + spec.width**2
     # Scores and weighted values, 2 FLOPs a multiply-add each, over the heads' common width.
     scores = 4 * vision.layers * patches**2 * width
@@ -83,7 +83,7 @@ def tower_size(spec: ModelSpec) -> int:
         return 0
     # Patch kernel, its bias and learned positions; layers with four biased projections, the biased MLP and
     # two norms of scale and bias; SigLIP's last norm; the projector; the newline.
-    width, hidden = vision.width, vision.hidden
+    width, hidden = vision.width, vision.mlp_width
     patches = 3 * vision.patch**2 * width + width + vision.patches * width
     layer = 4 * (width**2 + width) + 2 * width * hidden + hidden + width + 4 * width
     projector = width * spec.width + spec.width**2 + 2 * spec.width

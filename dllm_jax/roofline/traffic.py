@@ -127,7 +127,7 @@ def _drifting(policy: p.ElasticCache, at: Setting, step: Step, index: int) -> St
     spec, length = at.spec, at.layout.length
     tested = policy.track * (1 if isinstance(policy.test, KeyCosine) else spec.layers)
     tested = min(tested, length)
-    queries = 2 * tested * spec.width * (spec.heads + spec.kv_heads) * spec.head
+    queries = 2 * tested * spec.width * (spec.heads + spec.kv_heads) * spec.head_dim
     products = at.score_flops(step.rows, length) + 2 * at.score_flops(tested, length) + queries
     return dataclasses.replace(step, moved=1.5 * length, products=products)
 

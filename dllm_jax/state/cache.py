@@ -64,7 +64,7 @@ class KV(NamedTuple):
           scattered: single slots will be written; if not, only whole layers by `LayerCache.replace`, and the
             slots lie in memory as attention reads them. It changes speed, never what is computed.
         """
-        shape = (spec.layers, batch, slots, spec.kv_heads, spec.head)
+        shape = (spec.layers, batch, slots, spec.kv_heads, spec.head_dim)
         empty = lambda: same_in_all_loops(jnp.zeros(shape, dtype), scattered=scattered)
         return KV(empty(), empty())
 

@@ -17,7 +17,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ExpertSpec, ModelSpec
 
 _LLADA = ModelSpec(
-    family="llada", layers=2, width=32, heads=4, kv_heads=4, head=8, hidden=48, vocab=61, mask_id=59,
+    family="llada", layers=2, width=32, heads=4, kv_heads=4, head_dim=8, mlp_width=48, vocab=61, mask_id=59,
     eos_id=57, eot_id=58, rope_base=5e5, norm_eps=1e-5, qkv_bias=False, tied=False, shifted=False,
     rope_in_f32=True, pad_rows_attend=True,
 )  # fmt: skip
@@ -27,7 +27,7 @@ _DREAM = dataclasses.replace(
 )  # fmt: skip
 _LLADA_MOE = dataclasses.replace(
     _LLADA, family="llada-moe", rope_base=5e4, rope_in_f32=False, qk_norm=True,
-    experts=ExpertSpec(count=6, per_token=2, hidden=24),
+    experts=ExpertSpec(count=6, per_token=2, mlp_width=24),
 )  # fmt: skip
 _SDAR = dataclasses.replace(
     _DREAM, family="sdar", qkv_bias=False, shifted=False, pad_rows_attend=True, qk_norm=True, block_size=12

@@ -192,7 +192,7 @@ def _look(model: dj.Model, canvas: Canvas, voter):
 
     heads = (spec.layers, batch, spec.kv_heads)
     start = embed(model.params, canvas.tokens), jnp.zeros((*heads, p)), jnp.zeros(heads)
-    return walk(model.params, spec, rope_table(length, spec.head, spec.rope_base), run, start)[1:]
+    return walk(model.params, spec, rope_table(length, spec.head_dim, spec.rope_base), run, start)[1:]
 
 
 def look(model: dj.Model, canvas: Canvas, voter) -> tuple[np.ndarray, np.ndarray]:

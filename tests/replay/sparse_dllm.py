@@ -100,5 +100,5 @@ def _selection(model: dj.Model, policy: dj.policies.SparseDLLM, canvas: Canvas):
 
     spec, shape = model.spec, (model.spec.layers, length)
     nothing = (jnp.zeros(shape), jnp.zeros(shape), jnp.zeros(shape, bool))
-    rope = rope_table(length, spec.head, spec.rope_base)
+    rope = rope_table(length, spec.head_dim, spec.rope_base)
     return walk(model.params, spec, rope, run, (embed(model.params, canvas.tokens), nothing))[1]

@@ -47,7 +47,7 @@ KEYS = {
     "width": "hidden_size",
     "heads": "num_attention_heads",
     "kv_heads": "num_key_value_heads",
-    "hidden": "intermediate_size",
+    "mlp_width": "intermediate_size",
     "vocab": "vocab_size",
     "rope_base": "rope_theta",
     "norm_eps": "rms_norm_eps",
@@ -56,7 +56,7 @@ KEYS = {
     "tied": "tie_word_embeddings",
     "positions": "max_position_embeddings",
 }
-BLOCK_KEYS = KEYS | {"head": "head_dim", "block_size": "block_size"}
+BLOCK_KEYS = KEYS | {"head_dim": "head_dim", "block_size": "block_size"}
 SILU = Requirement("hidden_act", ("silu",))  # the default of every class
 REQUIREMENTS = (SILU, Requirement("partial_rotary_factor", (None, 1)))
 DEFAULTS = {"tied": False}  # of every class

@@ -9,7 +9,7 @@ from dllm_jax.checkpoint.names.family import Family, Tokens
 
 
 def _check_head(config: Config, fields: dict[str, Any]) -> dict[str, Any]:
-    config.check((Requirement("head_dim", (fields["head"], None)),))
+    config.check((Requirement("head_dim", (fields["head_dim"], None)),))
     return {}
 
 

@@ -135,7 +135,7 @@ class Family:
 
     def rope(self, spec: ModelSpec) -> dict[str, Any]:
         """The keys of rotary embedding, in the spelling of published files."""
-        part = {} if spec.rope_width is None else {"partial_rotary_factor": spec.rotated / spec.head}
+        part = {} if spec.rope_width is None else {"partial_rotary_factor": spec.rotated / spec.head_dim}
         scaling = written_scaling(spec, self.scaling_type)
         return {self.keys["rope_base"]: spec.rope_base, "rope_scaling": scaling, **part}
 

@@ -38,7 +38,7 @@ def by_expert(stored: Mapping[str, Tensor], spec: ModelSpec, where: str) -> dict
 
 def _split(name: str, tensor: Tensor, stem: str, kind: str, spec: ModelSpec, where: str) -> dict[str, Tensor]:
     assert spec.experts is not None, "looked at before"
-    parts, inner = PARTS.get(kind, (kind,)), spec.experts.hidden
+    parts, inner = PARTS.get(kind, (kind,)), spec.experts.mlp_width
     rows, inputs = (spec.width, inner) if kind == "down_proj" else (inner, spec.width)
     expected = spec.experts.count, rows * len(parts), inputs
     if tensor.shape != expected:

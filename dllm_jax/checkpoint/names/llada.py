@@ -48,7 +48,7 @@ KEYS = {
     "width": "d_model",
     "heads": "n_heads",
     "kv_heads": "n_kv_heads",
-    "hidden": "mlp_hidden_size",  # mlp_ratio * d_model is not what the published models use
+    "mlp_width": "mlp_hidden_size",  # mlp_ratio * d_model is not what the published models use
     "vocab": "embedding_size",
     "rope_base": "rope_theta",
     "norm_eps": "rms_norm_eps",

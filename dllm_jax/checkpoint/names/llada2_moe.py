@@ -36,7 +36,7 @@ NAMES = (
 EXPERT_KEYS = {
     "count": "num_experts",
     "per_token": "num_experts_per_tok",
-    "hidden": "moe_intermediate_size",
+    "mlp_width": "moe_intermediate_size",
     "scale": "routed_scaling_factor",
     "groups": "n_group",
     "groups_per_token": "topk_group",
@@ -56,16 +56,16 @@ OWN = (
 
 
 def _own(config: Config, fields: dict[str, Any]) -> dict[str, Any]:
-    rotated = int(fields["head"] * config.read("partial_rotary_factor", PositiveFloat, 1.0))
+    rotated = int(fields["head_dim"] * config.read("partial_rotary_factor", PositiveFloat, 1.0))
     config.check((Requirement("rotary_dim", (rotated, None)),))
     experts = config.experts(EXPERT_KEYS, sigmoid=True, bias=True)
-    shared = config.read("num_shared_experts", NonNegativeInt, 0) * experts.hidden
+    shared = config.read("num_shared_experts", NonNegativeInt, 0) * experts.mlp_width
     dense = config.read("first_k_dense_replace", NonNegativeInt, 0)
 
     # The weights of a single expert are not divided by their sum.
     more = {"shared": shared, "dense": tuple(range(dense)), "renormalised": experts.per_token > 1}
     return {
-        "rope_width": None if rotated == fields["head"] else rotated,
+        "rope_width": None if rotated == fields["head_dim"] else rotated,
         "experts": dataclasses.replace(experts, **more),
     }
 
@@ -75,8 +75,8 @@ def _more(spec: ModelSpec) -> dict[str, Any]:
     assert spec.experts is not None, "a LLaDA2 model has experts"
     return {
         "first_k_dense_replace": len(spec.experts.dense),
-        "num_shared_experts": spec.experts.shared // spec.experts.hidden,
-        "partial_rotary_factor": spec.rotated / spec.head,
+        "num_shared_experts": spec.experts.shared // spec.experts.mlp_width,
+        "partial_rotary_factor": spec.rotated / spec.head_dim,
         "rotary_dim": spec.rotated,
     }
 

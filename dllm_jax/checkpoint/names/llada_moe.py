@@ -13,7 +13,7 @@ from dllm_jax.checkpoint.names.family import Family, Tokens
 EXPERT_KEYS = {
     "count": "num_experts",
     "per_token": "num_experts_per_tok",
-    "hidden": "expert_intermediate_size",
+    "mlp_width": "expert_intermediate_size",
     "renormalised": "norm_topk_prob",
     "scale": "routed_scaling_factor",
 }
@@ -43,7 +43,7 @@ FAMILY = Family(
     name="llada-moe",
     model_type="llada",
     names=as_llama.NAMES,
-    keys=as_llama.KEYS | {"hidden": "dense_intermediate_size"},
+    keys=as_llama.KEYS | {"mlp_width": "dense_intermediate_size"},
     expert_keys=EXPERT_KEYS,
     requirements=REQUIREMENTS,
     fixed=as_llama.NORMED,

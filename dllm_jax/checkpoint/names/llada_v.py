@@ -56,7 +56,7 @@ REQUIREMENTS = (
 VISION_KEYS = {
     "width": "hidden_size",
     "heads": "num_attention_heads",
-    "hidden": "intermediate_size",
+    "mlp_width": "intermediate_size",
     "image": "image_size",
     "patch": "patch_size",
     "norm_eps": "layer_norm_eps",

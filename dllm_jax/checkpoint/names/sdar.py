@@ -29,7 +29,7 @@ FAMILY = Family(
 EXPERT_KEYS = {
     "count": "num_experts",
     "per_token": "num_experts_per_tok",
-    "hidden": "moe_intermediate_size",
+    "mlp_width": "moe_intermediate_size",
     "renormalised": "norm_topk_prob",
 }
 

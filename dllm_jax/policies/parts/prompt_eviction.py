@@ -55,7 +55,7 @@ class PromptEviction(Policy):
           ValueError: a block-causal model.
         """
         require_full_attention(spec, type(self).__name__)
-        return empty(self.table(spec, layout), batch, spec.kv_heads, spec.head, dtype)
+        return empty(self.table(spec, layout), batch, spec.kv_heads, spec.head_dim, dtype)
 
     def with_budgets(
         self, pairs: PairStore, canvas: Canvas, model: Model, x: Float[Array, "b l m"]

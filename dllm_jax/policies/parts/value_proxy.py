@@ -43,7 +43,7 @@ class ValueProxy(Arrays):
         Raises:
           ValueError: more than a layer has.
         """
-        rank, most = check_argument("rank", rank, PositiveInt), model.spec.kv_heads * model.spec.head
+        rank, most = check_argument("rank", rank, PositiveInt), model.spec.kv_heads * model.spec.head_dim
         if rank > most:
             raise ValueError(f"rank={rank} must be at most the width of the values, {most}")
         made = object.__new__(cls)
@@ -57,7 +57,7 @@ class ValueProxy(Arrays):
 
     def check(self, spec: ModelSpec):
         """Raises ValueError if it is that of another model."""
-        if self.directions.shape[:3] != (wanted := (spec.layers, spec.kv_heads, spec.head)):
+        if self.directions.shape[:3] != (wanted := (spec.layers, spec.kv_heads, spec.head_dim)):
             raise ValueError(
                 f"proxy is of a model with {self.directions.shape[:3]} layers, heads and head width, not of "
                 f"{spec.family} with {wanted}"
@@ -99,7 +99,7 @@ class ValueProxy(Arrays):
 @functools.partial(jax.jit, static_argnames="rank")
 def _directions(model: Model, rank: int) -> Float[Array, "n k d r"]:
     spec = model.spec
-    found = jnp.zeros((spec.layers, spec.kv_heads, spec.head, rank))
+    found = jnp.zeros((spec.layers, spec.kv_heads, spec.head_dim, rank))
 
     def run(layer: Layer, found: Any) -> Any:
         # The matrix in whatever form it is held: its product with the unit vectors.

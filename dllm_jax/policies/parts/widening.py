@@ -68,7 +68,7 @@ def pass_layer(
     """
     # q and lse are placeholders: exactly one of the two branches below replaces them.
     selected = rows.mask()
-    (b, q, _), (h, d) = x.shape, (layer.spec.heads, layer.spec.head)
+    (b, q, _), (h, d) = x.shape, (layer.spec.heads, layer.spec.head_dim)
     before = LayerResult(x, jnp.zeros((b, q, h, d), x.dtype), jnp.zeros((b, h, q)), cache.write(rows, x=x))
 
     def compute_selected(c: LayerResult) -> LayerResult:
