@@ -114,7 +114,9 @@ def ways_of(model: dj.Model, prompts: list, options: dict) -> dict[str, Callable
 def compared(ways: dict[str, Callable[[], list[Any]]], turns: int) -> dict[str, Any]:
     """Executed positions over selected ones, and requests per second over lockstep's, in turns."""
     total = lambda outs, name: float(sum(np.sum(getattr(out.stats, name)) for out in outs))
-    executed = {n: total(outs := way(), "executed") / total(outs, "computed") for n, way in ways.items()}
+    executed = {
+        n: total(outs := way(), "executed_tokens") / total(outs, "computed_tokens") for n, way in ways.items()
+    }
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(turns):
         for name, way in ways.items():

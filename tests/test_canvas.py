@@ -98,11 +98,11 @@ def test_sources_predict_exactly_the_positions(chosen):
         predicts = {i: {i} if family == "llada" else {i + 1} | ({0} if i == 0 else set()) for i in range(6)}
         wanted = set(np.flatnonzero(chosen).tolist())
         expected = [[i for i in range(6) if predicts[i] & wanted]]
-        assert members(canvas(chosen, family=family).sources(jnp.asarray(chosen))) == expected
+        assert members(canvas(chosen, family=family).predicting_positions(jnp.asarray(chosen))) == expected
 
 
 def test_a_shifted_head_predicts_the_response_from_the_position_before_it():
-    assert members(canvas([[True]], family="dream").sources(jnp.asarray([[True]]))) == [[0]]
+    assert members(canvas([[True]], family="dream").predicting_positions(jnp.asarray([[True]]))) == [[0]]
     assert members(canvas(np.ones((1, 5)), prompt=3, family="dream").response_inputs) == [[2, 3, 4]]
 
 
@@ -129,3 +129,10 @@ def test_forward_lets_padding_rows_attend_as_the_family_does(family):
     assert bool((logits[0, 0] == other_text[0, 0]).all()) is not model.spec.pad_rows_attend
     other_pad = dj.forward(model, tokens.at[0, 0].set((tokens[0, 0] + 1) % 50), valid)
     np.testing.assert_array_equal(logits[0, 1:], other_pad[0, 1:])
+
+
+def test_old_names_of_sets_work_with_a_warning():
+    tokens = jnp.ones((1, 4), jnp.int32)
+    c = canvas(tokens == 1)
+    with pytest.warns(DeprecationWarning, match=r"Canvas\.due is deprecated: use every_n_steps"):
+        np.testing.assert_array_equal(c.due(2), c.every_n_steps(2))

@@ -62,7 +62,7 @@ def test_policies_are_compared_in_one_table():
         out = dj.generate(model, prompt, length=8, block=4, **options)
         np.testing.assert_array_equal(row.output.tokens, out.tokens)
         assert row.nfe == np.mean(out.stats.nfe)
-        assert row.computed == np.mean(out.stats.computed)
+        assert row.computed == np.mean(out.stats.computed_tokens)
         assert min(row.seconds, row.compile_seconds, row.memory) > 0
     assert exact.equal == exact.speed_up == 1.0
     same = np.asarray(dual.output.tokens == exact.output.tokens).all(axis=1)

@@ -28,9 +28,9 @@ def test_statistics_of_a_dual_cache_run():
     )
     np.testing.assert_array_equal(out.stats.nfe, [4, 4])
     np.testing.assert_array_equal(out.stats.refreshes, [2, 2])
-    np.testing.assert_array_equal(out.stats.computed, [2 * 17 + 2 * 4, 2 * 13 + 2 * 4])
+    np.testing.assert_array_equal(out.stats.computed_tokens, [2 * 17 + 2 * 4, 2 * 13 + 2 * 4])
     np.testing.assert_allclose(out.stats.cache_ratio, [1 - 42 / 68, 1 - 34 / 52], rtol=1e-6)
-    np.testing.assert_array_equal(out.stats.decoded, [8, 8])
+    np.testing.assert_array_equal(out.stats.decoded_tokens, [8, 8])
 
 
 @families("dream")
@@ -42,7 +42,7 @@ def test_infilling_a_padded_row_equals_the_row_alone(family):
     batch = dj.infill(model, template, token_mask=mask, trace=True)  # as many steps as real masks: 2
     alone = dj.infill(model, template[1:, 4:], steps=2, trace=True)
     assert_same_run(of_sequence(batch.trace, 1, 6), alone.trace)
-    assert batch.stats.decoded[1] == alone.stats.decoded[0] == 6
+    assert batch.stats.decoded_tokens[1] == alone.stats.decoded_tokens[0] == 6
 
 
 def test_lists_of_any_lengths_are_padded_wherever_a_prompt_goes_in():

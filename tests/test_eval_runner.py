@@ -81,8 +81,8 @@ def test_seconds_are_shared_by_answers_that_ran_together_without_compilation(lm,
 
 
 def test_positions_that_single_layers_computed_count(lm, asked):
-    counts = dict(nfe=3, computed=12, executed=12.0, widened=2.5, cache_ratio=0.0, refreshes=1, decoded=4)
-    stats = Stats(*(np.asarray([value]) for value in (*counts.values(), 2, True)))
+    counts = (3, 12, 12.0, 2.5, 0.0, 1, 4)
+    stats = Stats(*(np.asarray([value]) for value in (*counts, 2, True)))
     out = SimpleNamespace(stats=stats, tokens=np.zeros((1, 9), np.int32))
     found = runner(lm)._entry("key", asked[0], out, 0.25)
     assert (found["forwards"], found["widened"], found["computed"]) == (3, 2.5, 14.5)

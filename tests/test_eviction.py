@@ -128,8 +128,8 @@ def test_a_row_decodes_as_with_its_own_offline_profile(row, family):
     np.testing.assert_array_equal(ours.trace.tokens[:, row, -length - 8 :], offline.trace.tokens[:, 0])
     np.testing.assert_array_equal(ours.trace.computed[:, row, -length - 8 :], offline.trace.computed[:, 0])
     assert len(set(dataclasses.replace(FIRST, importance=profile).budgets(2, 3, length))) == 2
-    assert ours.stats.widened[row] == length + 8
-    assert offline.stats.widened[0] == 0
+    assert ours.stats.widened_tokens[row] == length + 8
+    assert offline.stats.widened_tokens[0] == 0
 
 
 def test_the_storage_is_that_of_uniform_budgets():

@@ -56,7 +56,9 @@ def test_a_full_step_runs_its_group_and_a_partial_one_the_batch(monkeypatch):
     prompt, _ = prompts(model, (9, 9, 9))
     out = dj.generate(model, prompt, length=LENGTH, block=6, policy=P.DualCache(), group=1)
     assert widths == {(True, 1), (False, 3)}
-    np.testing.assert_allclose(out.stats.executed, out.stats.computed, err_msg="nobody computes for others")
+    np.testing.assert_allclose(
+        out.stats.executed_tokens, out.stats.computed_tokens, err_msg="nobody computes for others"
+    )
 
 
 def test_no_sequence_waits_for_the_blocks_of_others():

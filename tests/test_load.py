@@ -265,6 +265,6 @@ def test_every_end_of_a_list_ends_a_response(tmp_path):
     stopped, end = run(True), answer.index(answer[1])
     assert int(stopped.stats.nfe[0]) < int(full.stats.nfe[0])
     assert np.asarray(stopped.tokens)[0, 3 : 4 + end].tolist() == answer[: end + 1]
-    assert int(stopped.stats.answer[0]) == end
+    assert int(stopped.stats.answer_tokens[0]) == end
     (text,) = decode_answers(dj.load(path), read_tokenizer(path), stopped.tokens[:, 3:])
     assert text.split() == [f"t{token}" for token in answer[:end]]

@@ -120,7 +120,7 @@ def test_guidance_and_early_stops_over_a_mesh(sampler, family, mesh):
     run = lambda model: dj.generate(model, prompt, stop_at_eos=True, **options)
     ours = run(on_mesh(alone, mesh_of(mesh)))
     assert_same(ours, run(alone))
-    assert np.asarray(ours.stats.answer)[0] < 8
+    assert np.asarray(ours.stats.answer_tokens)[0] < 8
 
 
 explicit_every_day = pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_a_sequence_without_finite_logits_ends_alone(policy, sampler, family):
     assert_same_run(of_sequence(batch.trace, 1, 10), alone.trace, computed=True)
     assert_same_stats(batch.stats, alone.stats, sequence=1)
     np.testing.assert_array_equal(batch.stats.finite, [False, True])
-    assert (batch.stats.nfe[0], batch.stats.decoded[0], batch.stats.answer[0]) == (1, 0, 0)
+    assert (batch.stats.nfe[0], batch.stats.decoded_tokens[0], batch.stats.answer_tokens[0]) == (1, 0, 0)
     assert (np.asarray(batch.tokens)[0, 2:] == model.spec.mask_id).all()
     assert not (np.asarray(batch.tokens)[1] == model.spec.mask_id).any()
 
@@ -63,7 +63,7 @@ def test_a_sequence_that_decodes_its_poison_keeps_what_it_had(value):
     assert token not in np.asarray(plain.trace.tokens[1, 0]), "it must not be there before"
     model = poisoned("llada", value, token)
     out = dj.generate(model, [[1, 2, 3]], length=6, stop_at_eos=True, nonfinite="ignore")
-    assert (out.stats.nfe[0], out.stats.decoded[0], bool(out.stats.finite[0])) == (3, 2, False)
+    assert (out.stats.nfe[0], out.stats.decoded_tokens[0], bool(out.stats.finite[0])) == (3, 2, False)
     np.testing.assert_array_equal(out.tokens[0], plain.trace.tokens[2, 0])
 
 
@@ -74,7 +74,7 @@ def test_a_head_that_is_not_finite_is_seen_whatever_the_sampler_looks_at():
     model = dataclasses.replace(model, params={**model.params, "head": head})
     for sampler in (samplers.RandomOrder(), samplers.Confidence(logits_eos_inf=True, top_k=3)):
         out = dj.generate(model, [[1, 2]], length=2, sampler=sampler, key=KEY, nonfinite="ignore")
-        assert (bool(out.stats.finite[0]), out.stats.decoded[0]) == (False, 0)
+        assert (bool(out.stats.finite[0]), out.stats.decoded_tokens[0]) == (False, 0)
 
 
 def test_the_host_warns_raises_or_says_nothing(unannotated):

@@ -117,7 +117,7 @@ def test_the_largest_numbers_that_they_hold_work(policy):
     sampler = samplers.CertaintyPrior(tokens_per_step=MOST, sigma=1e-18, top_k=MOST, temperature=2e-38)
     model, key = tiny("llada"), jax.random.key(0)
     out = dj.generate(model, [[1, 2, 3]], length=4, block=2, policy=policy, sampler=sampler, key=key)
-    assert out.stats.decoded[0] == 4
+    assert out.stats.decoded_tokens[0] == 4
     assert out.stats.nfe[0] == 2
 
 

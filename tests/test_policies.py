@@ -112,7 +112,7 @@ class DueInTurns(policies.Policy):
     """Sequences of a batch are due in different steps, which the width does not provide for."""
 
     def select(self, cache, canvas):
-        return canvas.block_begins | canvas.due(3) | canvas.sources(canvas.block)
+        return canvas.block_begins | canvas.every_n_steps(3) | canvas.predicting_positions(canvas.block)
 
     def widths(self, spec, layout):
         return (layout.block,)
@@ -180,7 +180,7 @@ def test_the_bucket_changes_nothing(policy, family):
     assert_same_run(plain.trace, other.trace)
     computed = [out.trace.computed[:, 0] for out in (plain, other)]  # without padding
     np.testing.assert_array_equal(*computed)
-    np.testing.assert_array_equal(plain.stats.computed, other.stats.computed)
+    np.testing.assert_array_equal(plain.stats.computed_tokens, other.stats.computed_tokens)
 
 
 def test_which_static_widths_a_generation_compiles():
@@ -201,7 +201,7 @@ class LayerOfItsOwn(policies.Policy):
     """The default widths hold the canvas."""
 
     def select(self, cache, canvas):
-        return canvas.due(2) | canvas.block
+        return canvas.every_n_steps(2) | canvas.block
 
     def layer(self, layer, x, cache, rows, canvas):
         return super().layer(layer, x, cache, rows, canvas)

@@ -100,10 +100,10 @@ def test_widened_counts_the_layers_that_a_refresh_recomputed(family):
     _, mask = prompts(tiny(family), (9, 6))
     besides = (~np.asarray(always.trace.computed) & np.pad(mask, ((0, 0), (0, 8)), constant_values=True)) / 2
     took_part = np.asarray(always.trace.active)[..., None]
-    np.testing.assert_allclose(always.stats.widened, (besides * took_part).sum((0, 2)))
+    np.testing.assert_allclose(always.stats.widened_tokens, (besides * took_part).sum((0, 2)))
     np.testing.assert_array_equal(always.trace.widened[0], True)
     np.testing.assert_array_equal(always.trace.widened[1:], took_part[1:] & [False, True])
-    np.testing.assert_array_equal(never.stats.widened, 0)
+    np.testing.assert_array_equal(never.stats.widened_tokens, 0)
     np.testing.assert_array_equal(never.trace.widened[1:], False)
 
 
@@ -115,7 +115,7 @@ def test_widened_counts_the_conditional_stream_alone():
     sampler = samplers.Confidence(cfg_scale=1.5)
     policy = policies.ElasticCache(window=2, gamma=0.97)
     options = dict(length=8, policy=policy, sampler=sampler)
-    widened = dj.generate(model, prompt, **options).stats.widened
-    alone = [dj.generate(model, prompt[i : i + 1], **options).stats.widened[0] for i in range(2)]
+    widened = dj.generate(model, prompt, **options).stats.widened_tokens
+    alone = [dj.generate(model, prompt[i : i + 1], **options).stats.widened_tokens[0] for i in range(2)]
     assert len({float(one) for one in alone}) > 1, "the sequences must differ"
     np.testing.assert_array_equal(widened, alone)

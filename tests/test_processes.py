@@ -47,7 +47,7 @@ for path in paths:
         assert name == "three" or out.tokens.sharding.spec[0] == "dp", out.tokens.sharding
         assert name == "three" or out.tokens.addressable_shards[0].data.shape[0] == 2
         np.testing.assert_array_equal(host.everywhere(out.tokens), np.asarray(want.tokens)[:b], err_msg=name)
-        counts, expected = host.everywhere(out.stats.computed), np.asarray(want.stats.computed)
+        counts, expected = host.everywhere(out.stats.computed_tokens), np.asarray(want.stats.computed_tokens)
         np.testing.assert_array_equal(counts, expected[:b])
     ours = dj.log_likelihood(model, sharded, sharded, **score)
     np.testing.assert_allclose(

@@ -53,7 +53,7 @@ def test_a_policy_of_your_own_runs_and_is_exact_when_it_always_refreshes():
     run = lambda policy: dj.generate(model, prompt, length=8, block=4, policy=policy, trace=True)
     exact, always = run(dj.policies.Policy()), run(recent(refresh=1))
     np.testing.assert_array_equal(exact.trace.tokens, always.trace.tokens)
-    assert run(recent()).stats.computed[0] < exact.stats.computed[0]
+    assert run(recent()).stats.computed_tokens[0] < exact.stats.computed_tokens[0]
 
 
 def test_every_policy_and_sampler_is_named():

@@ -23,7 +23,7 @@ def test_a_response_before_a_suffix_is_a_template_with_masks_before_it(family):
     theirs = dj.infill(model, template, trace=True)
     assert_same_run(ours.trace, theirs.trace, computed=True)
     np.testing.assert_array_equal(np.asarray(ours.tokens)[0, -3:], SUFFIX)
-    assert (ours.stats.decoded[0], ours.stats.nfe[0]) == (8, 8)
+    assert (ours.stats.decoded_tokens[0], ours.stats.nfe[0]) == (8, 8)
     without = dj.generate(model, prompt, length=8, trace=True)
     assert not np.allclose(without.trace.score[0, 0, 6:14], ours.trace.score[0, 0, 6:14])
 
@@ -44,7 +44,7 @@ def test_ends_of_text_and_stops_are_not_looked_for_in_a_suffix():
     options = dict(prompt_mask=mask, length=8, block=4, suffix=[eos, 7])
     never = samplers.Confidence(suppress_tokens=(eos, 7))
     plain = dj.generate(model, ids, sampler=never, **options)
-    assert plain.stats.answer.tolist() == [8, 8]
+    assert plain.stats.answer_tokens.tolist() == [8, 8]
     for more in (dict(stop_at_eos=True), dict(stop=[[7]])):
         np.testing.assert_array_equal(
             dj.generate(model, ids, sampler=never, **more, **options).tokens, plain.tokens

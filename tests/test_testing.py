@@ -29,7 +29,7 @@ class ByPadding(policies.DualCache):
     """Refreshes by the length of the longest prompt of its batch."""
 
     def select(self, cache, canvas):
-        return super().select(cache, canvas) | canvas.due(1 + canvas.layout.prompt % 3)
+        return super().select(cache, canvas) | canvas.every_n_steps(1 + canvas.layout.prompt % 3)
 
 
 class Unmasked(policies.Policy):

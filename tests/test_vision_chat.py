@@ -129,7 +129,7 @@ def test_a_stop_ends_its_sequence_and_no_other(policy, sampler):
     np.testing.assert_array_equal(final[:end], traced[-1, :end])
     assert (final[end:] == model.spec.eos_id).all()
     assert ours.stats.nfe[0] <= plain.stats.nfe[0]
-    assert ours.stats.answer[0] <= end
+    assert ours.stats.answer_tokens[0] <= end
 
 
 def test_of_several_stops_the_first_of_the_list_counts():

@@ -221,7 +221,7 @@ def test_a_page_holds_every_step_of_a_generation():
     (position, token, confidence), *_ = panel["steps"][0]["wrote"]
     assert confidence == pytest.approx(float(out.trace.score[0, 0, position]), abs=1e-4)
     assert panel["pieces"][str(token)] == [str(token), False]
-    assert panel["stats"]["computed"] == int(out.stats.computed[0])
+    assert panel["stats"]["computed_tokens"] == int(out.stats.computed_tokens[0])
     assert panel["mask"] == model.spec.mask_id
     assert len(panel["steps"][0]["proposed"]) == 3  # of the block's other masks
 

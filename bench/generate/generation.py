@@ -66,10 +66,10 @@ class Generation:
     def statistics(self, time: Time, out: Any) -> dict[str, Any]:
         """Counts and rates."""
         _, stats, _ = jax.tree.map(np.asarray, out)
-        decoded, computed = np.sum(stats.decoded), np.sum(stats.computed + stats.widened)
+        decoded, computed = np.sum(stats.decoded_tokens), np.sum(stats.computed_tokens + stats.widened_tokens)
         return {
             "tokens_per_s": float(decoded) / time.median,
-            "tokens_before_eos_per_s": float(np.sum(stats.answer)) / time.median,
+            "tokens_before_eos_per_s": float(np.sum(stats.answer_tokens)) / time.median,
             "forwards": float(np.mean(stats.nfe)),
             "refreshes": float(np.mean(stats.refreshes)),
             "positions_per_token": float(computed / max(decoded, 1)),

@@ -52,13 +52,13 @@ def measure(workload: Workload, settings: list[Setting]) -> dict[Setting, dict[s
 def _row(workload: Workload, setting: Setting, plain: dj.Output, base: dj.Output, out: dj.Output) -> dict:
     """`plain` is the exact decoder, `base` the one with the setting's own sampler and schedule."""
     responses = lambda out: out.tokens[:, workload.prompt.shape[1] :]
-    recomputed = np.sum(out.stats.computed) + np.sum(out.stats.widened)
+    recomputed = np.sum(out.stats.computed_tokens) + np.sum(out.stats.widened_tokens)
     pairs, size = _storage(workload, setting)
     return setting.named(workload.length, workload.block) | {
         "curve": setting.curve, **workload.scores(responses(out)),
         "agreement": float(np.mean(responses(base) == responses(out))),
         "forwards": float(np.mean(out.stats.nfe)),
-        "computed": float(recomputed / np.sum(plain.stats.computed)),
+        "computed": float(recomputed / np.sum(plain.stats.computed_tokens)),
         "kept_pairs": pairs, "cache_bytes": size,
     }  # fmt: skip
 

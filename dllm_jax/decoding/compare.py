@@ -120,7 +120,7 @@ def compare(
                 name=name,
                 equal=_equal(run, output, runs[0], outputs[0]),
                 nfe=mean(output.stats.nfe),
-                computed=mean(output.stats.computed),
+                computed=mean(output.stats.computed_tokens),
                 seconds=float(own),
                 speed_up=float(seconds[0] / own),
                 compile_seconds=run.seconds,

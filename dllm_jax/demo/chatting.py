@@ -193,5 +193,5 @@ def _cost(snapshot: Snapshot, seconds: float) -> str:
     if not isinstance(snapshot.output, Output):
         return f"stopped after {time_taken}"
     stats = snapshot.output.stats
-    computed, ratio = int(stats.computed[0]), float(stats.cache_ratio[0])
+    computed, ratio = int(stats.computed_tokens[0]), float(stats.cache_ratio[0])
     return f"{time_taken}, {computed} computed tokens, cache ratio {ratio:.2f}"

@@ -51,14 +51,16 @@ def measure(
     texts = lambda row: decode_answers(model, tokenizer, np.asarray(row.output.tokens[:, prompt.shape[1] :]))
 
     # Tokens before the end alone: a policy that writes more behind it is not faster.
-    rates = [float(np.sum(row.output.stats.answer)) / row.seconds for row in found]
+    rates = [float(np.sum(row.output.stats.answer_tokens)) / row.seconds for row in found]
     return [
         dict(
             policy=repr(policy),
             sampler=call(sampler, always=("threshold",)),
             accuracy=float(np.mean(exact(texts(row), questions))),
             forwards=row.nfe,
-            computed=float(np.sum(row.output.stats.computed) / max(np.sum(row.output.stats.answer), 1)),
+            computed=float(
+                np.sum(row.output.stats.computed_tokens) / max(np.sum(row.output.stats.answer_tokens), 1)
+            ),
             tokens_per_second=rate,
             speed_up=rate / rates[0],
             compile_seconds=row.compile_seconds,

@@ -27,7 +27,7 @@ def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool)
             canvas,
             block_start=canvas.block_start + by * moves,
             block_step=jnp.where(moves, 0, canvas.block_step),
-            stays=None if canvas.stays is None else canvas.stays & ~moves,
+            keeps_block=None if canvas.keeps_block is None else canvas.keeps_block & ~moves,
         )
         masks = jnp.where(moves, masks_in_block(moved), canvas.block_masks)
         return settle(dataclasses.replace(moved, block_masks=masks))
@@ -106,7 +106,7 @@ def final(canvas: Canvas, sampler: Sampler) -> Bool[Array, "b"] | bool:
 
 def _settled(finished: Bool[Array, "b"], canvas: Canvas) -> Bool[Array, "b"]:
     """Finished sequences whose sampler edits nothing in the block any more."""
-    return finished if canvas.stays is None else finished & ~canvas.stays
+    return finished if canvas.keeps_block is None else finished & ~canvas.keeps_block
 
 
 def ended(canvas: Canvas, end: Int[Array, "b"]) -> Bool[Array, "b"]:

@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.engine import trace
 from dllm_jax.engine.trace import Steps, Trace
+from dllm_jax.options.renamed import Renamed
 from dllm_jax.state.canvas import Canvas, first_eos
 from dllm_jax.state.proposal import Proposal
 
@@ -15,42 +16,45 @@ class Stats(NamedTuple):
     """Cost of a run, per sequence; padding is not counted.
 
     Attributes:
-      nfe: network forwards the sequence took part in.
-      computed: positions fed through the network, summed over forwards.
-      executed: positions that the device ran for it, selected ones and those that a program of static shape
-        runs along: the rows of each forward, shared among the sequences that took part. It depends on the
-        batch, as nothing else here does.
-      widened: positions recomputed beyond those selected (`Cache.extra_positions`), averaged over layers,
-        summed over forwards.
-      cache_ratio: fraction of positions that were *not* recomputed, mean over forwards (0 = exact decoding).
-      refreshes: forwards that recomputed every position.
-      decoded: response positions that are not masked at the end, without a suffix.
-      answer: decoded tokens before the first end-of-text, and before a stop.
-      finite: False if the sequence ended early because a step's logits held NaN or infinity; what was not
-        decoded by then is still masked. Its batch mates are as they would be without it.
-      idle: forwards with nothing left to decode in a block that had masks for one more each; None unless the
-        sampler is one that may have them (`Sampler.may_idle`).
+      nfe: Forward passes that the sequence took part in.
+      computed_tokens: Computed tokens, summed over forward passes.
+      executed_tokens: Tokens that the device ran for this sequence, including the padding of static-shape
+        programs. The only statistic that depends on the batch.
+      widened_tokens: Extra computed tokens that layers added to the policy's selection
+        (`Cache.extra_positions`), averaged over layers and summed over forward passes.
+      cache_ratio: Fraction of tokens that were not recomputed, averaged over forward passes (0 if exact).
+      refreshes: Full steps, which recompute every token.
+      decoded_tokens: Generated tokens that are not masked at the end, without a suffix.
+      answer_tokens: Unmasked tokens before the first end-of-text and before a stop.
+      finite: False if the sequence ended early because a step's logits held NaN or infinity. Tokens that were
+        masked at that step stay masked. Other sequences in the batch are not affected.
+      idle: Forward passes with nothing left to unmask in a block that had masks for one more each; None
+        unless the sampler may have them (`Sampler.may_idle`).
     """
 
     nfe: Int[Array, "b"]
-    computed: Int[Array, "b"]
-    executed: Float[Array, "b"]
-    widened: Float[Array, "b"]
+    computed_tokens: Int[Array, "b"]
+    executed_tokens: Float[Array, "b"]
+    widened_tokens: Float[Array, "b"]
     cache_ratio: Float[Array, "b"]
     refreshes: Int[Array, "b"]
-    decoded: Int[Array, "b"]
-    answer: Int[Array, "b"]
+    decoded_tokens: Int[Array, "b"]
+    answer_tokens: Int[Array, "b"]
     finite: Bool[Array, "b"]
     idle: Int[Array, "b"] | None = None
+
+    computed, executed = Renamed("computed", "computed_tokens"), Renamed("executed", "executed_tokens")
+    widened, decoded = Renamed("widened", "widened_tokens"), Renamed("decoded", "decoded_tokens")
+    answer = Renamed("answer", "answer_tokens")
 
 
 class Record(NamedTuple):
     """Running sums for `Stats`, and the trace.
 
     Attributes:
-      computed: see `Stats`.
-      executed: see `Stats`.
-      widened: see `Stats`.
+      computed_tokens: see `Stats`.
+      executed_tokens: see `Stats`.
+      widened_tokens: see `Stats`.
       refreshes: see `Stats`.
       finite: see `Stats`.
       trace: its steps so far; None if no trace is recorded.
@@ -58,9 +62,9 @@ class Record(NamedTuple):
       idle: see `Stats`.
     """
 
-    computed: Int[Array, "b"]
-    executed: Float[Array, "b"]
-    widened: Float[Array, "b"]
+    computed_tokens: Int[Array, "b"]
+    executed_tokens: Float[Array, "b"]
+    widened_tokens: Float[Array, "b"]
     refreshes: Int[Array, "b"]
     finite: Bool[Array, "b"]
     trace: Steps | None
@@ -120,9 +124,10 @@ class Record(NamedTuple):
             extra = jnp.zeros((len(counted), before.spec.layers))
         widened = extra >= jnp.sum(before.valid & ~computed, axis=1, keepdims=True)
         return Record(
-            computed=self.computed + jnp.sum(counted, axis=1, dtype=jnp.int32),
-            executed=self.executed + before.active * (rows / jnp.maximum(jnp.sum(before.active), 1)),
-            widened=self.widened + jnp.mean(extra, axis=1),
+            computed_tokens=self.computed_tokens + jnp.sum(counted, axis=1, dtype=jnp.int32),
+            executed_tokens=self.executed_tokens
+            + before.active * (rows / jnp.maximum(jnp.sum(before.active), 1)),
+            widened_tokens=self.widened_tokens + jnp.mean(extra, axis=1),
             refreshes=self.refreshes + everything.astype(jnp.int32),
             finite=self.finite & finite,
             trace=None
@@ -142,7 +147,7 @@ class Record(NamedTuple):
         """The statistics of a finished generation, given its last canvas."""
         # Exact decoding would compute all valid positions in every forward.
         positions = jnp.sum(canvas.valid, axis=1) * canvas.step
-        recomputed = (self.computed + self.widened) / jnp.maximum(positions, 1)
+        recomputed = (self.computed_tokens + self.widened_tokens) / jnp.maximum(positions, 1)
 
         # The answer ends before the first end-of-text, also where positions behind it are decoded.
         end = first_eos(canvas) if canvas.stop is None else jnp.minimum(first_eos(canvas), canvas.stop)
@@ -152,13 +157,13 @@ class Record(NamedTuple):
         before_eos = decoded & (canvas.position < end[:, None])
         return Stats(
             nfe=canvas.step,
-            computed=self.computed,
-            executed=self.executed,
-            widened=self.widened,
+            computed_tokens=self.computed_tokens,
+            executed_tokens=self.executed_tokens,
+            widened_tokens=self.widened_tokens,
             cache_ratio=jnp.where(positions > 0, 1.0 - recomputed, 0.0).astype(jnp.float32),
             refreshes=self.refreshes,
-            decoded=jnp.sum(decoded, axis=1, dtype=jnp.int32),
-            answer=jnp.sum(before_eos, axis=1, dtype=jnp.int32),
+            decoded_tokens=jnp.sum(decoded, axis=1, dtype=jnp.int32),
+            answer_tokens=jnp.sum(before_eos, axis=1, dtype=jnp.int32),
             finite=self.finite,
             idle=self.idle,
         )

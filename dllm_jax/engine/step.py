@@ -45,7 +45,7 @@ def initial(generation: Generation, inputs: Inputs) -> State:
     if plan.stop:
         canvas = dataclasses.replace(canvas, stop=jnp.full(len(tokens), layout.length, jnp.int32))
     if plan.sampler.edits:
-        canvas = dataclasses.replace(canvas, stays=jnp.zeros_like(canvas.done))
+        canvas = dataclasses.replace(canvas, keeps_block=jnp.zeros_like(canvas.done))
     canvas = advance(canvas, plan.policy, plan.sampler, plan.stop_at_eos)
     streams = repeat(canvas, plan.streams)
 
@@ -99,7 +99,7 @@ def needed(generation: Generation, cache: Cache, canvas: Canvas) -> Bool[Array, 
     plan = generation.plan
     canvas = dataclasses.replace(canvas, planned_order=plan.sampler.planned(canvas, generation.noise))
     selected = stream(plan.policy.select(cache, repeat(canvas, plan.streams)), 0, plan.streams)
-    return repeat(canvas.changing(selected) & canvas.active[:, None], plan.streams)
+    return repeat(canvas.without_final(selected) & canvas.active[:, None], plan.streams)
 
 
 def step(generation: Generation, width: int | None, state: State) -> State:
@@ -146,7 +146,7 @@ def _step(
     index, _, score, _ = candidates
     eligible = gather(offered(policy, canvas), index)
     masks = candidates._replace(score=jnp.where(eligible, score, -jnp.inf))
-    chosen, memory, revoked, stays = sampler.decide(masks, state.memory, canvas, generation.noise)
+    chosen, memory, revoked, keeps_block = sampler.decide(masks, state.memory, canvas, generation.noise)
     if committed is not None:
         chosen |= committed[:, None] & (score > -jnp.inf)
         revoked = None if revoked is None else revoked & ~committed[:, None]
@@ -161,8 +161,10 @@ def _step(
     after = write(canvas, spread(chosen & finite[:, None], place, False), proposal.token)
     if revoked is not None:
         after = revoke(after, spread(revoked & finite[:, None], place, False))
-    if stays is not None and canvas.stays is not None:
-        after = dataclasses.replace(after, stays=jnp.where(canvas.active, stays, canvas.stays))
+    if keeps_block is not None and canvas.keeps_block is not None:
+        after = dataclasses.replace(
+            after, keeps_block=jnp.where(canvas.active, keeps_block, canvas.keeps_block)
+        )
     if committed is not None:
         after = dataclasses.replace(after, done=after.done | committed)
     after = find_stop(after, plan.stop, sampler)

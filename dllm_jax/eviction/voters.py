@@ -50,7 +50,7 @@ class PredictingVotes(Voters):
 
     @override
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        return canvas.sources(canvas.masked)
+        return canvas.predicting_positions(canvas.masked)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,9 @@ def predictors(valid: Bool[Array, "b l"], spec: ModelSpec) -> Int[Array, "b l"]:
     return jnp.where(_has_left(valid), own - 1, own)
 
 
-def sources(positions: Bool[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec) -> Bool[Array, "b l"]:
+def predicting_positions(
+    positions: Bool[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec
+) -> Bool[Array, "b l"]:
     """The set of positions whose output predicts these positions; see `predictors`."""
     if not spec.shifted:
         return positions

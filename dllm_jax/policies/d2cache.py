@@ -67,7 +67,7 @@ class D2Cache(Policy):
         # Section 4.1: M* by certainty prior, the confidence times the density of known tokens; and X.
         known: Salience = cache.shared
         score = prior(known.confidence, canvas, self.sigma)
-        upcoming = canvas.sources(candidates(score, canvas, self.k)) | canvas.just_decoded
+        upcoming = canvas.predicting_positions(candidates(score, canvas, self.k)) | canvas.just_decoded
 
         # Section 4.2: U is the nucleus of everything else by influence. With a shifted head, the last prompt
         # position is a candidate for it even where it predicts a position of M*.

@@ -71,7 +71,7 @@ class Delayed(Policy):
             return tokens
 
         # Appendix B: position p is recomputed while the token it predicts, p + 1, is not settled.
-        predictors, last = canvas.sources(tokens), canvas.position == canvas.layout.length - 1
+        predictors, last = canvas.predicting_positions(tokens), canvas.position == canvas.layout.length - 1
         if self.shift == "un":
             return predictors | (last & (canvas.block_step <= self.delay)[:, None])
 

@@ -52,7 +52,12 @@ class DKVGreedy(Policy):
 
         # The window: masked neighbours of the centres, chosen by each centre in turn.
         near = neighbours(order, canvas.masked, selected, self.window)
-        return interval(canvas, self.refresh_every) | selected | near | canvas.sources(canvas.planned)
+        return (
+            interval(canvas, self.refresh_every)
+            | selected
+            | near
+            | canvas.predicting_positions(canvas.planned)
+        )
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:

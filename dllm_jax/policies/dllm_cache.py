@@ -59,7 +59,7 @@ class DLLMCache(Policy):
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """The response and the positions that predict it; everything when the prompt is due."""
-        return canvas.response_inputs | canvas.due(self.prompt_every)
+        return canvas.response_inputs | canvas.every_n_steps(self.prompt_every)
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
@@ -70,7 +70,9 @@ class DLLMCache(Policy):
         self, canvas: Canvas, first: Bool[Array, ""] | bool
     ) -> tuple[Bool[Array, "b 1"], Bool[Array, "b 1"]]:
         """Whether a layer refreshes the prompt, and the response; `first` is true in the first layer."""
-        return canvas.due(self.prompt_every) | first, canvas.due(self.response_every) | first
+        return canvas.every_n_steps(self.prompt_every) | first, canvas.every_n_steps(
+            self.response_every
+        ) | first
 
     def stale(
         self, layer: Layer, value: Float[Array, "b q k d"], cache: LayerCache, rows: Rows, canvas: Canvas

@@ -79,7 +79,9 @@ class ElasticCache(Policy):
 
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Positions that predict masks."""
-        return canvas.sources(self.eligible(canvas) if self.block_caching else self.undecided(canvas))
+        return canvas.predicting_positions(
+            self.eligible(canvas) if self.block_caching else self.undecided(canvas)
+        )
 
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:

@@ -28,7 +28,7 @@ class PrefixCache(Policy):
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Everything in a block's first step, then the positions that predict the block and all after it."""
-        return canvas.block_begins | canvas.sources(canvas.suffix)
+        return canvas.block_begins | canvas.predicting_positions(canvas.suffix)
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
@@ -50,7 +50,7 @@ class DualCache(Policy):
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Everything in a block's first step, then the positions that predict the block."""
-        return canvas.block_begins | canvas.sources(canvas.block)
+        return canvas.block_begins | canvas.predicting_positions(canvas.block)
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:

@@ -72,7 +72,7 @@ class MaskKV(PromptEviction, DLLMCache):
         self, canvas: Canvas, first: Bool[Array, ""] | bool
     ) -> tuple[Bool[Array, "b 1"], Bool[Array, "b 1"]]:
         """As `DLLMCache`, but the first layer does not refresh the prompt either: its pairs are evicted."""
-        return canvas.due(self.prompt_every), canvas.due(self.response_every) | first
+        return canvas.every_n_steps(self.prompt_every), canvas.every_n_steps(self.response_every) | first
 
     @override
     def attend(
@@ -96,7 +96,7 @@ class MaskKV(PromptEviction, DLLMCache):
         # `reselect` at every prompt refresh.
         widest_response = layout.response_inputs(canvas.spec.shifted)
         holds_prompt = rows.index.shape[1] > widest_response or (rows.full and layout.prompt > 0)
-        due = canvas.due(self.prompt_every) & canvas.active[:, None] if holds_prompt else None
+        due = canvas.every_n_steps(self.prompt_every) & canvas.active[:, None] if holds_prompt else None
         o, pairs = self.attend_or_evict(
             layer, q, cache.shared, KV(now.k, now.v), (some, k), (rows, value), due,
             canvas.first_step | self.reselect, canvas, cache.readable,

@@ -40,7 +40,7 @@ class SlidingCache(Policy):
         moved = canvas.block_start - jnp.maximum(start, canvas.layout.prompt)
         reach = canvas.block_start - jnp.maximum(moved, self.window)
         near = ~canvas.suffix & (canvas.position >= reach[:, None])
-        return canvas.block_begins | near | canvas.sources(canvas.block)
+        return canvas.block_begins | near | canvas.predicting_positions(canvas.block)
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:

@@ -93,7 +93,7 @@ class SparseDLLM(Policy):
 
     def recomputed(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Positions recomputed in every step, so never stored."""
-        return canvas.sources(canvas.block)
+        return canvas.predicting_positions(canvas.block)
 
     def always_stored(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Positions stored whatever their importance."""

@@ -57,19 +57,23 @@ class WindowDiffusion(Policy):
         # The first partial step renews what the refresh has decoded, later ones what partial steps have.
         later = canvas.step[:, None] > refreshed + 1
         decoded = canvas.decoded_at >= refreshed + later
-        return canvas.due(self.refresh_every) | active | canvas.sources(active) | decoded
+        return (
+            canvas.every_n_steps(self.refresh_every) | active | canvas.predicting_positions(active) | decoded
+        )
 
     @override
     def reads(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Everything at a refresh, else all but the masks behind the window, as the refresh has left them."""
         # What partial steps have decoded was masked when the refresh had ended.
         masked = canvas.masked | (canvas.decoded_at > self.refreshed_at(canvas))
-        return canvas.due(self.refresh_every) | ~masked | leftmost(masked, self.window)
+        return canvas.every_n_steps(self.refresh_every) | ~masked | leftmost(masked, self.window)
 
     @override
     def eligible(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Every mask at a refresh, else the active ones."""
-        return canvas.eligible & (canvas.due(self.refresh_every) | leftmost(canvas.masked, self.active))
+        return canvas.eligible & (
+            canvas.every_n_steps(self.refresh_every) | leftmost(canvas.masked, self.active)
+        )
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:

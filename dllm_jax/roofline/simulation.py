@@ -97,7 +97,9 @@ def _simulate(policy: Policy, spec: ModelSpec, layout: Layout) -> Int[Array, "t"
         leftmost = jnp.where(policy.eligible(canvas), -canvas.position.astype(jnp.float32), -jnp.inf)
         chosen = best(leftmost, even_schedule(canvas))
         order = jnp.where(chosen, jnp.cumsum(chosen, axis=1) - 1, -1)
-        selected = canvas.changing(policy.select(cache, dataclasses.replace(canvas, planned_order=order)))
+        selected = canvas.without_final(
+            policy.select(cache, dataclasses.replace(canvas, planned_order=order))
+        )
         after = advance(write(canvas, chosen, jnp.full_like(canvas.tokens, word)), policy, sampler, False)
         return after, jnp.sum(selected & canvas.active[:, None])
 

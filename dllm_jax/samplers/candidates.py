@@ -30,11 +30,11 @@ class Decision(NamedTuple):
       memory: what the sampler keeps for later steps, of the structure that `Sampler.init` returned.
       revoked: candidates whose token becomes a mask again, where the sampler verifies (`Sampler.verifies`);
         else None.
-      stays: sequences that stay in the block even if nothing in it is masked, where the sampler edits
+      keeps_block: sequences that stay in the block even if nothing in it is masked, where the sampler edits
         (`Sampler.edits`); else None.
     """
 
     chosen: Bool[Array, "b c"]
     memory: PyTree
     revoked: Bool[Array, "b c"] | None = None
-    stays: Bool[Array, "b"] | None = None
+    keeps_block: Bool[Array, "b"] | None = None

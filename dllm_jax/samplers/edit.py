@@ -68,9 +68,9 @@ class Edit(UntilDone):
         # The block goes on if this step found something to do, and there may be another step without masks.
         had_masks = jnp.any(score > -jnp.inf, axis=1)
         steps = jnp.where(canvas.block_step == 0, 0, memory) + ~had_masks
-        stays = (had_masks | jnp.any(edited, axis=1)) & (steps < self.most_steps)
+        keeps_block = (had_masks | jnp.any(edited, axis=1)) & (steps < self.most_steps)
         memory = jnp.where(canvas.active, steps, memory)
-        return Decision(filled | edited, memory, stays=stays)
+        return Decision(filled | edited, memory, keeps_block=keeps_block)
 
     @override
     def max_steps(self, layout: Layout) -> int:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 from dllm_jax.nn import shift
 from dllm_jax.nn.mask import Mask, block_causal, block_start, key_mask, padding_mask
 from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options.renamed import Renamed
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows
 from dllm_jax.traced import Count
@@ -26,8 +27,9 @@ class Canvas:
 
     Each sequence is in a block of its own: none waits for its batch mates to finish theirs.
 
-    Sets are Bool[b l]; `first_step`, `block_begins` and `due` are Bool[b 1] and combine with them by
-    broadcasting, so a policy reads as set algebra: `canvas.block_begins | canvas.sources(canvas.block)`.
+    Sets are Bool[b l]; `first_step`, `block_begins` and `every_n_steps` are Bool[b 1] and combine with
+    them by broadcasting. A policy reads as set algebra:
+    `canvas.block_begins | canvas.predicting_positions(canvas.block)`.
 
     Attributes:
       tokens: current ids, mask_id where undecided.
@@ -47,7 +49,7 @@ class Canvas:
         None if there are no stop sequences.
       stored: end of the model's own block that the sequence's last step was in: keys and values in front of
         that block are final. None if the model attends everywhere.
-      stays: sequences that stay in their block even if nothing in it is masked, as its tokens are still
+      keeps_block: sequences that stay in their block even if nothing in it is masked, as its tokens are still
         edited. None if the sampler does not edit.
     """
 
@@ -65,7 +67,9 @@ class Canvas:
     planned_order: Int[Array, "b l"] | None = None
     stop: Int[Array, "b"] | None = None
     stored: Int[Array, "b"] | None = None
-    stays: Bool[Array, "b"] | None = None
+    keeps_block: Bool[Array, "b"] | None = None
+
+    sources, due = Renamed("sources", "predicting_positions"), Renamed("due", "every_n_steps")
 
     # -- sets of positions --------------------------------------------------------------------------
 
@@ -111,7 +115,7 @@ class Canvas:
     @property
     def response_inputs(self) -> Bool[Array, "b l"]:
         """The response and the positions whose output predicts it."""
-        return self.response | self.sources(self.response)
+        return self.response | self.predicting_positions(self.response)
 
     @property
     def block(self) -> Bool[Array, "b l"]:
@@ -131,7 +135,7 @@ class Canvas:
         """
         eligible = self.masked & (self.position < self.block_end) & self.active[:, None]
         if self.stored is not None and self.spec.shifted:
-            eligible &= ~self.opens | (self.position == self.model_block)
+            eligible &= ~self.opens_model_block | (self.position == self.model_block)
         return eligible if self.stop is None else eligible & (self.position < self.stop[:, None])
 
     @property
@@ -158,9 +162,9 @@ class Canvas:
         """The position whose output predicts each position (`dllm_jax.nn.shift`)."""
         return shift.predictors(self.valid, self.spec)
 
-    def sources(self, positions: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
+    def predicting_positions(self, positions: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
         """The positions whose output predicts these positions, see `predictor`."""
-        return shift.sources(positions, self.valid, self.spec)
+        return shift.predicting_positions(positions, self.valid, self.spec)
 
     # -- conditions per sequence -------------------------------------------------------------------------
 
@@ -174,7 +178,7 @@ class Canvas:
         """Whether the coming step is the first of its block."""
         return (self.block_step == 0)[:, None]
 
-    def due(self, every: Count) -> Bool[Array, "b 1"]:
+    def every_n_steps(self, every: Count) -> Bool[Array, "b 1"]:
         """Whether the coming step's index, counted over the generation, is a multiple of `every`."""
         return (self.step % every == 0)[:, None]
 
@@ -186,19 +190,19 @@ class Canvas:
         return block_start(self.block_start[:, None], self.valid, self.spec)
 
     @property
-    def enters(self) -> Bool[Array, "b 1"]:
-        """Whether the coming step is the first in a block of the model, or follows one that `opens` it."""
+    def enters_model_block(self) -> Bool[Array, "b 1"]:
+        """Whether the coming step is the first in a block of the model, or follows `opens_model_block`."""
         assert self.stored is not None, "a block-causal model"
-        enters = self.first_step | (self.stored[:, None] != self.model_block + self.spec.block_size)
-        return enters | self._at_first(self.just_decoded)
+        first = self.first_step | (self.stored[:, None] != self.model_block + self.spec.block_size)
+        return first | self._at_first(self.just_decoded)
 
     @property
-    def opens(self) -> Bool[Array, "b 1"]:
+    def opens_model_block(self) -> Bool[Array, "b 1"]:
         """Whether the coming step decodes the first token of a model's block alone.
 
         Where the head is shifted, the block before predicts it, and the rest of the block needs it.
         """
-        return self.enters & self._at_first(self.masked)
+        return self.enters_model_block & self._at_first(self.masked)
 
     def _at_first(self, positions: Bool[Array, "b l"]) -> Bool[Array, "b 1"]:
         """Whether the set has the first position of the model's block, if the head is shifted."""
@@ -206,7 +210,7 @@ class Canvas:
             return jnp.zeros_like(self.first_step)
         return jnp.any(positions & (self.position == self.model_block), axis=1, keepdims=True)
 
-    def changing(self, selected: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
+    def without_final(self, selected: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
         """The selected positions whose keys and values are not final; all if the model attends everywhere.
 
         In a block-causal model a finished block never changes again: its final keys and values are computed
@@ -215,9 +219,9 @@ class Canvas:
         if self.stored is None:
             return selected
         size = self.spec.block_size
-        end = self.model_block + jnp.where(self.opens, 0, size)
+        end = self.model_block + jnp.where(self.opens_model_block, 0, size)
         open_ = (self.position >= self.stored[:, None] - size) & (self.position < end)
-        return self.first_step | (open_ & (selected | self.enters))
+        return self.first_step | (open_ & (selected | self.enters_model_block))
 
     # -- geometry -----------------------------------------------------------------------------------
 

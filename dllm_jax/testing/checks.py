@@ -125,7 +125,7 @@ def reuse_is_exact_while_nothing_changes(of: Subject):
     options = dict(length=4, block=4, steps=4, sampler=Frozen(), widths=WIDE)
     ours, exact = (of.run(policy=policy, **options) for policy in (of.lossless, Policy()))
     assert_close_scores(ours.trace, exact.trace, atol=2e-6)
-    assert ours.stats.computed.sum() < exact.stats.computed.sum(), "nothing was reused"
+    assert ours.stats.computed_tokens.sum() < exact.stats.computed_tokens.sum(), "nothing was reused"
 
 
 class Frozen(Confidence):
@@ -291,7 +291,11 @@ def stopping_keeps_the_answer(of: Subject):
         answer = np.asarray(full.tokens)[sequence, width:].tolist()
         end = answer.index(spec.eos_id) + 1 if spec.eos_id in answer else len(answer)
         np.testing.assert_array_equal(stopped.tokens[sequence, width : width + end], answer[:end])
-        assert stopped.stats.answer[sequence] == full.stats.answer[sequence] == end - (spec.eos_id in answer)
+        assert (
+            stopped.stats.answer_tokens[sequence]
+            == full.stats.answer_tokens[sequence]
+            == end - (spec.eos_id in answer)
+        )
     assert of.sampler.draws or stopped.stats.nfe[0] < full.stats.nfe[0], "sequence 0 does not end early"
     _assert_nothing_masked(of, stopped)
 

@@ -72,7 +72,7 @@ def assert_close_scores(ours: Trace | None, theirs: Trace | None, atol: float):
 
 
 def assert_same_stats(ours: Stats, theirs: Stats, sequence: int | None = None):
-    """The sequences cost the same, whatever the device ran for their batch mates (`Stats.executed`).
+    """The sequences cost the same, whatever the device ran for their batch mates (`Stats.executed_tokens`).
 
     Args:
       ours: statistics.
@@ -83,7 +83,7 @@ def assert_same_stats(ours: Stats, theirs: Stats, sequence: int | None = None):
       AssertionError: a statistic that differs.
     """
     for name, a, b in zip(ours._fields, ours, theirs, strict=True):
-        if name == "executed" or a is None:
+        if name == "executed_tokens" or a is None:
             continue
         assert b is not None, f"stats.{name} of one of them alone"
         a = a if sequence is None else a[sequence : sequence + 1]

@@ -204,7 +204,7 @@ def contradiction(setting: Setting, request: Request, out: dj.Output) -> str:
     stats, tokens = jax.tree.map(np.asarray, out.stats), np.asarray(out.tokens)
     response, is_eos = tokens[:, width:], tokens[:, width:] == spec.eos_id
     valid = request.mask.sum(axis=1) + length
-    possible, computed = valid * stats.nfe, stats.computed + stats.widened
+    possible, computed = valid * stats.nfe, stats.computed_tokens + stats.widened_tokens
     rules = {
         "shape": tokens.shape == (setting.batch, width + length),
         "prompt": np.array_equal(tokens[:, :width][request.mask], request.ids[request.mask]),
@@ -213,10 +213,11 @@ def contradiction(setting: Setting, request: Request, out: dj.Output) -> str:
         "finite": stats.finite,
         "nfe": (stats.nfe >= 1) & (stats.nfe <= setting.options["steps"] + 2 * length),
         "refreshes": (stats.refreshes >= 1) & (stats.refreshes <= stats.nfe),
-        "computed": (stats.computed >= stats.refreshes * valid) & (stats.computed <= possible),
-        "widened": (stats.widened >= 0) & (stats.widened <= possible + valid),
-        "decoded": (stats.decoded <= length) & (setting.options["stop_at_eos"] | (stats.decoded == length)),
-        "answer": stats.answer == np.where(is_eos.any(axis=1), is_eos.argmax(axis=1), length),
+        "computed": (stats.computed_tokens >= stats.refreshes * valid) & (stats.computed_tokens <= possible),
+        "widened": (stats.widened_tokens >= 0) & (stats.widened_tokens <= possible + valid),
+        "decoded": (stats.decoded_tokens <= length)
+        & (setting.options["stop_at_eos"] | (stats.decoded_tokens == length)),
+        "answer": stats.answer_tokens == np.where(is_eos.any(axis=1), is_eos.argmax(axis=1), length),
         "cache_ratio": np.isclose(stats.cache_ratio, 1 - computed / possible, atol=1e-6),
     }
     broken = [name for name, holds in rules.items() if not np.all(holds)]
@@ -233,7 +234,7 @@ def of_batch(setting: Setting, request: Request, model: dj.Model, out: dj.Output
             return f"sequence {sequence} is {ours.tolist()} in the batch and {theirs.tolist()} alone"
         for name, whole, single in zip(out.stats._fields, out.stats, alone.stats, strict=True):
             if (
-                name != "executed"
+                name != "executed_tokens"
                 and whole is not None
                 and not np.allclose(whole[sequence], single[0], rtol=1e-5)
             ):

@@ -85,7 +85,7 @@ def _selection(policy: dj.policies.D2Cache, state: State) -> dict[str, jax.Array
     prompt, batch = canvas.layout.prompt, canvas.tokens.shape[0]
     score = sets.prior(known.confidence, canvas, policy.sigma)
     upcoming_masks = sets.candidates(score, canvas, policy.k)
-    upcoming = canvas.sources(upcoming_masks) | canvas.just_decoded
+    upcoming = canvas.predicting_positions(upcoming_masks) | canvas.just_decoded
     nucleus = rollout.nucleus(known.influence, ~(upcoming & canvas.response), policy.p)
     index = jnp.broadcast_to(canvas.position[prompt:], (batch, canvas.layout.response))
     return dict(

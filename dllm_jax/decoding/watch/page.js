@@ -211,10 +211,10 @@ function mapNote(panel, event) {
 
 function statistics(panel) {
   const s = panel.stats;
-  const parts = [`${s.nfe} forward passes`, `${s.computed} computed tokens`];
-  if (s.widened > 0) parts.push(`${s.widened.toFixed(1)} more in layers that recompute all tokens`);
+  const parts = [`${s.nfe} forward passes`, `${s.computed_tokens} computed tokens`];
+  if (s.widened_tokens > 0) parts.push(`${s.widened_tokens.toFixed(1)} more in layers that recompute all tokens`);
   if (s.cache_ratio !== null) parts.push(`cache ratio ${s.cache_ratio.toFixed(3)}`);
-  parts.push(`${s.refreshes} full step${s.refreshes === 1 ? "" : "s"}`, `${s.answer} answer tokens`);
+  parts.push(`${s.refreshes} full step${s.refreshes === 1 ? "" : "s"}`, `${s.answer_tokens} answer tokens`);
   if (!s.finite) parts.push("ended by NaN or infinite logits");
   return parts.join(" · ");
 }

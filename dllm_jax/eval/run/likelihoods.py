@@ -124,7 +124,7 @@ class Likelihood(Answering[Pair]):
             out, decoded = self._greedy(items, prompt, mask, rung)
             greedy = ((decoded == answer) | ~real).all(axis=1)
             forwards = forwards + np.asarray(out.stats.nfe)
-            computed = computed + np.asarray(out.stats.computed)
+            computed = computed + np.asarray(out.stats.computed_tokens)
 
         # Without what fills up the batch; padding is not counted among the positions computed.
         seconds, found = (time.perf_counter() - start) / len(pairs), list[Any]()

@@ -239,10 +239,10 @@ class Runner(Answering[Request]):
             answer=self._text(request, out.tokens[:, -self.decoding.whole(request.length) :]),
             error=None,
             forwards=of("nfe"),
-            widened=of("widened"),
-            tokens=of("answer"),
-            tokens_with_eos=of("decoded"),
-            computed=of("computed") + of("widened"),
+            widened=of("widened_tokens"),
+            tokens=of("answer_tokens"),
+            tokens_with_eos=of("decoded_tokens"),
+            computed=of("computed_tokens") + of("widened_tokens"),
             seconds=seconds,
         )
 
