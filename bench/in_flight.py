@@ -82,7 +82,7 @@ def mixed(tokenizer: Any) -> list[list[int]]:
 
 def rows(turns: int):
     """A row per set and policy."""
-    path = dj.embedded.path("tiny-llada")
+    path = dj.bundled.path("tiny-llada")
     model, asked = dj.load(path), mixed(AutoTokenizer.from_pretrained(path))
     wider = tiny("llada", **WIDER)
     planned = [[10 + i % 90, *range(10, 33)] for i in np.random.default_rng(1).permutation(COUNT)]
@@ -149,7 +149,7 @@ def main(turns: int = 5, json: runner.JsonFile = None):
       turns: of each way, one after the other; medians count.
       json: results go here.
     """
-    specs = {"tiny-llada": dj.load(dj.embedded.path("tiny-llada")).spec, "wider": spec("llada", **WIDER)}
+    specs = {"tiny-llada": dj.load(dj.bundled.path("tiny-llada")).spec, "wider": spec("llada", **WIDER)}
     where = measured_on("float32") | {"specs": {n: dataclasses.asdict(s) for n, s in specs.items()}}
     done = runner.run(rows(turns), COLUMNS, json, lambda found: where | {"rows": found})
     forecast = predicted()

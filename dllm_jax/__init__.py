@@ -25,13 +25,13 @@ from dllm_jax import eviction, nn, policies, samplers, state
 from dllm_jax import vision
 
 # Decoding
-from dllm_jax.state.inputs import EMBEDDED
+from dllm_jax.state.inputs import EMBEDS_PLACEHOLDER
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.sliding import Sliding
 from dllm_jax.decoding.generate import generate, infill
 from dllm_jax.decoding.generate_many import generate_many
 from dllm_jax.decoding.compare import compare
-from dllm_jax.decoding.explain import explain
+from dllm_jax.decoding.explain import explain_kernels
 from dllm_jax.decoding.chat import chat
 from dllm_jax.decoding.stream import Snapshot, stream
 
@@ -54,9 +54,11 @@ from dllm_jax.analysis import Capture, capture
 from dllm_jax import lora
 
 # Models that ship with the package, published settings
-from dllm_jax import embedded
+from dllm_jax import bundled
 from dllm_jax.published.presets import presets
 from dllm_jax.published.shapes import abstract
+
+from dllm_jax.options import renamed as _renamed
 
 # Applications: loaded at first use
 if TYPE_CHECKING:
@@ -68,7 +70,7 @@ if TYPE_CHECKING:
 __version__ = importlib.metadata.version("dllm-jax")
 
 __all__ = [
-    "EMBEDDED",
+    "EMBEDS_PLACEHOLDER",
     "Capture",
     "Intervention",
     "Layout",
@@ -81,12 +83,12 @@ __all__ = [
     "abstract",
     "analysis",
     "buckets",
+    "bundled",
     "capture",
     "chat",
     "compare",
-    "embedded",
     "eviction",
-    "explain",
+    "explain_kernels",
     "forward",
     "generate",
     "generate_many",
@@ -118,11 +120,16 @@ __all__ = [
 
 _ON_DEMAND = ("roofline", "tasks", "testing", "training")  # packages that are imported at first use
 
+_RENAMED = {"embedded": "bundled", "EMBEDDED": "EMBEDS_PLACEHOLDER", "explain": "explain_kernels"}
+
 
 def __getattr__(name: str) -> Any:
     """Imports a public name when it is first asked for."""
     if name in _ON_DEMAND:
         return importlib.import_module(f"{__name__}.{name}")
+    if name in _RENAMED:
+        _renamed.warn(f"{__name__}.{name}", f"{__name__}.{_RENAMED[name]}")
+        return globals()[_RENAMED[name]]
     if name == "tune":
         return importlib.import_module(f"{__name__}.eval.tuning").tune
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

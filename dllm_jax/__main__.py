@@ -1,4 +1,4 @@
-"""`python -m dllm_jax`: the embedded models answer, and a table says what each policy costs.
+"""`python -m dllm_jax`: the bundled models answer, and a table says what each policy costs.
 
 `python -m dllm_jax chat PATH` is a conversation with a checkpoint, `python -m dllm_jax check` a report on
 this machine's device.
@@ -16,7 +16,7 @@ import numpy as np
 import rich.console
 import tyro
 
-from dllm_jax import embedded, provenance
+from dllm_jax import bundled, provenance
 from dllm_jax.checkpoint import load
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.command_line import PATHS, plain_errors, run
@@ -45,7 +45,7 @@ POLICIES = (
 )
 STEPS = 7  # of a question's chain
 SHAPE = {"length": 32, "block": 4}
-READING = embedded.TEXT + embedded.BLOCK_CAUSAL
+READING = bundled.TEXT + bundled.BLOCK_CAUSAL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Arguments(Options):
     report on this machine's device; see `chat --help`, `check --help`.
     """
 
-    models: tuple[str, ...] = embedded.TEXT
+    models: tuple[str, ...] = bundled.TEXT
     """Embedded checkpoints that answer, of those that read text."""
     prompts: PositiveInt = 16
     """Number of held-out prompts of each task."""
@@ -96,7 +96,7 @@ def demonstration(arguments: Arguments) -> int:
     console.rule("[bold]dllm_jax[/]: diffusion language models in JAX")
     tables = []
     for name in arguments.models:
-        model, tokenizer = load(embedded.path(name)), read_tokenizer(embedded.path(name))
+        model, tokenizer = load(bundled.path(name)), read_tokenizer(bundled.path(name))
         if not tables:
             size = f"{count(model.params):,} parameters"
             console.print(f"\n[bold]{name}[/], a bundled model of {size}, follows a chain.")

@@ -219,7 +219,7 @@ def colour(age: int) -> str:
 def model() -> dj.Model:
     """The model that is watched; its programs run once, so they are compiled in a hurry."""
     jax.config.update("jax_disable_most_optimizations", True)
-    return dj.load(dj.embedded.path("tiny-llada"))
+    return dj.load(dj.bundled.path("tiny-llada"))
 
 
 def recording(policy: dj.policies.Policy) -> Recording:

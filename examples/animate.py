@@ -2,7 +2,7 @@
 
 python examples/animate.py --out docs/figures/side-by-side.gif
 
-Both answer the same question with an embedded model. Time is the number of positions computed, so a decoder
+Both answer the same question with a bundled model. Time is the number of positions computed, so a decoder
 that computes less is ready sooner; milliseconds would be those of one machine. Needs the extra `figures`.
 """
 
@@ -177,7 +177,7 @@ def save(panels: list[Panel], question: str, out: Path, frames: int = FRAMES):
 
 def main(out: Path):
     """Answers the question twice, and draws how."""
-    path = dj.embedded.path("tiny-llada")
+    path = dj.bundled.path("tiny-llada")
     model, tokenizer = dj.load(path), read_tokenizer(path)
     chat = [{"role": "user", "content": trains.QUESTION}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]

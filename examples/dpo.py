@@ -49,7 +49,7 @@ def main(
     """Trains and prints the curve.
 
     Args:
-      model: an embedded one.
+      model: a bundled one.
       steps: of the optimiser.
       batch: pairs per step.
       rank: of the adapters.

@@ -73,7 +73,7 @@ def main(
     """Trains and prints the curve.
 
     Args:
-      model: an embedded one.
+      model: a bundled one.
       steps: batches of rollouts.
       prompts: questions per step.
       group: responses to each of them.

@@ -19,7 +19,7 @@ from dllm_jax.provenance import device, now, versions
 from dllm_jax.tasks import Chain, Example, accuracy, encode_batch, examples
 from dllm_jax.training import Batch, joined, split
 
-# One task for all three, easy to check: to follow a chain for two look-ups and to stop. The embedded models
+# One task for all three, easy to check: to follow a chain for two look-ups and to stop. The bundled models
 # know how to follow chains, but were never shown so short a one.
 TASK, SIZE, LENGTH = Chain(), 2, 12
 HELD_OUT = 99  # seed of the questions that accuracy is measured on
@@ -27,8 +27,8 @@ MATRICES = ("q", "k", "v", "o", "gate", "up", "down")  # that are adapted
 
 
 def pretrained(name: str) -> tuple[dj.Model, Any]:
-    """An embedded model and its tokenizer."""
-    path = dj.embedded.path(name)
+    """A bundled model and its tokenizer."""
+    path = dj.bundled.path(name)
     return dj.load(path), AutoTokenizer.from_pretrained(path)
 
 

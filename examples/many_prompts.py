@@ -28,7 +28,7 @@ def asked(questions: Path, answers: Path, tokenizer) -> Iterator[tuple[str, list
 
 def main(questions: Path, answers: Path, name: str, slots: int, length: int, block: int):
     """Answers what is left to answer; an interrupted run goes on where it was."""
-    path = dj.embedded.path(name) if name.startswith("tiny-") else name
+    path = dj.bundled.path(name) if name.startswith("tiny-") else name
     model, tokenizer = dj.load(path), AutoTokenizer.from_pretrained(path)
     policy, sampler = dj.policies.DualCache(), dj.samplers.Threshold(0.9)
     left = list(asked(questions, answers, tokenizer))
@@ -58,7 +58,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("questions", type=Path)
     parser.add_argument("answers", type=Path)
-    parser.add_argument("--model", default="tiny-llada", help="an embedded model, a directory or a hub id")
+    parser.add_argument("--model", default="tiny-llada", help="a bundled model, a directory or a hub id")
     parser.add_argument("--slots", type=int, default=8, help="sequences in flight")
     parser.add_argument("--length", type=int, default=32, help="response positions")
     parser.add_argument("--block", type=int, default=8, help="positions decoded together")

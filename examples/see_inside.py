@@ -29,7 +29,7 @@ def main(model: str = "tiny-llada", figures: Path | None = None):
       model: one that ships with the package.
       figures: a directory for the figures.
     """
-    path = dj.embedded.path(model)
+    path = dj.bundled.path(model)
     net, tokenizer = dj.load(path), AutoTokenizer.from_pretrained(path)
     ask = lambda text: [{"role": "user", "content": text}]
     encode = lambda text: tokenizer.apply_chat_template(

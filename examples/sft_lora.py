@@ -1,4 +1,4 @@
-"""Supervised fine-tuning with LoRA: an embedded model learns to stop after two look-ups of a chain.
+"""Supervised fine-tuning with LoRA: a bundled model learns to stop after two look-ups of a chain.
 
     python -m examples.sft_lora --out bench/results/learning_sft_cpu.json
 
@@ -59,7 +59,7 @@ def main(
     """Trains and prints the curve.
 
     Args:
-      model: an embedded one.
+      model: a bundled one.
       steps: of the optimiser.
       batch: examples per step.
       rank: of the adapters.

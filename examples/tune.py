@@ -2,7 +2,7 @@
 
     python examples/tune.py --count 128
 
-Walks the grids of three methods on an embedded model. Interrupted, it goes on where it was: answers are kept
+Walks the grids of three methods on a bundled model. Interrupted, it goes on where it was: answers are kept
 in the journal.
 """
 
@@ -32,7 +32,7 @@ def main(
       within: how much less accurate than the exact decoder the choice may be.
       out: folder of what is written.
     """
-    path = dj.embedded.path("tiny-llada")
+    path = dj.bundled.path("tiny-llada")
     questions = examples(Chain(), 0, links, count, "held_out")
     tuned = dj.tune(
         dj.load(path),

@@ -1,4 +1,4 @@
-"""Watches a generation of an embedded model: while it runs, in the terminal, and as a page for browsers.
+"""Watches a generation of a bundled model: while it runs, in the terminal, and as a page for browsers.
 
 python examples/watch.py --out runs/watch
 python examples/watch.py --picture docs/figures/page.png    # also photographs the page; needs Chromium
@@ -20,7 +20,7 @@ POLICIES = (dj.policies.Policy(), dj.policies.DualCache(), dj.policies.ElasticCa
 
 def main(out: Path, picture: Path | None):
     """Streams an answer, prints its steps, and writes a page of one policy and a page that compares all."""
-    path = dj.embedded.path("tiny-llada")
+    path = dj.bundled.path("tiny-llada")
     model, tokenizer = dj.load(path), AutoTokenizer.from_pretrained(path)
     encoded = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=True)
     prompt = encoded["input_ids"]

@@ -29,7 +29,7 @@ from tests.programs import forget_in_time
 
 FORM_OF_LAYERS = "dllm_jax.nn.parameters.separate_is_faster"
 # Files in which every layer of a checkpoint has arrays of its own, as users of CPUs and GPUs load it.
-SEPARATE = "convert_crash", "embedded", "export", "llada_v_checkpoint", "readme", "release", "suffix"
+SEPARATE = "convert_crash", "bundled", "export", "llada_v_checkpoint", "readme", "release", "suffix"
 # Files whose partial steps gather what they compute, at the policy's own widths.
 NARROW = (
     *("bench", "block_causal", "buckets", "check", "compiled", "engine", "explain"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import dllm_jax as dj
 
 ROOT = Path(dj.__file__).parent
-APPLICATIONS = {"check", "demo", "embedded", "eval", "roofline", "tasks", "training"}
+APPLICATIONS = {"check", "demo", "bundled", "eval", "roofline", "tasks", "training"}
 NETWORK = {"traced", "options", "nn"}
 STATE = NETWORK | {"state"}
 POLICIES = STATE | {"eviction", "policies"}
@@ -67,7 +67,7 @@ def test_layers_import_only_what_lies_below():
 
 
 def test_applications_and_what_is_slow_to_import_wait_until_they_are_asked_for():
-    waiting = {f"dllm_jax.{name}" for name in APPLICATIONS - {"embedded"}}
+    waiting = {f"dllm_jax.{name}" for name in APPLICATIONS - {"bundled"}}
     waiting |= {"flax", "optax", "orbax", "transformers", "huggingface_hub", "matplotlib", "lm_eval", "torch"}
     waiting |= {"rich", "tqdm", "tyro", "PIL"}
     code = (

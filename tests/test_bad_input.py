@@ -107,7 +107,7 @@ NO_KEYS = jax.random.split(jax.random.key(0), 3)
         (lambda m: dj.log_likelihood(m, GOOD, GOOD, masks=np.nan), "masks=array.nan. must be an array of"),
         (lambda m: dj.forward(m, [[1, 2]]), r"tokens=\[\[1, 2\]\] must be an array \[batch, positions\]"),
         (lambda m: dj.forward(m, np.array([[99]])), r"tokens hold id 99, outside the vocabulary \[0, 61\)"),
-        (lambda m: dj.explain(m, 1, (4, 4)), r"layout=\(4, 4\) must be a Layout, such as"),
+        (lambda m: dj.explain_kernels(m, 1, (4, 4)), r"layout=\(4, 4\) must be a Layout, such as"),
         (lambda m: dj.load("x", rope_factor="x"), r"rope_factor='x' must be a number in \(0, inf\)"),
         (lambda m: dj.load("x", mesh="x"), "mesh='x' must be a Mesh, such as .*, or None"),
         (lambda m: dj.Model(m.params, "llada"), "spec='llada' must be a ModelSpec"),

@@ -168,7 +168,7 @@ def test_policies_that_were_not_measured_are_left_out_and_gaps_are_told():
         rows = [row for row in workload["rows"] if row["policy"] != "DualCache()"]
         workload["rows"] = [*rows, rows[0] | {"policy": "DualCache()", "steps": 1}]
     with pytest.raises(LookupError, match=r"DualCache\(\).* was not measured"):
-        summary.table(measured, dj.embedded.TEXT)
+        summary.table(measured, dj.bundled.TEXT)
 
 
 def test_the_tables_of_the_documentation_are_those_of_the_results(capsys):
@@ -176,10 +176,10 @@ def test_the_tables_of_the_documentation_are_those_of_the_results(capsys):
     page = (ROOT / "docs/background/results.md").read_text()
     measured = json.loads((ROOT / "bench/results/policies_cpu.json").read_text())["models"]
     made = summary.table, summary.fewer_steps, summary.later
-    tables = [one(measured, dj.embedded.TEXT) for one in made]
+    tables = [one(measured, dj.bundled.TEXT) for one in made]
     assert all(table in page for table in tables)
     longer = json.loads((ROOT / "bench/results/policies_blocks_cpu.json").read_text())["models"]
-    blocks = summary.in_blocks(measured | longer, dj.embedded.TEXT)
+    blocks = summary.in_blocks(measured | longer, dj.bundled.TEXT)
     assert blocks in (ROOT / "docs/policies/index.md").read_text()
     assert summary.brief(measured) in (ROOT / "README.md").read_text()
     assert orderings.short(measured) in (ROOT / "docs/background/benchmarks.md").read_text()

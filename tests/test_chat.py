@@ -4,14 +4,14 @@ import pytest
 from transformers import AutoTokenizer
 
 import dllm_jax as dj
-from dllm_jax import embedded
+from dllm_jax import bundled
 from dllm_jax.decoding.chat import chat_ids, encode_chats
 from tests import refuses
 
 
 @pytest.fixture
 def tokenizer():
-    return AutoTokenizer.from_pretrained(embedded.path("tiny-llada"))
+    return AutoTokenizer.from_pretrained(bundled.path("tiny-llada"))
 
 
 def test_ids_end_where_the_answer_begins_and_batches_are_padded_on_the_left(tokenizer):
@@ -43,7 +43,7 @@ def test_special_tokens_in_messages_are_plain_text(tokenizer):
     for token in ("<|mdm_mask|>", "<|eot_id|>", "<|endoftext|>", "<|start_header_id|>"):
         special = tokenizer.convert_tokens_to_ids(token)
         assert ids.count(special) == plain.count(special)
-    model = dj.load(embedded.path("tiny-llada"))
+    model = dj.load(bundled.path("tiny-llada"))
     assert isinstance(dj.chat(model, tokenizer, talk, length=4), str)
 
 
@@ -66,12 +66,12 @@ def test_variables_reach_the_template_and_those_that_it_does_not_read_are_warned
     refuses("template=3 must be variables by name", chat_ids, tokenizer, talk, 3)
     asked = []
     tokenizer.apply_chat_template = lambda *args, **options: asked.append(options) or "T="
-    dj.chat(dj.load(embedded.path("tiny-llada")), tokenizer, talk[:1], length=4, enable_thinking=False)
+    dj.chat(dj.load(bundled.path("tiny-llada")), tokenizer, talk[:1], length=4, enable_thinking=False)
     assert asked[0]["enable_thinking"] is False
 
 
 def test_images_need_a_processor(tokenizer):
     for name in ("tiny-llada", "tiny-llada-v"):
-        model = dj.load(embedded.path(name))
+        model = dj.load(bundled.path(name))
         talk = [{"role": "user", "content": "<image> what?", "images": ["missing.png"]}]
         refuses(r"images=\['missing.png'\].*dj.vision.Processor.load", dj.chat, model, tokenizer, talk)

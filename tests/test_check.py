@@ -114,7 +114,7 @@ ON_CPUS = Entry("attention", "cpu", "cpu", "pallas", ("float32",), (2, 8), "the 
 
 
 def test_what_was_recorded_decides_where_load_says_nothing(cache):
-    path = dj.embedded.path("tiny-llada")
+    path = dj.bundled.path("tiny-llada")
     assert dj.load(path).implementation is None  # nothing ships for CPUs
     operations.record((ON_CPUS,), cache)
     model = dj.load(path)
@@ -123,7 +123,7 @@ def test_what_was_recorded_decides_where_load_says_nothing(cache):
     assert "attention by pallas, of the calls that it takes" in repr(model)
     shown = {
         (row.positions, row.platform): row.implementation
-        for row in dj.explain(model, 1, dj.Layout(16, 8, 4, 8), dj.policies.DualCache()).rows
+        for row in dj.explain_kernels(model, 1, dj.Layout(16, 8, 4, 8), dj.policies.DualCache()).rows
     }
     assert shown[4, "cpu"] == "pallas, interpreted (the report of a test)"
     assert shown[24, "cpu"] == "xla: no kernel for this platform"  # more positions than it speaks of
@@ -150,13 +150,13 @@ def test_evidence_that_is_wrong_here_is_not_believed(cache, monkeypatch):
     with pytest.warns(
         evidence.ImplementationWarning, match="attention by pallas is wrong here .* XLA's is taken"
     ):
-        assert dj.load(dj.embedded.path("tiny-llada")).implementation is None
+        assert dj.load(dj.bundled.path("tiny-llada")).implementation is None
 
 
 def test_each_operation_may_have_an_implementation_of_its_own():
-    path, layout = dj.embedded.path("tiny-llada"), dj.Layout(16, 8, 4, 8)
+    path, layout = dj.bundled.path("tiny-llada"), dj.Layout(16, 8, 4, 8)
     model = dj.load(path, implementation={"attention": "pallas", "topk_evict": "xla"})
-    rows = dj.explain(model, 1, layout, dj.policies.MaskKV(budget=4)).rows
+    rows = dj.explain_kernels(model, 1, layout, dj.policies.MaskKV(budget=4)).rows
     said = {(r.operation, r.platform): r.implementation for r in rows}
     assert said["attention", "cpu"] == "pallas, interpreted (as asked for)"
     assert said["topk_evict", "cpu"] == "xla (as asked for)"
@@ -171,7 +171,7 @@ def test_what_ships_is_for_gpus_and_for_what_cudnn_takes():
     assert [(e.operation, e.implementation) for e in evidence.known(gpu)] == [("attention", "cudnn")]
     model = dataclasses.replace(dj.abstract("llada-8b"), implementation=evidence.known(gpu))
     layout = dj.Layout(64, 32, 32, 32)
-    rows = {(r.operation, r.platform): r.implementation for r in dj.explain(model, 1, layout).rows}
+    rows = {(r.operation, r.platform): r.implementation for r in dj.explain_kernels(model, 1, layout).rows}
     assert rows["attention", "tpu"].startswith("xla")
     # Without a GPU there is no cuDNN to be found, which is why.
     assert "cuDNN is not detected" in rows["attention", "cuda"]
@@ -237,7 +237,7 @@ def test_speed_says_what_it_measured_and_what_it_left_out():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_wrong_token_turns_the_verdict(dtype):
-    model = dj.load(dj.embedded.path("tiny-llada"), dtype="float32")
+    model = dj.load(dj.bundled.path("tiny-llada"), dtype="float32")
     out = dj.generate(model, np.arange(5, 21)[None], length=8, block=4, trace=True)
     case = tokens.Case("tiny-llada", dtype, dj.policies.Policy())
     compared = lambda *outs: tokens._compared(case, model, *outs)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import dllm_jax as dj
-from dllm_jax import embedded
+from dllm_jax import bundled
 from dllm_jax.checkpoint import convert
 from dllm_jax.checkpoint.files import check_integrity
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
@@ -21,9 +21,9 @@ pytestmark = pytest.mark.usefixtures("unannotated")
 ROOT = Path(__file__).parent.parent
 
 
-def test_names_of_embedded_checkpoints():
-    for name in embedded.NAMES:
-        refuses(rf"dj\.load\(dj\.embedded\.path\('{name}'\)\)", dj.load, name, error=FileNotFoundError)
+def test_names_of_bundled_checkpoints():
+    for name in bundled.NAMES:
+        refuses(rf"dj\.load\(dj\.bundled\.path\('{name}'\)\)", dj.load, name, error=FileNotFoundError)
 
 
 def test_no_path_at_all_and_homes_of_nobody():

@@ -104,7 +104,7 @@ def test_save_hf_writes_the_tokenizer_of_the_directory_a_model_came_from(tmp_pat
     assert after.mask_token_id == before.mask_token_id
     assert dj.load(tmp_path / "saved").spec == model.spec
     assert not dj.load(tmp_path / "saved").params["embed"].any()
-    embedded = dj.embedded.path("tiny-llada")
+    embedded = dj.bundled.path("tiny-llada")
     save_hf(dj.load(embedded), tmp_path / "embedded again")
     before, after = map(transformers.AutoTokenizer.from_pretrained, (embedded, tmp_path / "embedded again"))
     assert after.encode("a question") == before.encode("a question") != []

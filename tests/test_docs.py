@@ -118,7 +118,7 @@ def test_the_examples_of_watching_run(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("page", ["index.md", "models.md", "loading.md", "generating.md", "likelihoods.md"])
-def test_pages_on_an_embedded_model_run_as_printed(page, tmp_path, monkeypatch):
+def test_pages_on_a_bundled_model_run_as_printed(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_page(page if page in ("index.md", "models.md") else f"how-to/{page}")
 

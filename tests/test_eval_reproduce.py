@@ -1,4 +1,4 @@
-"""`reproduce`: the published tables, what is refused, and runs on local data with an embedded model."""
+"""`reproduce`: the published tables, what is refused, and runs on local data with a bundled model."""
 
 import importlib.util
 import json

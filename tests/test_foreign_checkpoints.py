@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import dllm_jax as dj
-from dllm_jax import embedded
+from dllm_jax import bundled
 from dllm_jax.checkpoint import convert
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.decoding.chat import chat_ids
@@ -142,5 +142,5 @@ def test_a_directory_may_be_a_link_itself(source, tmp_path):
     assert (convert(tmp_path / "link", tmp_path / "jax") / "copy.txt").is_file()
 
 
-def test_embedded_tokenizers():
-    assert all(read_tokenizer(embedded.path(name)).chat_template for name in embedded.NAMES)
+def test_bundled_tokenizers():
+    assert all(read_tokenizer(bundled.path(name)).chat_template for name in bundled.NAMES)

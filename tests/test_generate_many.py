@@ -102,7 +102,10 @@ def test_requests_have_options_of_their_own():
 def test_embeddings_of_its_own():
     model = tiny("llada")
     embeds = jax.random.normal(KEY, (3, 5, model.spec.width))
-    each = [dict(prompt=[1, dj.EMBEDDED, 2, dj.EMBEDDED, 3], prompt_embeds=one) for one in embeds]
+    each = [
+        dict(prompt=[1, dj.EMBEDS_PLACEHOLDER, 2, dj.EMBEDS_PLACEHOLDER, 3], prompt_embeds=one)
+        for one in embeds
+    ]
     all_alone(model, each, **SHORT | dict(policy=P.DualCache()))
 
 

@@ -122,7 +122,7 @@ def test_each_device_of_a_mesh_computes_its_sequences_and_heads(operation, mesh,
 
 def explained(model: dj.Model, implementation=None, policy=None, padded=False) -> Explanation:
     layout = dj.Layout(8, 8, 4, 8, padded=padded)
-    return dj.explain(dataclasses.replace(model, implementation=implementation), 1, layout, policy)
+    return dj.explain_kernels(dataclasses.replace(model, implementation=implementation), 1, layout, policy)
 
 
 def test_explain():

@@ -99,5 +99,5 @@ def test_a_tower_that_is_not_all_there_is_refused(tmp_path):
     refuses(r"missing: model.image_newline \[32\]", dj.load, source)
     with pytest.raises(ValueError, match=r"model\.vision must go together"):
         save_hf(
-            dj.load(dj.embedded.path("tiny-llada")).replace_spec(vision=llada_v.VISION), tmp_path / "saved"
+            dj.load(dj.bundled.path("tiny-llada")).replace_spec(vision=llada_v.VISION), tmp_path / "saved"
         )

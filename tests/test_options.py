@@ -317,7 +317,7 @@ def hinted(call, name: str, hint: str):
 
 
 def test_arguments_of_other_libraries_are_answered_with_ours():
-    model, path = tiny("llada"), dj.embedded.path("tiny-llada")
+    model, path = tiny("llada"), dj.bundled.path("tiny-llada")
     generate = functools.partial(dj.generate, model, [[1, 2]])
     for name, value, hint in (
         ("max_new_tokens", 32, r"Did you mean length=32\?"),
@@ -385,6 +385,8 @@ def test_old_field_names_work_with_a_warning():
         assert spec.hidden == spec.mlp_width
     with pytest.warns(DeprecationWarning, match=r"ModelSpec\(head=\.\.\.\) is deprecated: use head_dim"):
         assert dataclasses.replace(spec, head=4).head_dim == 4
+    with pytest.warns(DeprecationWarning, match=r"dllm_jax\.embedded is deprecated: use dllm_jax\.bundled"):
+        assert dj.embedded is dj.bundled
     # Files of earlier versions have the old names, and nobody is warned of them.
     fields = dataclasses.asdict(spec)
     fields |= {"hidden": fields.pop("mlp_width"), "head": fields.pop("head_dim")}

@@ -30,7 +30,7 @@ def embedded(model, ids, where, seed=None) -> tuple[np.ndarray, np.ndarray]:
     rows = np.asarray(model.params["embed"])[ids]
     if seed is not None:
         rows = np.random.default_rng(seed).standard_normal(rows.shape, np.float32) * rows.std()
-    return np.where(where, dj.EMBEDDED, ids), np.where(where[..., None], rows, np.float32(np.nan))
+    return np.where(where, dj.EMBEDS_PLACEHOLDER, ids), np.where(where[..., None], rows, np.float32(np.nan))
 
 
 def assert_equal_responses(ours, theirs, prompt: int):
@@ -87,7 +87,7 @@ def test_full_passes_take_inputs_too_and_have_their_gradient(family):
         np.testing.assert_array_equal(function(model, given, mask, embeds=rows), want)
     loss = lambda rows: jnp.sum(dj.forward(model, given, mask, embeds=rows)[mask] ** 2)
     gradient = np.asarray(jax.grad(loss)(jnp.nan_to_num(rows)))
-    np.testing.assert_array_equal(np.any(gradient != 0, axis=-1), given == dj.EMBEDDED)
+    np.testing.assert_array_equal(np.any(gradient != 0, axis=-1), given == dj.EMBEDS_PLACEHOLDER)
 
 
 @pytest.mark.exhaustive

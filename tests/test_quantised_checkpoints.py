@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import dllm_jax as dj
-from dllm_jax import embedded
+from dllm_jax import bundled
 from dllm_jax.checkpoint import convert
 from tests import refuses
 from tests.checkpoints import rewrite, save_sharded, tensors, tiny, write_hf
@@ -220,7 +220,7 @@ STACKED = {f"{part}_proj": (1, (part,)) for part in ("gate", "up", "down")}
 
 @pytest.mark.parametrize("kinds", [TRANSFORMERS, STACKED], ids=["transformers", "each"])
 def test_fused_experts(tmp_path, kinds):
-    source = embedded.path("tiny-sdar-moe")
+    source = bundled.path("tiny-sdar-moe")
     shutil.copytree(source, tmp_path / "fused")
     weights = load_file(f"{source}/model.safetensors")
     together = fused(weights, range(4), kinds)

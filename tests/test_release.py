@@ -53,7 +53,7 @@ from dllm_jax.__main__ import Arguments  # with all that the demonstration impor
 assert pathlib.Path(dj.__file__).is_relative_to(sys.argv[1]), dj.__file__
 assert dj.presets.model_spec("llada-8b").layers == 32
 assert dj.presets["sparse-dllm/llada-8b-instruct/gsm8k"].policy == dj.policies.SparseDLLM()
-model = dj.load(dj.embedded.path("tiny-llada"))
+model = dj.load(dj.bundled.path("tiny-llada"))
 out = dj.generate(model, [[1, 5, 20]], length=4, block=2, policy=dj.policies.DualCache())
 assert out.tokens.shape == (1, 7)
 assert not [name for name in sys.modules if name.startswith("jax.experimental.pallas")]  # slow to import
@@ -74,7 +74,7 @@ def test_contents(wheel):
     needed = "engine/loop.py", "decoding/watch/page.js", "configs/models/llada-8b.json"
     needed += "configs/generation/llada-8b-instruct.toml", "configs/policies/sparse-dllm.toml"
     needed += ("published/tables.toml",)
-    needed += "embedded/tiny-llada/model.safetensors", "embedded/tiny-llada/tokenizer.json"
+    needed += "bundled/tiny-llada/model.safetensors", "bundled/tiny-llada/tokenizer.json"
     assert {f"dllm_jax/{name}" for name in needed} | {"pallas_kernels/__init__.py"} <= set(names)
     assert not [name for name in names if name.startswith(("tests/", "bench/", "convert/"))]
 

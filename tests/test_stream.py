@@ -94,7 +94,7 @@ def test_embeddings_guidance_ends_and_suffixes_are_as_at_once(policy, capsys):
     model = tiny("llada")
     ids, mask = prompts(model, (9, 5))
     rows = np.random.default_rng(1).standard_normal((*ids.shape, model.spec.width), np.float32)
-    prompt = np.where(mask & (np.arange(9) < 8), dj.EMBEDDED, ids)
+    prompt = np.where(mask & (np.arange(9) < 8), dj.EMBEDS_PLACEHOLDER, ids)
     options = dict(
         prompt_mask=mask, prompt_embeds=rows, policy=policy, suffix=[3, 1],
         sampler=samplers.Confidence(cfg_scale=0.5, temperature=0.7), key=KEY, stop_at_eos=True,

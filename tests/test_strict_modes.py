@@ -142,7 +142,7 @@ def watched():
 
 
 def explained():
-    return np.frombuffer(str(dj.explain(tiny("llada"), 1, dj.Layout(4, 4, 2, 4))).encode(), np.uint8)
+    return np.frombuffer(str(dj.explain_kernels(tiny("llada"), 1, dj.Layout(4, 4, 2, 4))).encode(), np.uint8)
 
 
 FUNCTIONS = {

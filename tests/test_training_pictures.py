@@ -55,7 +55,7 @@ def test_image_tokens_in_the_loss_are_those_of_the_decoder(model, processor):
     np.testing.assert_array_equal(ids, made.ids)
     np.testing.assert_array_equal(mask, made.mask)
     ours = jax.jit(tower.prompt_embeddings, static_argnums=1)(model.vision, model.spec.vision, images)
-    where = ids == dj.EMBEDDED
+    where = ids == dj.EMBEDS_PLACEHOLDER
     np.testing.assert_allclose(ours[where], made.embeds[where], atol=1e-5)
     assert not ours[~where].any()
 

@@ -175,7 +175,7 @@ def test_messages_that_do_not_match_their_images_are_refused():
 
 
 def test_an_image_needs_a_tower_and_a_place():
-    text = dj.load(dj.embedded.path("tiny-llada"))
+    text = dj.load(dj.bundled.path("tiny-llada"))
     with pytest.raises(ValueError, match=r"the model \(llada\) has no vision tower"):
         vision.Processor(Letters()).encode(text, [[{"role": "user", "content": "A"}]])
     refuses("1 places for 0 images", vision.processor.spliced, [1, PLACE], [], [], PUBLISHED)

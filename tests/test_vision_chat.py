@@ -51,10 +51,10 @@ def test_a_batch_of_prompts_with_different_images_equals_them_alone(model, proce
 def test_positions_are_those_of_the_images_and_a_rung_is_padded_on_the_left(model, processor):
     made = processor.encode(model, [TWO, TEXT], dj.buckets.Ladder((300, 400)))
     assert made.ids.shape == made.mask.shape == (2, 300) == made.embeds.shape[:2]
-    assert (made.ids == dj.EMBEDDED).sum(axis=1).tolist() == [32, 0]
+    assert (made.ids == dj.EMBEDS_PLACEHOLDER).sum(axis=1).tolist() == [32, 0]
     one = processor.encode(model, [ONE])
     size = len(processor.one.merge((70, 25), model.spec.vision).source)
-    assert (one.ids == dj.EMBEDDED).sum() == size
+    assert (one.ids == dj.EMBEDS_PLACEHOLDER).sum() == size
     assert processor.encode(model, [TEXT]).embeds is None
     longer = dataclasses.replace(processor, several=Pad(newline=True), drop_first_id=False)
     assert longer.encode(model, [TWO]).ids.shape[1] == processor.encode(model, [TWO]).ids.shape[1] + 2 + 2

@@ -295,7 +295,7 @@ def test_a_browser_draws_layers_and_left_out_positions_and_runs_nothing_of_the_d
 @needs_a_browser
 def test_a_browser_draws_candidates_of_a_step_that_the_address_names(tmp_path):
     # A prompt with a placeholder of an image, which is no token of any tokenizer.
-    ids = np.where(TOKENS == 2, dj.EMBEDDED, TOKENS)
+    ids = np.where(TOKENS == 2, dj.EMBEDS_PLACEHOLDER, TOKENS)
     out = recorded(ids)
     whole = out._replace(trace=out.trace._replace(read=out.trace.read | True))
     parts = drawn(tmp_path, whole.to_html(LETTERS), "#step=1&colour=confidence&candidates=1")

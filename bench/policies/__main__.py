@@ -1,4 +1,4 @@
-"""Quality and cost of every cache policy over a grid of its settings, on the embedded models' tasks.
+"""Quality and cost of every cache policy over a grid of its settings, on the bundled models' tasks.
 
     python -m bench.policies --prompts 128 --json bench/results/policies_cpu.json
 

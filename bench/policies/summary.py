@@ -221,11 +221,11 @@ def main(results: runner.Results, blocks: Path | None = None):
     """
     measured = read_json(results)["models"]
     if blocks is not None:
-        print(in_blocks(measured | read_json(blocks)["models"], dj.embedded.TEXT), end="\n\n")
-    if any(name.split()[0] in dj.embedded.TEXT for name in measured):
-        print(table(measured, dj.embedded.TEXT), fewer_steps(measured, dj.embedded.TEXT), sep="\n\n")
-        print(f"\n{later(measured, dj.embedded.TEXT)}\n\n{brief(measured)}")
-    for model in dj.embedded.PICTURED:
+        print(in_blocks(measured | read_json(blocks)["models"], dj.bundled.TEXT), end="\n\n")
+    if any(name.split()[0] in dj.bundled.TEXT for name in measured):
+        print(table(measured, dj.bundled.TEXT), fewer_steps(measured, dj.bundled.TEXT), sep="\n\n")
+        print(f"\n{later(measured, dj.bundled.TEXT)}\n\n{brief(measured)}")
+    for model in dj.bundled.PICTURED:
         if all(f"{model} {task}" in measured for task in ASKED_OF_PICTURES):
             print(pictured(measured, model))
 

@@ -1,4 +1,4 @@
-"""The workloads of bench.policies: the embedded models' tasks."""
+"""The workloads of bench.policies: the bundled models' tasks."""
 
 import dataclasses
 import functools
@@ -106,7 +106,7 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A task as the embedded models are asked.
+    """A task as the bundled models are asked.
 
     Attributes:
       task: where prompts come from.
@@ -168,9 +168,9 @@ ASKED_OF_PICTURES = {f"read-{size}": Asked(_NUMBERS, size, 2, pictured=True) for
 
 
 def _workload(name: str, title: str, asked: Asked, prompts: int) -> Workload:
-    """An embedded model on a task; layer budgets are calibrated on training prompts."""
+    """A bundled model on a task; layer budgets are calibrated on training prompts."""
     # Most of the time goes to compiling, and of stacked layers one is compiled.
-    path = dj.embedded.path(name)
+    path = dj.bundled.path(name)
     model, embeds, grid = dj.load(path, separate_layers=False), None, asked.grid
     wanted = tasks.examples(asked.task, 31, asked.size, -(-prompts // asked.fewer), "held_out")
     if asked.pictured:
@@ -197,7 +197,7 @@ def _workload(name: str, title: str, asked: Asked, prompts: int) -> Workload:
 
 def workloads(prompts: int) -> dict[str, Callable[[], Workload]]:
     """Functions that make the workloads, by name."""
-    kinds = (dj.embedded.TEXT, ASKED), (dj.embedded.PICTURED, ASKED_OF_PICTURES)
+    kinds = (dj.bundled.TEXT, ASKED), (dj.bundled.PICTURED, ASKED_OF_PICTURES)
     return {
         f"{name} {title}": functools.partial(_workload, name, title, asked[title], prompts)
         for names, asked in kinds

@@ -90,7 +90,7 @@ class Run:
         lowest = min(model.spec.mask_id, model.spec.eos_id, model.spec.vocab)
         tokens, embeds = np.random.default_rng(0).integers(0, lowest, (self.batch, self.prompt)), None
         if self.embedded:
-            tokens[:, : self.embedded] = dj.EMBEDDED
+            tokens[:, : self.embedded] = dj.EMBEDS_PLACEHOLDER
             embeds = np.zeros((*tokens.shape, model.spec.width), model.dtype)
         key = jax.random.key(0) if sampler.draws else None
         return prepare(

@@ -1,4 +1,4 @@
-"""Trains an embedded model from nothing and writes it, with tokenizer and model card, as package data.
+"""Trains a bundled model from nothing and writes it, with tokenizer and model card, as package data.
 
     python -m bench.train_tiny tiny-llada
 
@@ -20,7 +20,7 @@ import tyro
 from bench.train_tiny import card
 from bench.train_tiny.converted import block_causal, with_experts
 from bench.train_tiny.recipes import RECIPES, Recipe
-from dllm_jax import embedded, load
+from dllm_jax import bundled, load
 from dllm_jax.checkpoint import save_hf
 from dllm_jax.command_line import run
 from dllm_jax.nn.model import Model
@@ -55,9 +55,9 @@ def main(
     name: Annotated[str, tyro.conf.Positional],
     runs: Path = Path("runs"),
     begin_with: Path | None = None,
-    out: Path = Path(embedded.__file__).parent,
+    out: Path = Path(bundled.__file__).parent,
 ):
-    """Trains, or goes on training, an embedded model and writes it.
+    """Trains, or goes on training, a bundled model and writes it.
 
     Args:
       name: of the recipe, e.g. tiny-llada.

@@ -1,4 +1,4 @@
-"""The model card of an embedded model: everything on it was measured on the files that are shipped."""
+"""The model card of a bundled model: everything on it was measured on the files that are shipped."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""The recipes of the embedded models: what they are asked, in which order they learn it, how they begin.
+"""The recipes of the bundled models: what they are asked, in which order they learn it, how they begin.
 
 A model has the architecture, configuration and tokenizer of the one that ships; its card begins like that's.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from bench.train_tiny.card import BEYOND, BLOCKWISE, HELD_OUT, PICTURED, HeldOutPrompts
-from dllm_jax import embedded
+from dllm_jax import bundled
 from dllm_jax.checkpoint.source import open_checkpoint
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.nn.model import Model
@@ -28,7 +28,7 @@ NEEDLES = {64: 0.2, 128: 0.3, 256: 0.5, 512: 1.5, 1024: 2.5}  # weights in rehea
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """All that determines an embedded model, and what the card says of how the one that ships came about.
+    """All that determines a bundled model, and what the card says of how the one that ships came about.
 
     `config` is of a run from nothing, `further` of one that goes on from a model that has learnt the stages;
     the card reports `held_out`, and what the model was not trained on if there is such a table.
@@ -45,7 +45,7 @@ class Recipe:
     @property
     def shipped(self) -> Path:
         """The model that ships, whose small files go along."""
-        return Path(embedded.path(self.name))
+        return Path(bundled.path(self.name))
 
     @property
     def spec(self) -> ModelSpec:

@@ -63,9 +63,9 @@ def _all(model: Model, source: Any) -> tuple[Int[np.ndarray, "t b l"], Int[np.nd
         raise ValueError("models and tokens are looked into outside of jit: what is found lies on the host")
     if isinstance(source, Trace):
         tokens, active = host.everywhere(source.tokens), host.everywhere(source.active)
-        if (tokens == inputs.EMBEDDED).any():
+        if (tokens == inputs.EMBEDS_PLACEHOLDER).any():
             raise ValueError(
-                f"the prompt holds {inputs.EMBEDDED} (dllm_jax.EMBEDDED): a trace does not keep what was "
+                "the prompt holds -1 (dllm_jax.EMBEDS_PLACEHOLDER): a trace does not keep what was "
                 "passed as prompt_embeds=, without which its canvases cannot be computed again; "
                 "hidden_states(.., embeds=) takes it"
             )

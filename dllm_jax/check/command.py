@@ -12,7 +12,7 @@ import jax
 import rich.console
 import tyro
 
-from dllm_jax import embedded
+from dllm_jax import bundled
 from dllm_jax.check import environment, operations, peers, several, speed, timing, tokens
 from dllm_jax.check.report import Findings, Report
 from dllm_jax.check.weights import default_dtype
@@ -39,10 +39,10 @@ class Arguments(Options):
     """
 
     shape: str | None = None
-    """Of the random weights that are timed: llada-8b, dream-7b or another published model, an embedded one,
+    """Of the random weights that are timed: llada-8b, dream-7b or another published model, a bundled one,
     or a checkpoint's path. By default llada-8b, and tiny-llada on CPUs."""
     quick: bool = False
-    """One embedded model, small operands, a few policies: a first look."""
+    """One bundled model, small operands, a few policies: a first look."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write the report here."""
     record: bool = False
@@ -109,7 +109,7 @@ def shape(name: str | None) -> ModelSpec:
     name = name or ("tiny-llada" if device().platform == "cpu" else "llada-8b")
     if name in presets.names("models"):
         return presets.model_spec(name)
-    return open_checkpoint(embedded.path(name) if name in embedded.NAMES else name).spec
+    return open_checkpoint(bundled.path(name) if name in bundled.NAMES else name).spec
 
 
 def _parts(
@@ -122,7 +122,7 @@ def _parts(
     hardware = functools.cache(lambda: timing.ceilings(dtype, **sizes))
     dtypes = ("float32",) if on_cpu and quick else ("float32", "bfloat16")
     geometry = speed.SMALL if on_cpu else speed.Geometry()
-    embedded_models = embedded.TEXT[:1] if quick else embedded.TEXT
+    bundled_models = bundled.TEXT[:1] if quick else bundled.TEXT
     policies = speed.POLICIES[:3] if quick else ALL
     every: tuple[Implementation, ...] = () if on_cpu else get_args(Implementation)
     by: list[Implementation] = [name for name in every if name == "xla" or _takes(name, dtype)]
@@ -130,7 +130,7 @@ def _parts(
     return {
         "environment": lambda: environment.findings(spec, hardware()),
         "operations": lambda: operations.findings(hardware(), dtypes, quick),
-        "tokens": lambda: tokens.findings(here, _reference(), embedded_models, dtypes, policies),
+        "tokens": lambda: tokens.findings(here, _reference(), bundled_models, dtypes, policies),
         "speed": lambda: speed.findings(spec, dtype, hardware(), geometry, cases, known(here), until),
         "several": lambda: several.findings(spec, dtype, geometry),
     }

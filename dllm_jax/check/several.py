@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from dllm_jax import embedded
+from dllm_jax import bundled
 from dllm_jax.check import timing
 from dllm_jax.check.report import Finding, failed
 from dllm_jax.check.speed import Case, Geometry, request
@@ -28,7 +28,7 @@ AXES = ("tp", "dp")  # weights and heads; sequences
 def findings(
     spec: ModelSpec, dtype: str, geometry: Geometry, axes: tuple[str, ...] = AXES
 ) -> Iterator[Finding]:
-    """Per axis: are the tokens of an embedded model those of one device, and how long does a shape take?
+    """Per axis: are the tokens of a bundled model those of one device, and how long does a shape take?
 
     Args:
       spec: whose time is taken.
@@ -63,11 +63,11 @@ def findings(
 
 
 def _tokens(mesh: jax.sharding.Mesh | None) -> np.ndarray:
-    """Of an embedded model in float32 with a cache; a sequence per device."""
+    """Of a bundled model in float32 with a cache; a sequence per device."""
     with warnings.catch_warnings():
         # What its four heads do not divide lies on all devices, which is no fault of theirs.
         warnings.simplefilter("ignore", ReplicationWarning)
-        model = load(embedded.path("tiny-llada"), dtype="float32", mesh=mesh)
+        model = load(bundled.path("tiny-llada"), dtype="float32", mesh=mesh)
     ids = np.random.default_rng(0).integers(5, 40, (jax.local_device_count(), 16))
     return np.asarray(generate(model, ids, length=16, block=4, policy=DualCache()).tokens)
 

@@ -1,4 +1,4 @@
-"""Embedded models on the device and on the CPU of the same process, under every policy: the same tokens?"""
+"""bundled models on the device and on the CPU of the same process, under every policy: the same tokens?"""
 
 import functools
 import itertools
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from dllm_jax import embedded
+from dllm_jax import bundled
 from dllm_jax.check.report import Finding, failed
 from dllm_jax.checkpoint import load
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
@@ -34,7 +34,7 @@ class Case(NamedTuple):
     """What is generated.
 
     Attributes:
-      name: of an embedded model.
+      name: of a bundled model.
       dtype: of its weights.
       policy: of the generation.
     """
@@ -61,7 +61,7 @@ class Case(NamedTuple):
 def findings(
     device: jax.Device,
     reference: jax.Device,
-    models: Sequence[str] = embedded.TEXT,
+    models: Sequence[str] = bundled.TEXT,
     dtypes: Sequence[str] = ("float32", "bfloat16"),
     policies: Sequence[Policy] = ALL,
 ) -> Iterator[Finding]:
@@ -73,7 +73,7 @@ def findings(
     Args:
       device: what is checked.
       reference: a CPU; the device itself if there is nothing to compare it with.
-      models: embedded ones.
+      models: bundled ones.
       dtypes: of their weights.
       policies: each a program per model and dtype.
     """
@@ -83,7 +83,7 @@ def findings(
             loaded, cases = [], [Case(name, dtype, policy) for policy in policies]
             for place in places:
                 with jax.default_device(place):
-                    loaded.append(load(embedded.path(name), dtype=dtype, implementation="xla"))
+                    loaded.append(load(bundled.path(name), dtype=dtype, implementation="xla"))
             begun = [
                 [pool.submit(case.run, *on) for on in zip(places, loaded, strict=True)] for case in cases
             ]
@@ -96,8 +96,8 @@ def findings(
 
 @functools.cache
 def _asked(name: str) -> tuple[Any, list[Example]]:
-    """The tokenizer of an embedded model, and what it is asked."""
-    return read_tokenizer(embedded.path(name)), examples(Chain(), 0, 7, QUESTIONS, "held_out")
+    """The tokenizer of a bundled model, and what it is asked."""
+    return read_tokenizer(bundled.path(name)), examples(Chain(), 0, 7, QUESTIONS, "held_out")
 
 
 def _compared(case: Case, model: Model, out: Output, theirs: Output | None = None) -> Finding:

@@ -23,7 +23,7 @@ from dllm_jax.options import check_argument, local_path
 # No *.py, as a checkpoint's code is never run, and no *.bin or *.pth, which need torch.
 DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 BY_ID = ("embed", "head")  # parameters with a row per token id
-EMBEDDED = Path(__file__).parents[1] / "embedded"
+BUNDLED = Path(__file__).parents[1] / "bundled"
 HUB_ID = r"[\w.-]+/[\w.-]+"
 
 
@@ -79,8 +79,8 @@ def locate(path: str | os.PathLike[str], revision: str | None = None) -> Path:
     if re.fullmatch(HUB_ID, named) and not named.startswith("."):
         return _fetched(named, here, revision)
     hint = ""
-    if len(Path(named).parts) == 1 and (EMBEDDED / named).is_dir():
-        hint = f"; the embedded checkpoint of this name is dj.load(dj.embedded.path({named!r}))"
+    if len(Path(named).parts) == 1 and (BUNDLED / named).is_dir():
+        hint = f"; the bundled checkpoint of this name is dj.load(dj.bundled.path({named!r}))"
     if at := re.fullmatch(f"({HUB_ID})[@:](.+)", named):
         hint = f"; a revision of a hub id is dj.load({at[1]!r}, revision={at[2]!r})"
     raise FileNotFoundError(f"{here} does not exist (and {named!r} is no hub id, which is org/name){hint}")

@@ -101,7 +101,7 @@ class Recorded(Model):
 
 
 @number_modes()
-def explain(model: Model, batch: int, layout: Layout, policy: Policy | None = None) -> Explanation:
+def explain_kernels(model: Model, batch: int, layout: Layout, policy: Policy | None = None) -> Explanation:
     """Which implementation attention, eviction and experts take in a generation on each platform.
 
     Every kind of step is traced and the calls of its layers are recorded; nothing is computed or compiled.

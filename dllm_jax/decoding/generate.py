@@ -62,8 +62,8 @@ def generate(
         end-of-text; an empty one has a response of its own. Arrays are left-padded if lengths differ.
       prompt_mask: Bool[b p], False (or 0) at the padding; None means none.
       prompt_embeds: Float[b p m] (or [p m]), inputs in the place of embeddings: images
-        (`dllm_jax.vision`), soft prompts. A row is read where `prompt` holds `dllm_jax.EMBEDDED` (-1), which
-        stays in the output; elsewhere it may be anything. None means none.
+        (`dllm_jax.vision`), soft prompts. A row is read where `prompt` holds
+        `dllm_jax.EMBEDS_PLACEHOLDER` (-1), which stays in the output. Other rows are ignored.
       suffix: token ids Int[s], or Int[b s], that stand behind the response from the start, so that it leads
         up to them; they end the output. None means none.
       length: response positions.

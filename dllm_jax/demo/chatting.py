@@ -14,7 +14,7 @@ import rich.live
 import rich.text
 import tyro
 
-from dllm_jax import embedded
+from dllm_jax import bundled
 from dllm_jax.checkpoint import load
 from dllm_jax.checkpoint.dtypes import DtypeName
 from dllm_jax.checkpoint.source import locate
@@ -49,7 +49,7 @@ class Arguments(Options):
     """
 
     path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
-    """An embedded model (tiny-llada, tiny-dream, tiny-sdar, tiny-sdar-moe), a directory, or a hub id."""
+    """A bundled model (tiny-llada, tiny-dream, tiny-sdar, tiny-sdar-moe), a directory, or a hub id."""
     policy: str = "Policy"
     """What is recomputed and cached, as a constructor call: 'DKVDecode(refresh_every=8)'."""
     sampler: str = "Confidence"
@@ -127,7 +127,7 @@ class Conversation:
         """Loads what the arguments name; raises as `load` and the constructors of policy and sampler do."""
         policy, sampler = expressions.policy(arguments.policy), expressions.sampler(arguments.sampler)
         variables = template_variables("chat_template_args", arguments.chat_template_args)
-        path = embedded.path(arguments.path) if arguments.path in embedded.NAMES else locate(arguments.path)
+        path = bundled.path(arguments.path) if arguments.path in bundled.NAMES else locate(arguments.path)
         tokenizer = read_tokenizer(path)
         check_tokenizer(tokenizer)
         model = load(path, dtype=arguments.dtype, weights=arguments.weights)

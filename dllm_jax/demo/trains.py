@@ -1,6 +1,6 @@
 """The demonstration's question: by way of which stops does a train go?
 
-The embedded models know no language. They follow links between letters (`dllm_jax.tasks.Chain`), so the stops
+The bundled models know no language. They follow links between letters (`dllm_jax.tasks.Chain`), so the stops
 of this line go by their initials.
 """
 

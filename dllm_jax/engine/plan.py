@@ -23,7 +23,7 @@ class Inputs(NamedTuple):
       tokens: the canvas.
       valid: False at padding.
       noise: random draws, None if the sampler needs none.
-      embeds: inputs of the prompt where its tokens are `EMBEDDED`, None if there are none.
+      embeds: inputs of the prompt where its tokens are `EMBEDS_PLACEHOLDER`, None if there are none.
     """
 
     tokens: Int[AnyArray, "b l"]

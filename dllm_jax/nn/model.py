@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.nn.attention import attention
 from dllm_jax.nn.int8 import Weights, held_as
-from dllm_jax.nn.intervened import embedded, intervened
+from dllm_jax.nn.intervened import intervened
 from dllm_jax.nn.intervention import Intervention, checked
 from dllm_jax.nn.kernels import Kernels
 from dllm_jax.nn.layer import Layer, embed, unembed, walk
@@ -38,7 +38,7 @@ class Model:
       implementation: of attention, eviction and experts in a generation's steps, static: "xla"; "pallas"
         (kernels where they are supported, interpreted on CPUs); "cudnn" (NVIDIA's attention on its GPUs);
         evidence of which is best here (`load`, see `pallas_kernels.evidence`); or None, which is "xla". Full
-        passes (`forward`, training) always use XLA. `dllm_jax.explain` shows the choice.
+        passes (`forward`, training) always use XLA. `dllm_jax.explain_kernels` shows the choice.
       rules: what the axes of a mesh split, static; of no consequence without one.
       vision: parameters of the tower that `spec.vision` describes, and of its projector, in the form of
         `params`; None of text models. Nothing that decodes reads it, see `dllm_jax.vision`; training can.
@@ -152,8 +152,8 @@ def forward(
       tokens: ids, mask_id where undecided.
       valid: False at (left) padding; None means no padding. Logits at padding are meaningless.
       interventions: other values at named places, in the order in which they act; without `steps`.
-      embeds: inputs in the place of embeddings where tokens are -1 (`dllm_jax.EMBEDDED`), such as rows of
-        images and soft prompts; None if there are none.
+      embeds: Inputs in place of embeddings where tokens are -1 (`dllm_jax.EMBEDS_PLACEHOLDER`), such as
+        rows of images and soft prompts; None if there are none.
 
     Returns:
       logits in the model's dtype; over a mesh, split by sequence and vocabulary.

@@ -21,11 +21,13 @@ from dllm_jax.policies.window_diffusion import WindowDiffusion
 
 __all__ = [
     "ALL", "DKVPD", "D2Cache", "DKVDecode", "DKVGreedy", "DKVPrefill", "DLLMCache", "DualCache",
-    "ElasticCache", "EvictPrompt", "GaussianDropout", "HeadCosine", "KeyCosine", "MaskKV", "NearAndLast",
-    "Policy", "PrefixCache", "SPACache", "SlidingCache", "SparseDLLM", "SubBlockCache", "SuffixDropout",
-    "UniformDropout", "ValueProxy", "WindowDiffusion",
+    "ElasticCache", "EvictPrompt", "Exact", "GaussianDropout", "HeadCosine", "KeyCosine", "MaskKV",
+    "NearAndLast", "Policy", "PrefixCache", "SPACache", "SlidingCache", "SparseDLLM", "SubBlockCache",
+    "SuffixDropout", "UniformDropout", "ValueProxy", "WindowDiffusion",
 ]  # fmt: skip
 
+
+Exact = Policy  # the exact decoder, which every other policy derives from
 
 ALL: tuple[Policy, ...] = (
     Policy(),

@@ -22,9 +22,9 @@ from dllm_jax.state.host import AnyArray
 
 Ids = ArrayLike | Sequence[int] | Sequence[Sequence[int]] | Sequence[AnyArray]  # Int[b p], Int[p], or lists
 Embeds = Float[AnyArray, "..."]  # Float[b p m], or of one sequence Float[p m]
-EMBEDDED = -1  # in the place of a token id: the input is a row of `prompt_embeds`
+EMBEDS_PLACEHOLDER = -1  # in the place of a token id: the input is a row of `prompt_embeds`
 HINTS = {
-    EMBEDDED: "; -1 is for inputs of prompt_embeds=, or images= of a Batch",
+    EMBEDS_PLACEHOLDER: "; -1 is for inputs of prompt_embeds=, or images= of a Batch",
     -100: "; -100 marks answer tokens that training leaves out. Leave out padding of a prompt by prompt_mask",
 }
 Side = Literal["left", "right"]
@@ -34,7 +34,7 @@ class Prompts(NamedTuple):
     """The prompts of a batch.
 
     Attributes:
-      ids: token ids, left-padded, `EMBEDDED` where the input is a row of `embeds`.
+      ids: token ids, left-padded, `EMBEDS_PLACEHOLDER` where the input is a row of `embeds`.
       mask: False at padding; None if nothing is padded.
       embeds: None if there are no such positions.
     """
@@ -50,7 +50,7 @@ def prompts(prompt: Ids, mask: ArrayLike | None, embeds: Embeds | None, spec: Mo
     A prompt without tokens is one of padding alone, as a batch may hold: its response attends to itself.
 
     Args:
-      prompt: as `padded_ids` takes them; their ids may be `EMBEDDED` if there are `embeds`.
+      prompt: as `padded_ids` takes them; their ids may be `EMBEDS_PLACEHOLDER` if there are `embeds`.
       mask: False (or 0) at padding; None means none.
       embeds: Float[b p m], or [p m] of one sequence; None if there are none.
       spec: the model.
@@ -60,7 +60,7 @@ def prompts(prompt: Ids, mask: ArrayLike | None, embeds: Embeds | None, spec: Mo
         which none is read.
     """
     # Without inputs to stand for, -1 is outside of the vocabulary as any negative id is.
-    least = 0 if embeds is None else EMBEDDED
+    least = 0 if embeds is None else EMBEDS_PLACEHOLDER
     ids, mask = padded_ids(prompt, mask, spec, "prompt", least=least, empty=True)
     no_masks(ids, spec)
     if embeds is None:
@@ -69,8 +69,10 @@ def prompts(prompt: Ids, mask: ArrayLike | None, embeds: Embeds | None, spec: Mo
     if hasattr(embeds, "ndim") and embeds.ndim == 2:
         embeds = embeds[None]
     check_embeds(embeds, (*ids.shape, spec.width), "prompt_embeds")
-    if (known := host.readable(ids)) is not None and not (known == EMBEDDED).any():
-        raise ValueError("prompt holds no -1 (dllm_jax.EMBEDDED): nothing of prompt_embeds would be read")
+    if (known := host.readable(ids)) is not None and not (known == EMBEDS_PLACEHOLDER).any():
+        raise ValueError(
+            "prompt holds no -1 (dllm_jax.EMBEDS_PLACEHOLDER): nothing of prompt_embeds would be read"
+        )
     return Prompts(ids, mask, embeds)
 
 
@@ -186,7 +188,7 @@ def token_ids(tokens: Ids, spec: ModelSpec | None, name: str, least: int = 0) ->
       tokens: what the user passed.
       spec: the model; None where it is not known.
       name: what the user calls it.
-      least: smallest value that is allowed, `EMBEDDED` where inputs may stand in the place of ids.
+      least: smallest value that is allowed, `EMBEDS_PLACEHOLDER` where inputs may stand in the place of ids.
 
     Raises:
       ValueError: wrong rank, dtype, no sequences or positions, or ids outside the vocabulary.

@@ -75,7 +75,7 @@ class Recall(ChecksumSplit):
 
 
 def needle(tokens: int, asked: int = 1) -> tuple[Recall, int]:
-    """The recall task and its size whose prompts have so many tokens with the embedded models' template.
+    """The recall task and its size whose prompts have so many tokens with the bundled models' template.
 
     One pair to eight tokens, or to sixteen if several are asked for; 40 pairs at most; the rest is filler.
 

@@ -43,7 +43,7 @@ class Batch(NamedTuple):
       t_min: noise levels are t ~ U[t_min, 1), t_min in (0, 1]. Larger values leave out the levels with few
         masks and large weights, which carry most of the gradient's variance and, where an answer follows
         from the prompt alone, little to learn; the loss is then no longer a bound of the likelihood.
-      images: of prompts that hold `dllm_jax.EMBEDDED` (-1) in the place of image tokens
+      images: of prompts that hold `dllm_jax.EMBEDS_PLACEHOLDER` (-1) in the place of image tokens
         (`dllm_jax.vision.Processor.batch`); None of text alone.
     """
 
@@ -141,7 +141,7 @@ def _prompt(batch: Batch, spec: ModelSpec | None, name: str):
     if rows and mask is None:
         return np.zeros((rows, 0), np.int32), None
     # Where inputs stand in the place of embeddings, -1 is no token.
-    least = 0 if batch.images is None else inputs.EMBEDDED
+    least = 0 if batch.images is None else inputs.EMBEDS_PLACEHOLDER
     prompt, mask = inputs.padded_ids(prompt, mask, spec, name, least=least, empty=True)
     if isinstance(prompt, Tracer):
         mask = prompt >= least if mask is None else mask & (prompt >= least)

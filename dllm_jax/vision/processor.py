@@ -15,7 +15,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec, VisionSpec
 from dllm_jax.options import Options, PositiveInt, check_argument
 from dllm_jax.state import host
-from dllm_jax.state.inputs import EMBEDDED, Prompts
+from dllm_jax.state.inputs import EMBEDS_PLACEHOLDER, Prompts
 from dllm_jax.state.text import mark_plain
 from dllm_jax.vision import tower
 from dllm_jax.vision.images import (
@@ -38,7 +38,7 @@ class Encoded(NamedTuple):
     """A prompt with its images, on the host.
 
     Attributes:
-      ids: token ids, `EMBEDDED` in the place of image tokens.
+      ids: token ids, `EMBEDS_PLACEHOLDER` in the place of image tokens.
       source: features that image tokens are made of, see `Merge`; of the prompt's own views.
       weight: of the features, 0 at ids.
       pixels: of all views.
@@ -201,7 +201,7 @@ def spliced(
             weight.append(np.zeros((1, 4), np.float32))
             continue
         merge, offset = next(images)
-        tokens.append([EMBEDDED] * len(merge.source))
+        tokens.append([EMBEDS_PLACEHOLDER] * len(merge.source))
         source.append(np.where(merge.source < 0, merge.source, merge.source + offset))
         weight.append(merge.weight)
     empty = np.zeros((0, vision.image, vision.image, 3), np.uint8)

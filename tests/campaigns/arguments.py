@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dllm_jax as dj
-from dllm_jax import embedded, eviction, policies, samplers
+from dllm_jax import bundled, eviction, policies, samplers
 from dllm_jax.decoding.buckets import Ladder, geometric
 from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.nn.spec import ModelSpec
@@ -230,7 +230,7 @@ def targets() -> Iterator[Target]:
     yield Target(dj.warmup, options | dict(ladder=Ladder((4,))), warm)
     chat = dict(model=model, tokenizer=Echo(), messages=CONVERSATION, length=4)
     yield Target(dj.chat, chat, {"policy": POLICY}, rung)
-    yield Target(dj.explain, dict(model=model, batch=1, layout=layout), {"policy": POLICY.but(None)})
+    yield Target(dj.explain_kernels, dict(model=model, batch=1, layout=layout), {"policy": POLICY.but(None)})
     ids = dict(model=model, prompt=PAIR, answer=[[1, 2], [3, 4]], key=jax.random.key(0), draws=2, strata=2)
     yield Target(dj.log_likelihood, ids)
     for call in (dj.forward, dj.hidden_states):
@@ -239,10 +239,10 @@ def targets() -> Iterator[Target]:
     predicted = dict(spec=spec("llada"), policy=policies.DualCache(), layout=layout)
     yield Target(work, predicted, {"dtype": Values(("x", Thing(), "float33"))})
 
-    yield Target(dj.load, dict(path=embedded.path("tiny-llada")))
+    yield Target(dj.load, dict(path=bundled.path("tiny-llada")))
     yield Target(dj.abstract, dict(shape=spec("llada")), {"shape": instances(ModelSpec, but=(str,))})
     yield Target(dj.Model, dict(params=model.params, spec=model.spec))
-    yield Target(embedded.path, dict(name="tiny-llada"))
+    yield Target(bundled.path, dict(name="tiny-llada"))
     named = {"name": ("preset", "among"), "checkpoint": ("preset",)}
     yield Target(lambda name: dj.presets[name], dict(name="dkv-decode"), named=named)
     yield Target(dj.presets.model_spec, dict(name="llada-8b"), named=named)

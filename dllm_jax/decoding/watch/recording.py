@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from dllm_jax.engine.trace import Trace
 from dllm_jax.options import shown
 from dllm_jax.state import host
-from dllm_jax.state.inputs import EMBEDDED
+from dllm_jax.state.inputs import EMBEDS_PLACEHOLDER
 
 NO_ID = -2  # neither a token nor an input of a prompt with embeddings
 GIVEN = "▦"  # an input of a prompt with embeddings, which has no text
@@ -152,8 +152,8 @@ def pieces(tokenizer: Any, ids: Iterable[int]) -> dict[int, Piece]:
     ids = list(ids)
 
     # The id in the place of embeddings is no token that a tokenizer could decode.
-    given = {i: Piece(GIVEN, False) for i in ids if i == EMBEDDED}
-    ids = [i for i in ids if i != EMBEDDED]
+    given = {i: Piece(GIVEN, False) for i in ids if i == EMBEDS_PLACEHOLDER}
+    ids = [i for i in ids if i != EMBEDS_PLACEHOLDER]
     if tokenizer is None:
         return given | {i: Piece(str(i), False) for i in ids}
     check_tokenizer(tokenizer, "decode", "convert_ids_to_tokens", "all_special_ids")

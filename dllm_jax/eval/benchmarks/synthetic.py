@@ -52,7 +52,7 @@ def request(
 def recall(
     runner: Runner, lengths: Sequence[int], depths: Sequence[float | int], repeats: int = 10, seed: int = 0
 ) -> list[Request]:
-    """Needle in a haystack as key-value recall, the task that the embedded models are trained on.
+    """Needle in a haystack as key-value recall, the task that the bundled models are trained on.
 
     A group per prompt length; arguments as in `grid`.
     """

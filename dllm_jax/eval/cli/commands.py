@@ -137,7 +137,7 @@ def run_recall(
     depths: tuple[float, ...] = DEPTHS,
     repeats: int = 4,
 ) -> int:
-    """The embedded models' own needle task: a pair among pairs and filler, by prompt length and depth.
+    """The bundled models' own needle task: a pair among pairs and filler, by prompt length and depth.
 
     Args:
       options: model and decoding.

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 
-from dllm_jax import embedded, lora
+from dllm_jax import bundled, lora
 from dllm_jax.checkpoint import load
 from dllm_jax.checkpoint.dtypes import DtypeName
 from dllm_jax.checkpoint.files import sha256
@@ -50,7 +50,7 @@ class Checkpoint(Options):
     """Which checkpoint is evaluated.
 
     Attributes:
-      model: an embedded model, a checkpoint's directory, or a hub id.
+      model: a bundled model, a checkpoint's directory, or a hub id.
       tokenizer: directory or hub id of the tokenizer, if not the model's own.
       dtype: of the weights; None keeps the checkpoint's.
       rope_factor: multiplies the rotary base (NTK scaling).
@@ -85,9 +85,9 @@ class Checkpoint(Options):
         Raises:
           FileNotFoundError: there is no such model.
         """
-        # A directory of that name comes before an embedded model.
-        is_embedded = self.model in embedded.NAMES and not absolute(Path(self.model)).is_dir()
-        return embedded.path(self.model) if is_embedded else locate(self.model)
+        # A directory of that name comes before a bundled model.
+        is_bundled = self.model in bundled.NAMES and not absolute(Path(self.model)).is_dir()
+        return bundled.path(self.model) if is_bundled else locate(self.model)
 
     def open(self) -> LanguageModel:
         """The model and its tokenizer.

@@ -56,7 +56,7 @@ class Request(NamedTuple):
 
     Attributes:
       id: its name in records; unique within its group.
-      prompt: token ids, `dllm_jax.EMBEDDED` in the place of image tokens.
+      prompt: token ids, `dllm_jax.EMBEDS_PLACEHOLDER` in the place of image tokens.
       length: response positions.
       stop: the answer is cut at the first of these.
       group: the task it belongs to.

@@ -5,7 +5,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import dllm_jax as dj
-from dllm_jax import embedded
+from dllm_jax import bundled
 from dllm_jax.tasks import Chain, FewShot, ReadNumbers, accuracy, examples, needle, tokenizer
 
 MODELS = Path(__file__).parent / "goldens/models"
@@ -16,9 +16,9 @@ HELD_OUT = {  # task and size, length, least share; the full figures are on the 
 }
 
 
-@pytest.fixture(scope="module", params=embedded.TEXT)
+@pytest.fixture(scope="module", params=bundled.TEXT)
 def where(request):
-    return embedded.path(request.param)
+    return bundled.path(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +31,9 @@ def read(where):
     return AutoTokenizer.from_pretrained(where)
 
 
-@pytest.mark.parametrize("name", embedded.NAMES)
+@pytest.mark.parametrize("name", bundled.NAMES)
 def test_the_directory_is_a_small_published_looking_checkpoint(name):
-    where = embedded.path(name)
+    where = bundled.path(name)
     names = {file.name for file in where.iterdir()}
     assert {
         "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md",
@@ -48,11 +48,11 @@ def test_the_directory_is_a_small_published_looking_checkpoint(name):
     assert record["log"][-1]["step"] == record["config"]["steps"]
 
 
-@pytest.mark.parametrize("name", embedded.TEXT + embedded.BLOCK_CAUSAL)
+@pytest.mark.parametrize("name", bundled.TEXT + bundled.BLOCK_CAUSAL)
 def test_model_and_tokenizer_agree(name):
     with pytest.raises(ValueError, match="'huge' is not one of tiny-llada, tiny-dream, tiny-llada-v"):
-        embedded.path("huge")
-    where = embedded.path(name)
+        bundled.path("huge")
+    where = bundled.path(name)
     spec, read = dj.load(where).spec, AutoTokenizer.from_pretrained(where)
     special = read.convert_tokens_to_ids([tokenizer.MASK, tokenizer.EOS, tokenizer.EOT])
     assert special == [spec.mask_id, spec.eos_id, spec.eot_id]
@@ -73,9 +73,9 @@ def test_the_exact_decoder_answers_held_out_prompts(model, read, kind):
     [dj.samplers.Dynamic(0.9), pytest.param(dj.samplers.Confidence(), marks=pytest.mark.exhaustive)],
     ids=repr,
 )
-@pytest.mark.parametrize("name", embedded.BLOCK_CAUSAL)
+@pytest.mark.parametrize("name", bundled.BLOCK_CAUSAL)
 def test_block_causal_models_answer_chains_block_by_block(name, sampler):
-    where = embedded.path(name)
+    where = bundled.path(name)
     model, read = dj.load(where), AutoTokenizer.from_pretrained(where)
     assert model.spec.block_size == 4
     drawn = examples(Chain(), 99, 7, 16, "held_out")
@@ -95,12 +95,12 @@ DIGIT = ReadNumbers(digits=1, scattered=True)
 
 @pytest.fixture(scope="module")
 def pictured():
-    return dj.load(embedded.path("tiny-llada-v"))
+    return dj.load(bundled.path("tiny-llada-v"))
 
 
 @pytest.fixture(scope="module")
 def processor():
-    return dj.vision.Processor.load(embedded.path("tiny-llada-v"))
+    return dj.vision.Processor.load(bundled.path("tiny-llada-v"))
 
 
 def test_questions_about_pictures_are_answered_and_need_their_picture(pictured, processor):
@@ -114,6 +114,6 @@ def test_questions_about_pictures_are_answered_and_need_their_picture(pictured, 
 
 def test_a_picture_is_as_many_positions_as_its_card_says(pictured, processor):
     (example,) = examples(DIGIT, 0, 5, 1, "held_out")
-    rows = int((processor.prompt(example.messages, pictured.spec.vision).ids == dj.EMBEDDED).sum())
+    rows = int((processor.prompt(example.messages, pictured.spec.vision).ids == dj.EMBEDS_PLACEHOLDER).sum())
     assert rows == pictured.spec.vision.patches + 1
-    assert f"{rows} positions with the newline" in (embedded.path("tiny-llada-v") / "README.md").read_text()
+    assert f"{rows} positions with the newline" in (bundled.path("tiny-llada-v") / "README.md").read_text()

@@ -10,7 +10,7 @@ NAMES = TEXT + PICTURED + BLOCK_CAUSAL
 
 
 def path(name: str) -> Path:
-    """The directory of an embedded checkpoint, for `dllm_jax.load` and `AutoTokenizer.from_pretrained`.
+    """The directory of a bundled checkpoint, for `dllm_jax.load` and `AutoTokenizer.from_pretrained`.
 
     Raises:
       ValueError: no such checkpoint.
