@@ -10,6 +10,7 @@ import inspect
 import posixpath
 import re
 import sys
+import textwrap
 import typing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,11 +27,12 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import dllm_jax as dj  # noqa: E402
-from bench.policies import every  # noqa: E402
+from bench.policies import every, orderings, summary  # noqa: E402
 from dllm_jax.decoding.watch.recording import Recording  # noqa: E402
 from dllm_jax.eval.run.files import read_json  # noqa: E402
 from dllm_jax.options import hints  # noqa: E402
 from dllm_jax.options.rules import rule_of  # noqa: E402
+from dllm_jax.published.expressions import call  # noqa: E402
 
 PAPER = r"arXiv:(\d{4}\.\d{5})"
 CELL = 9  # of a picture, in pixels
@@ -47,29 +49,95 @@ DRAWN = {
     "SuffixDropout": dict(keep=dj.policies.NearAndLast(near=2, last=1)),
     "WindowDiffusion": dict(window=6, active=2, refresh_every=5),
 }
-LAYOUT = dict(length=16, block=8)
+EXAMPLE = """\
+import dllm_jax as dj
+
+model = dj.load(dj.bundled.path("tiny-llada"))
+policy = {policy}
+prompt = [list(range(40, 60))]
+options = dict(length=16, block=8, policy=policy{sampler})
+out = dj.generate(model, prompt, trace=True, **options)
+"""
+RANDOM = ", sampler=dj.samplers.RandomOrder(), key=jax.random.key(0)"  # of the one policy that needs it
+RESPONSE = 16  # of the example
 PAGE = """\
 # {name}
 
-Paper: {paper}. Source: [{module}](../../{module}).
+{description}
 
-Exact limit: {limit}
+Paper: {paper}. Source: [`{module}`](../../{module}).
 
-![computed and stored positions by step](../figures/steps-{name}.svg)
+## Example
 
-`{drawn}` on `tiny-llada`, 16 tokens in blocks of 8. Positions across, the response behind the line; steps
-down. Blue is computed in the step, yellow to red is read as it was stored, the redder the older, blank is
-left out; a dot is decoded.{besides}
+```python
+{example}print(out.tokens, out.stats.nfe)
+```
+
+## Options
 
 {fields}
 
 {settings}
 
+## What a run looks like
+
+![computed and cached tokens by step](../figures/steps-{name}.svg)
+
+*The example above. Columns are positions, with the response after the line; rows are steps. Blue: recomputed.
+Yellow to red: reused KV pairs, redder with age. Blank: not attended to. A dot: unmasked.{besides}*
+
+## Accuracy and cost
+
+{measured}
+
+*Exact match on 128 held-out chain questions: 32 tokens, block length 4 unless stated otherwise. computed:
+computed tokens relative to exact decoding. K/V pairs: cached per layer and head, on `tiny-llada`. CPU,
+float32. [All results](../background/results.md).*
+
+## Memory
+
+The cache of LLaDA-8B takes {cache} in bfloat16 for one sequence (prompt 1024, response 256, block 32, default
+options); a dense KV cache takes 0.67 GB. {memory}
+
+## Limits
+
+{limits}
+
+## When it equals exact decoding
+
+{exact}
+
+## Differences from the reference implementation
+
+{differences}
+
+## Signature
+
 ::: {package}.{name}
-    options: {{members: false, show_root_heading: false, show_root_toc_entry: false}}
+    options:
+      members: false
+      show_root_heading: false
+      show_root_toc_entry: false
+      show_docstring_description: false
+      show_docstring_attributes: false
 """
 EVERY_SETTING = "<!-- every setting -->"
-BESIDES = " What layers skip or evict besides is not drawn: it differs by layer and head."
+BESIDES = " Tokens that single layers skip or evict are not drawn."
+LABELS = {  # paragraphs of docstrings, in older words and newer ones
+    "exact": "Equals exact decoding when|Exact limit",
+    "differences": "Differences|Departures",
+    "memory": "Memory",
+    "limits": "Limits",
+    "attributes": "Attributes",
+}
+TABLES = {  # as in `<!-- table: policies -->`
+    "policies": lambda: summary.table(measured(), dj.bundled.TEXT),
+    "fewer steps": lambda: summary.fewer_steps(measured(), dj.bundled.TEXT),
+    "later": lambda: summary.later(measured(), dj.bundled.TEXT),
+    "blocks": lambda: summary.in_blocks(measured() | measured("policies_blocks_cpu"), dj.bundled.TEXT),
+    "claims": lambda: orderings.short(measured()),
+    "pictures": lambda: summary.pictured(measured("policies_pictures_cpu"), *dj.bundled.PICTURED),
+}
 
 
 def on_config(config: "MkDocsConfig") -> "MkDocsConfig":
@@ -105,8 +173,8 @@ def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files:
     markdown = markdown.replace("<!-- table of policies -->", table())
     markdown = markdown.replace("<!-- names of other libraries -->", hints.table())
     if EVERY_SETTING in markdown:
-        measured = read_json(ROOT / "bench" / "results" / "policies_cpu.json")["models"]
-        markdown = markdown.replace(EVERY_SETTING, every.tables(measured))
+        markdown = markdown.replace(EVERY_SETTING, every.tables(measured()))
+    markdown = re.sub(r"<!-- table: (.*?) -->", lambda found: TABLES[found[1]](), markdown)
     markdown = re.sub(r"^::: (\S+)$(?!\n +options)", written, markdown, flags=re.MULTILINE)
     return re.sub(r"\]\((?![a-z]+:)([^)#\s]+)(#[^)]*)?\)", repository, markdown)
 
@@ -122,40 +190,117 @@ def directive(name: str) -> str:
     return f"::: {name}\n    options: {{members: [{', '.join(getattr(package, '__all__', own))}]}}"
 
 
+@functools.cache
+def measured(name: str = "policies_cpu") -> dict[str, Any]:
+    """Reads what `bench.policies` measured."""
+    return read_json(ROOT / "bench" / "results" / f"{name}.json")["models"]
+
+
 def table() -> str:
-    """A line for each policy: what it does, its exact limit, its paper."""
+    """Makes a row for each policy: summary, setting that equals exact decoding, paper."""
     lines = []
     for policy in dj.policies.ALL:
-        idea = (inspect.getdoc(type(policy)) or "").split("\n")[0]
-        cells = f"[`{_name(policy)}`]({_name(policy)}.md)", idea, exact_limit(policy), paper(policy)
+        found = parts(type(policy))
+        idea = found["description"].split("\n")[0]
+        cells = f"[`{_name(policy)}`]({_name(policy)}.md)", idea, found.get("exact", ""), paper(policy)
         lines.append(f"| {' | '.join(cells)} |")
-    return _table("policy | idea | exact limit | paper", lines)
+    return _table("policy | what it does | equals exact decoding when | paper", lines)
 
 
 def page_of(policy: dj.policies.Policy) -> str:
-    """A policy's page, in Markdown with a directive of mkdocstrings."""
+    """Makes a policy's page, in Markdown with a directive of mkdocstrings."""
     name, kind = _name(policy), type(policy)
+    found = parts(kind)
     return PAGE.format(
         name=name,
+        description=found["description"],
         paper=paper(policy),
         module=Path(inspect.getfile(kind)).relative_to(ROOT).as_posix(),
         package=kind.__module__,
-        limit=exact_limit(policy) or "it is the exact decoder.",
-        drawn=_drawn(policy),
+        example=example(policy),
         besides="" if policy.only_sets else BESIDES,
-        fields=_table("field | values | default", fields(policy)),
+        fields=_table("option | meaning | values | default | published", fields(policy)) or "None.",
         settings=_table("published setting | for | source", published(kind)),
+        measured=summary.of_policy(measured(), kind),
+        cache=cache_size(policy),
+        memory=found.get("memory", ""),
+        limits=f"{found.get('limits', '')}\n\n{compatible(name)}".strip(),
+        exact=found.get("exact") or "Always.",
+        differences=differences(policy, found.get("differences", "")),
     )
 
 
+def parts(kind: type) -> dict[str, str]:
+    """Splits the docstring of a policy into its description and the paragraphs of `LABELS`."""
+    labels = {label: name for name, labels in LABELS.items() for label in labels.split("|")}
+    pattern = rf"^({'|'.join(labels)}):"
+    text, *pieces = re.split(pattern, inspect.getdoc(kind) or "", flags=re.MULTILINE)
+    found = {labels[label]: body.strip("\n") for label, body in zip(*[iter(pieces)] * 2, strict=True)}
+    options = found.pop("attributes", "")
+    told = {name: _sentence(" ".join(body.split())) for name, body in found.items()}
+    return told | {"description": text.strip(), "attributes": options}
+
+
+def meanings(kind: type) -> dict[str, str]:
+    """Reads the meaning of each option from the docstrings of a policy and its bases."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__[:-1]):
+        text = textwrap.dedent(parts(base)["attributes"])
+        for names, meaning in re.findall(r"^([\w, ]+): (.*(?:\n +.*)*)", text, re.MULTILINE):
+            found |= {name: " ".join(meaning.split()) for name in re.split(", *", names)}
+    return found
+
+
+def example(policy: dj.policies.Policy) -> str:
+    """Writes a small generation under the policy; `recording` runs it."""
+    made = re.sub(r"\b([A-Z]\w*)\(", lambda kind: f"dj.policies.{kind[1]}(", call(_drawn(policy)))
+    random = _name(policy) == "DKVGreedy"
+    text = EXAMPLE.format(policy=made, sampler=RANDOM if random else "")
+    return f"import jax\n{text}" if random else text
+
+
+def cache_size(policy: dj.policies.Policy) -> str:
+    """Computes the bytes of the cache that a policy allocates."""
+    spec, layout = dj.presets.model_spec("llada-8b"), dj.Layout(1024, 256, 32, 256)
+    made = jax.eval_shape(lambda: policy.init(spec, layout, 1, "bfloat16"))
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(made))
+    return f"{size / 1e9:.2f} GB"
+
+
+def compatible(name: str) -> str:
+    """Copies the row of a policy from the page on compatibility."""
+    lines = (ROOT / "docs" / "compatibility.md").read_text().splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith("| policy "))
+    row = next(line for line in lines if line.startswith(f"| `{name}` |"))
+    note = "Numbers refer to the reasons on [compatibility](../compatibility.md)."
+    return "\n".join([*lines[begin : begin + 2], row, "", note])
+
+
+def differences(policy: dj.policies.Policy, text: str) -> str:
+    """Collects the differences that the docstring and docs/differences.md name."""
+    method = re.split(r"[:,' ]| \(", inspect.getdoc(inspect.getmodule(type(policy))) or "")[0]
+    head, line, *rows = (
+        line for line in (ROOT / "docs" / "differences.md").read_text().splitlines() if line.startswith("|")
+    )
+    rows = [row for row in rows if row.startswith(f"| {method}") and policy.reuses]
+    shown = "\n".join([head, line, *rows]) if rows else ""
+    return f"{text}\n\n{shown}".strip() or "None."
+
+
 def fields(policy: dj.policies.Policy) -> list[str]:
-    """A line for each field: its name, the values that its annotation allows, its default."""
-    hints = typing.get_type_hints(type(policy), include_extras=True)
-    rules = {field.name: rule_of(hints[field.name], "") for field in dataclasses.fields(policy)}
-    return [
-        f"| `{name}` | {rule.words if rule else ''} | `{getattr(policy, name)!r}` |"
-        for name, rule in rules.items()
-    ]
+    """Makes a row for each option: meaning, allowed values, default and published values."""
+    kind = type(policy)
+    hints = typing.get_type_hints(kind, include_extras=True)
+    told, lines = meanings(kind), []
+    for field in dataclasses.fields(policy):
+        name = field.name
+        rule = rule_of(hints[name], "")
+        others = [preset.policy for preset in presets().values() if type(preset.policy) is kind]
+        values = sorted({f"`{getattr(other, name)!r}`" for other in others})
+        used = ", ".join(values) if len(values) <= 4 else "several"
+        words, default = rule.words if rule else "", repr(getattr(policy, name))
+        lines.append(f"| `{name}` | {told.get(name, '')} | {words} | `{default}` | {used} |")
+    return lines
 
 
 @functools.cache
@@ -178,14 +323,6 @@ def published(kind: type) -> list[str]:
     return lines
 
 
-def exact_limit(policy: dj.policies.Policy) -> str:
-    """What the docstring says behind "Exact limit:"."""
-    found = re.search(
-        r"Exact limit: (.*?)(\n[A-Z]\w+:|\n\n|$)", inspect.getdoc(type(policy)) or "", re.DOTALL
-    )
-    return " ".join(found[1].split()) if found else ""
-
-
 def paper(policy: dj.policies.Policy) -> str:
     """A link to the paper that the policy's file names."""
     found = re.search(PAPER, inspect.getdoc(inspect.getmodule(type(policy))) or "")
@@ -194,7 +331,7 @@ def paper(policy: dj.policies.Policy) -> str:
 
 def picture(policy: dj.policies.Policy) -> str:
     """An SVG of the positions that each step of a small generation computes and reads."""
-    run = recording(_drawn(policy))
+    run = recording(policy)
     cells = []
     for step, position in np.ndindex(run.computed.shape):
         x, y, age = CELL * position, CELL * step, run.age[step, position]
@@ -204,7 +341,7 @@ def picture(policy: dj.policies.Policy) -> str:
         if run.changed[step, position]:
             cells.append(f'<circle cx="{x + CELL // 2}" cy="{y + CELL // 2}" r="2" fill="#fff"/>')
     height, width = (CELL * extent for extent in run.computed.shape)
-    begin = width - CELL * LAYOUT["length"] - 0.5
+    begin = width - CELL * RESPONSE - 0.5
     cells.append(f'<path d="M{begin} 0V{height}" stroke="#888" stroke-width="1.5"/>')
     size = f'width="{2 * width}" viewBox="0 0 {width} {height}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(cells)}</svg>\n'
@@ -223,11 +360,11 @@ def model() -> dj.Model:
 
 
 def recording(policy: dj.policies.Policy) -> Recording:
-    """A generation; one width holds every step, as it is compiled faster."""
-    order = dj.samplers.RandomOrder() if _name(policy) == "DKVGreedy" else dj.samplers.Confidence()
-    prompt, options = np.arange(40, 60)[None], dict(policy=policy, sampler=order, key=jax.random.key(0))
-    out = dj.generate(model(), prompt, trace=True, widths=(1024,), **options, **LAYOUT)
-    return Recording.of(out.trace, 0)
+    """Runs the example of a policy; one width holds every step, as it is compiled faster."""
+    code = example(policy).replace("trace=True", "trace=True, widths=(1024,)")
+    names: dict[str, Any] = {}
+    exec(re.sub(r"^model = .*$", "", code, flags=re.MULTILINE), names | {"model": model()}, names)
+    return Recording.of(names["out"].trace, 0)
 
 
 def _drawn(policy: dj.policies.Policy) -> dj.policies.Policy:
@@ -238,6 +375,10 @@ def _table(head: str, lines: list[str]) -> str:
     if not lines:
         return ""
     return "\n".join([f"| {head} |", "|---" * (head.count("|") + 1) + "|", *lines])
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _name(policy: dj.policies.Policy) -> str:

@@ -79,7 +79,7 @@ def test_random_weights_of_published_shapes(name, layers_of_the_platform):
 def commands() -> list[str]:
     """Command lines of the pages about what was measured."""
     root = pathlib.Path(__file__).parents[1]
-    names = ("performance", "compiled", "results", "benchmarks")
+    names = ("performance", "results", "benchmarks")
     pages = (root / "bench/README.md", *(root / f"docs/background/{name}.md" for name in names))
     return [line for page in pages for line in re.findall(r"python -m (bench\.[^`\n]*)", page.read_text())]
 

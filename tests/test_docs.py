@@ -16,6 +16,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import testing
+from dllm_jax.options.renamed import Renamed
 from dllm_jax.testing import checks
 from tests import DOCS, examples, run_blocks, run_page
 from tests.checkpoints import tiny as tiny_spec
@@ -23,7 +24,7 @@ from tests.checkpoints import write_hf
 from tests.models import FAMILIES
 from tests.policy_cases import EXHAUSTIVE, matrix
 
-TEXT = (DOCS / "writing-a-policy.md").read_text()
+TEXT = (DOCS / "policy-interface.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -77,15 +78,16 @@ def test_every_member_of_a_policy_and_of_the_canvas_is_described():
     for name in members:
         assert f"| `{name}` |" in TEXT
     fields = {field.name for field in dataclasses.fields(dj.state.Canvas)}
-    for name in fields | {name for name in vars(dj.state.Canvas) if not name.startswith("_")}:
+    renamed = {name for name, value in vars(dj.state.Canvas).items() if isinstance(value, Renamed)}
+    for name in fields | {name for name in vars(dj.state.Canvas) if not name.startswith("_")} - renamed:
         assert re.search(rf"`{name}(\(.*?\))?`", TEXT), name
 
 
 def test_the_examples_of_background_pages_run(capsys):
-    """An abstract model; a ladder, whose padding is not returned; published settings."""
+    """An abstract model; bucket lengths, whose padding is not returned; published settings."""
     for page, place in (
-        ("background/compiled.md", 0),
         ("background/performance.md", 1),
+        ("how-to/many-prompts.md", 0),
         ("policies/published-settings.md", 0),
     ):
         exec(examples(page)[place], {})
@@ -123,34 +125,64 @@ def test_pages_on_a_bundled_model_run_as_printed(page, tmp_path, monkeypatch):
     run_page(page if page in ("index.md", "models.md") else f"how-to/{page}")
 
 
-def test_the_site_has_every_setting_that_was_measured():
+def built(page: str) -> str:
+    """A page with the tables that the site has."""
     written = runpy.run_path(str(DOCS / "hooks.py"))["on_page_markdown"]
-    page = SimpleNamespace(file=SimpleNamespace(src_uri="background/benchmarks.md"))
-    shown = written((DOCS / page.file.src_uri).read_text(), page, SimpleNamespace(repo_url=""), None)
+    place = SimpleNamespace(file=SimpleNamespace(src_uri=page))
+    return written((DOCS / page).read_text(), place, SimpleNamespace(repo_url=""), None)
+
+
+def test_the_site_has_every_setting_that_was_measured():
+    shown = built("background/benchmarks.md")
     measured = json.loads((DOCS.parent / "bench" / "results" / "policies_cpu.json").read_text())["models"]
     assert shown.count("\n| `") == sum(len(workload["rows"]) for workload in measured.values())
 
 
-def test_the_site_has_a_page_for_every_policy_with_its_limit_and_fields():
+@pytest.mark.parametrize(("page", "row"), [
+    ("background/results.md", "| `EvictPrompt(budget=16)` | 100% | 0% | 0% | 51% | 0% | 0% |"),
+    ("background/results.md", "| DualCache loses little (Fast-dLLM, Table 1) | 12 | 0 | 0 | 0 |"),
+    ("how-to/vision.md", "| `EvictPrompt(budget=4)` | 98.4% (94-100) | 94.5% (89-97) | 51% | 6 |"),
+])  # fmt: skip
+def test_the_site_has_the_tables_of_what_was_measured(page, row):
+    shown = built(page)
+    assert row in shown
+    assert "<!-- table" not in shown
+
+
+def test_the_site_has_a_page_for_every_policy_with_its_limit_and_options():
     hooks = runpy.run_path(str(DOCS / "hooks.py"))
     for policy in dj.policies.ALL:
         page = hooks["page_of"](policy)
-        assert re.search(r"^Exact limit: \S", page, re.MULTILINE), policy
+        assert re.search(r"^## When it equals exact decoding\n\n[A-Z]", page, re.MULTILINE), policy
         for field in dataclasses.fields(policy):
-            assert re.search(rf"^\| `{field.name}` \| [^|]+ \| `.+` \|$", page, re.MULTILINE), field
+            row = rf"^\| `{field.name}` \| [^|]+ \| [^|]+ \| `.+` \| .*\|$"
+            assert re.search(row, page, re.MULTILINE), (policy, field.name)
+        measured = page.partition("## Accuracy and cost")[2].partition("## Memory")[0]
+        assert "| `DualCache()` |" in measured
+        assert f"| `{type(policy).__name__}(" in measured
     assert "`dllm-cache-by-d2cache/llada-8b-base`" in hooks["page_of"](dj.policies.DLLMCache())
 
 
-def test_the_example_of_training_runs(tmp_path, monkeypatch):
+def test_the_examples_of_fine_tuning_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
-    prompts, answers = (jnp.asarray(rng.integers(1, 20, (4, 2, width)), jnp.int32) for width in (6, 4))
+    ids = lambda *shape: jnp.asarray(rng.integers(1, 20, shape), jnp.int32)
     path = write_hf(tmp_path / "hf", tiny_spec())
-    words = {'"GSAI-ML/LLaDA-8B-Base"': repr(str(path)), "=1000": "=4"}
-    namespace = run_page("how-to/training.md", words, {"prompts": prompts, "answers": answers})
+    words = {'"GSAI-ML/LLaDA-8B-Base"': repr(str(path)), "=1000": "=4", "steps=20": "steps=2"}
+    words |= {'dj.load("GSAI-ML/LLaDA-8B-Instruct")': f"dj.load({str(path)!r})"}
+    names = {"prompts": ids(4, 2, 6), "answers": ids(4, 2, 4), "prompt": ids(2, 6), "answer": ids(2, 4)}
+    namespace = run_page("how-to/training.md", words, names)
     assert (tmp_path / "runs" / "a").is_dir()
-    assert namespace["run"].model.dtype == jnp.bfloat16
     assert namespace["run"].log[-1]["step"] == 4
+    assert (tmp_path / "adapter" / "adapter_config.json").is_file()
+    assert namespace["policy"].shape == namespace["counted"].shape == (2, 4)
+
+
+def test_the_example_of_llada_runs(tmp_path, capsys):
+    """With a tiny checkpoint in the place of LLaDA-8B."""
+    path = write_hf(tmp_path / "hf", tiny_spec(mask_id=60, vocab=64), tokenizer=True)
+    words = {'"GSAI-ML/LLaDA-8B-Instruct"': repr(str(path)), "=256": "=4", "=32": "=2"}
+    assert isinstance(run_page("how-to/chat-with-llada.md", words)["answer"], str)
 
 
 def test_the_example_of_several_devices_runs(tmp_path):

@@ -11,7 +11,6 @@ import sys
 import unittest.mock
 from pathlib import Path
 
-import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import nbformat
 import numpy as np
@@ -28,8 +27,6 @@ from dllm_jax.nn.intervention import Place
 from examples import animate, dpo, grpo, see_inside, sft_lora
 from examples.learning import pretrained
 from tests import run_page
-from tests.checkpoints import tiny as tiny_spec
-from tests.checkpoints import write_hf
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "how-to" / "seeing-inside.md").read_text()
@@ -182,18 +179,6 @@ def test_an_example_runs_and_writes_its_curve(name, tmp_path, capsys):
         assert lora.options_of(lora.load(model, tmp_path / "adapter")).rank == 2
     if name == "dpo":
         assert curve.rows[-1]["loss"] > 0
-
-
-def test_the_page_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    path = write_hf(tmp_path / "hf", tiny_spec())
-    rng = np.random.default_rng(0)
-    ids = lambda width: jnp.asarray(rng.integers(1, 20, (2, width)), jnp.int32)
-    names = {"prompts": [ids(6)] * 2, "answers": [ids(4)] * 2, "prompt": ids(6), "answer": ids(4)}
-    words = {'dj.load("GSAI-ML/LLaDA-8B-Instruct")': f"dj.load({str(path)!r})", "=1000": "=2"}
-    run_page("how-to/learning.md", words, names)
-    assert (tmp_path / "adapter" / "adapter_config.json").is_file()
-    assert names["policy"].shape == names["counted"].shape == (2, 4)
 
 
 NOTEBOOK = Path(__file__).parent.parent / "examples/quickstart.ipynb"

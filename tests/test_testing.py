@@ -105,11 +105,11 @@ def test_a_combination_decodes_or_is_refused_before_its_first_step(one):
 
 @pytest.mark.exhaustive
 def test_the_page_says_what_goes_with_what():
-    assert combinations.tables() in (DOCS / "policies" / "samplers.md").read_text()
+    assert combinations.tables() in (DOCS / "compatibility.md").read_text()
 
 
 def test_every_policy_and_sampler_is_in_the_table():
-    page = (DOCS / "policies" / "samplers.md").read_text()
+    page = (DOCS / "compatibility.md").read_text()
     assert all(f"\n| `{type(policy).__name__}` | " in page for policy in combinations.POLICIES)
     kinds = {kind for kind in vars(samplers).values() if isinstance(kind, type)}
     asked = {kind for kind in kinds if issubclass(kind, samplers.Sampler) and not inspect.isabstract(kind)}

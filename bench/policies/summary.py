@@ -133,6 +133,18 @@ def brief(measured: dict[str, Any]) -> str:
     return _table([f"{task.replace('-', ' ')}, `{model}`" for model, task in names], cells)
 
 
+def of_policy(measured: dict[str, Any], kind: type[p.Policy]) -> str:
+    """Markdown: the rows of `table` for one policy, exact decoding and `DualCache`, on chains."""
+    asked = [measured[f"{model} chain"] for model in dj.bundled.TEXT]
+    compared, cells = (EXACT, Setting(p.DualCache())), []
+    for line in LINES:
+        if line.chain in compared or (type(line.chain.policy) is kind and kind is not p.Policy):
+            rows = [found(workload, line.chain) for workload in asked]
+            name = rows[0]["policy"]
+            cells.append(_cells(name, line.note, rows, rows[0], lambda row: f"{row['accuracy']:.0%}"))
+    return _table([f"`{model}`" for model in dj.bundled.TEXT], cells)
+
+
 def pictured(measured: dict[str, Any], model: str) -> str:
     """Markdown: exact match on questions about pictures with its 95 % interval, costs on the last task."""
 
