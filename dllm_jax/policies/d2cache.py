@@ -25,26 +25,32 @@ from dllm_jax.traced import Count, Number, Traced
 
 @dataclasses.dataclass(frozen=True)
 class D2Cache(Policy):
-    """Recomputes the masks most likely to be decoded next and the positions attention flows through.
+    """Recomputes the masks most likely to be unmasked next and tokens of high attention rollout (d2Cache).
 
-    The first step computes everything; there is no refresh after it. A later step computes M* | X | U:
-    M*, the k masks best by confidence times certainty density, those of the current block first (section
-    4.1); X, what the last step decoded; U, the nucleus of the other positions by attention rollout (section
-    4.2), which may hold masks too. Only computed positions can be decoded.
+    Use it to compute the fewest tokens at any block length, with short to medium prompts.
+
+    The first step is the only full step. A later step computes M* | X | U. M* are the k masks with the
+    highest confidence times certainty density, those of the current block first (section 4.1). X are the
+    tokens that the last step unmasked. U is the nucleus of the other positions by attention rollout (section
+    4.2). Only computed tokens can be unmasked.
+
+    Memory: Dense keys and values, and two numbers per position.
+
+    Limits: Attention rollout grows with the square of the prompt and dominates above some thousand tokens.
 
     Attributes:
-      k: masks per step; more where the sampler's schedule leaves fewer steps than that.
-      sigma: width of the certainty density, in positions; the sampler's own is independent of it.
-      p: rollout threshold, the fraction of the influence that the nucleus holds.
-      inflate: positions between two computed ones at most this far apart are computed as well (released
-        code, which advises 4 for parallel decoding in blocks).
-      rollout_layers: None rolls out all layers, a number only the first ones ("Rollout-5" of table 4).
+      k: Number of masks in M*. More are computed if the sampler's schedule needs them.
+      sigma: Width of the certainty density, in positions. The sampler's own is independent of it.
+      p: Fraction of the total influence that the nucleus U holds, in [0, 1].
+      inflate: Maximum gap between two computed positions that is filled, in positions. The reference advises
+        4 for parallel decoding in blocks.
+      rollout_layers: Number of first layers in the rollout ("Rollout-5" of table 4); None uses all layers.
 
-    Exact limit: p=1.
-    Departures: the released code's four slips are repaired as its comments intend (docs/dev/departures.md).
-    From the code, against the paper: the density is normalised, the nucleus takes the mass within p rather
-    than the first to exceed it, M* looks no further than the block that holds the k-th mask. Beyond both:
-    padding is never computed nor counted; scores below zero ("entropy") are divided by the density.
+    Equals exact decoding when: p=1.
+    Differences: Four slips of the reference are repaired as its comments intend. From its code, unlike the
+      paper: the density is normalised, the nucleus stays within p, and M* ends with the block that holds the
+      k-th mask. Beyond both: padding is never computed or counted, and negative scores ("entropy") are
+      divided by the density.
     """
 
     k: TracedPositiveInt = 32

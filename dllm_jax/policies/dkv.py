@@ -24,14 +24,15 @@ RefreshInterval = Annotated[TracedPositiveInt | None, NoneMeans("never")]  # den
 
 @dataclasses.dataclass(frozen=True)
 class Delayed(Policy):
-    """Base of Decode and PD: K/V of decoded tokens are reused, starting `delay` steps after decoding.
+    """Base of `DKVDecode` and `DKVPD`: caches unmasked tokens `delay` steps after they are unmasked.
 
     Attributes:
-      refresh_every: refresh at in-block steps 0, n, 2n, ...; None: at 0 only. The paper takes 8 for LLaDA and
-        4 for Dream.
-      delay: steps for which a decoded token is still recomputed; 0 is the paper's ablation (figure 3).
-      shift: for a shifted head. "un" reuses position p once token p + 1 is decoded (the paper's main
-        results), "un_right" once tokens p and p + 1 are (its most accurate).
+      refresh_every: Steps between refreshes, counted within a block; None refreshes at its first step only.
+        The paper uses 8 for LLaDA and 4 for Dream.
+      delay: Steps for which an unmasked token is still recomputed. 0 caches keys and values that belong to
+        the masked token (the ablation of figure 3).
+      shift: Condition for caching a position p with a shifted output head. "un": token p + 1 is unmasked (the
+        paper's main results). "un_right": tokens p and p + 1 are unmasked (its most accurate).
     """
 
     refresh_every: RefreshInterval = 8
@@ -82,13 +83,20 @@ class Delayed(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class DKVDecode(Delayed):
-    """Reuses K/V of everything decoded, the prompt included; a refresh recomputes the canvas (eq. 8).
+    """Caches the prompt and all unmasked tokens one step after they are unmasked (dKV-Cache-Decode).
 
-    Attributes: see `Delayed`.
+    Use it in one long block or with a fixed schedule. It recomputes every masked token, so it suits responses
+    of up to some hundred tokens.
 
-    Exact limit: refresh_every=1.
-    Departures: the shift "right" is left out (the reference drops positions it still needs). Batches and
-      padding work throughout, blocks also with a shifted head.
+    A refresh recomputes the canvas (equation 8).
+
+    Memory: Dense keys and values for all positions.
+
+    Limits: With a shifted output head (Dream) and long blocks, use shift="un_right".
+
+    Equals exact decoding when: refresh_every=1.
+    Differences: The shift "right" is left out, because the reference drops positions that it still needs.
+      Batches and padding work, and so do blocks with a shifted output head.
     """
 
     @override
@@ -99,12 +107,19 @@ class DKVDecode(Delayed):
 
 @dataclasses.dataclass(frozen=True)
 class DKVPD(Delayed):
-    """As `DKVDecode`, but a refresh leaves the prompt out (prefill and decoding disaggregated).
+    """Caches the prompt for the whole response, and unmasked tokens as `DKVDecode` does (dKV-Cache-PD).
 
-    Attributes: see `Delayed`; refresh_every is 4 in the paper.
+    Use it with long prompts: refreshes recompute the response only, so it computes the fewest tokens of the
+    dKV-Cache variants.
 
-    Exact limit: one step in all. refresh_every=1 is `DKVPrefill`; without a prompt it is `DKVDecode`.
-    Departures: as for `DKVDecode`; and the reference has Dream only.
+    Memory: Dense keys and values for all positions.
+
+    Limits: The prompt never sees the response. With a shifted output head and blocks of 8 or more, use
+    shift="un_right". The paper uses refresh_every=4.
+
+    Equals exact decoding when: the response takes one step. With refresh_every=1 it equals `DKVPrefill`;
+      without a prompt it equals `DKVDecode`.
+    Differences: As for `DKVDecode`. The reference supports Dream only.
     """
 
     refresh_every: RefreshInterval = 4

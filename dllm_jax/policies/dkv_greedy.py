@@ -21,21 +21,28 @@ from dllm_jax.state.selection import best
 
 @dataclasses.dataclass(frozen=True)
 class DKVGreedy(Policy):
-    """Recomputes the tokens decoded by this step (D_t) and by the last one, and masked neighbours of D_t.
+    """Recomputes only the tokens that a step unmasks, those of the last step, and masked neighbours.
 
-    Everything else is reused, masked positions included. D_t must be known before the model runs, so the
-    policy works with `RandomOrder` only.
+    Use it with `RandomOrder` when the number of computed tokens must not grow with the response. It needs to
+    know the tokens to unmask (D_t) before the model runs, so it works with `RandomOrder` only.
+
+    Memory: Dense keys and values for all positions.
+
+    Limits: Frequent refreshes (every second step in the paper) bound the speedup at 2x. A random order itself
+    can cost accuracy.
 
     Attributes:
-      refresh_every: recompute everything at in-block steps 0, n, 2n, ...; None: at 0 only. 2 in the paper.
-      window: masked neighbours recomputed with each centre, both sides together; at most 6 in the paper.
-      around: whose neighbours: those of D_t ("next", the released code) or of D_{t-1} ("last", which the
-        paper found better).
+      refresh_every: Steps between full steps, counted within a block; None refreshes at its first step only.
+        The paper uses 2.
+      window: Number of masked neighbours recomputed with each centre, both sides together. At most 6 in the
+        paper.
+      around: Centres of the windows: the tokens being unmasked ("next", the reference), or those just
+        unmasked ("last", which the paper found better).
 
-    Exact limit: refresh_every=1.
-    Departures: the order is drawn step by step rather than once per block, which is the same distribution.
-    Batches of unequal prompts work with a window too. The reference has LLaDA only; where the head is shifted
-    the positions that predict D_t are computed as well.
+    Equals exact decoding when: refresh_every=1.
+    Differences: The order is drawn step by step rather than once per block, which is the same distribution.
+      Batches of unequal prompts work with a window too. The reference supports LLaDA only; with a shifted
+      output head the positions that predict D_t are computed as well.
     """
 
     refresh_every: RefreshInterval = 2

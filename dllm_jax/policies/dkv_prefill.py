@@ -14,14 +14,19 @@ from dllm_jax.state.layout import Layout
 
 @dataclasses.dataclass(frozen=True)
 class DKVPrefill(Policy):
-    """Reuses the prompt's K/V of the first step, and nothing else.
+    """Caches the prompt's keys and values of the first step, and recomputes the response at every step.
 
-    With a shifted head the last prompt token is recomputed: it predicts the first response token. The
-    response's pairs lie behind the prompt's, where each step writes its own before it reads them: joining the
-    two would copy the prompt in every step.
+    Use it when the response is short compared with the prompt.
 
-    Exact limit: one step in all, or no prompt.
-    Departures: the reference has Dream only.
+    With a shifted output head the last prompt token is recomputed, because it predicts the first response
+    token.
+
+    Memory: Dense keys and values for all positions: each step writes the response's after the prompt's.
+
+    Limits: The prompt never sees the response. Partial steps grow with the response.
+
+    Equals exact decoding when: the response takes one step, or there is no prompt.
+    Differences: LLaDA works too; the reference supports Dream only.
     """
 
     @override

@@ -27,29 +27,35 @@ from dllm_jax.traced import Number, Traced
 
 @dataclasses.dataclass(frozen=True)
 class ElasticCache(Policy):
-    """Recomputes a window of masks, just decoded and tracked tokens; after drift, deeper layers in full.
+    """Recomputes a window of masks and tracked tokens; recomputes whole layers when attention drifts.
 
-    The first `window` masks are the only ones that may be decoded. Each layer tests whether the attention of
-    the tracked tokens (the most attended ones of the last step) has changed; where the similarity falls below
-    `gamma`, the following layers recompute all positions from the inputs they have stored (algorithm 1).
-    Layer 0 needs no such refresh: its K/V depend on the token alone.
+    Use it in one long block. It adapts the refreshes to the model's attention, and computed the fewest tokens
+    of all caches on `tiny-llada`.
 
-    Exact limit: a single step; unless the head is shifted, also any run with window and track that cover the
-    canvas (the shifted window is of predictors and leaves out the last mask's own position).
-    Departures: old queries are recomputed from the stored inputs instead of being stored; batches work, each
-    sequence with its own refreshes; a block smaller than the response limits the window to the block; see
-    docs/dev/departures.md.
+    Only the first `window` masks may be unmasked. Each layer tests whether the attention of the tracked
+    tokens (the most attended ones of the last step) has changed. Where the similarity falls below `gamma`,
+    the layers above recompute all positions from their stored inputs (algorithm 1). Layer 0 needs no refresh,
+    because its keys and values depend on the tokens alone.
+
+    Memory: Dense keys and values, and the input of every layer.
+
+    Limits: A good `gamma` differs between models; a value too high recomputes most layers.
+
+    Equals exact decoding when: the response takes one step. Without a shifted output head, also when window
+      and track cover the canvas.
+    Differences: Old queries are recomputed from the stored inputs instead of being stored. Batches work, and
+      each sequence refreshes on its own. A block smaller than the response limits the window.
 
     Attributes:
-      window: masks that are computed and may be decoded (beta); where a schedule wants more in a step,
-        further steps follow.
-      gamma: a layer whose similarity is below it has drifted; -1 never refreshes, above 1 always does.
-      track: most attended tokens that each layer tracks.
-      test: what is compared, `HeadCosine` (released code) or `KeyCosine` (paper).
-      block_caching: False computes all masks, which then also vote; only the window is decoded in any case.
-      cut_at_eos: leave the masks after the first decoded end-of-text masked. For use with
-        `generate(stop_at_eos=True)`, which ends the sequence and fills them; else it idles to the end of its
-        schedule.
+      window: Number of masks that are computed and may be unmasked (beta). A schedule that wants more in a
+        step takes further steps.
+      gamma: Similarity below which a layer has drifted. -1 never refreshes; values above 1 always do.
+      track: Number of most attended tokens that each layer tracks.
+      test: Drift test: `HeadCosine` (reference implementation) or `KeyCosine` (paper).
+      block_caching: Whether masks outside the window stay cached. False computes all masks, which then vote
+        too; only the window is unmasked in either case.
+      cut_at_eos: Whether masks after the first end-of-text stay masked. Use it with
+        `generate(stop_at_eos=True)`, which ends the sequence and fills them.
     """
 
     window: PositiveInt = 16

@@ -40,26 +40,32 @@ class EvictedPrompt(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class EvictPrompt(PromptEviction):
-    """Another policy, which keeps only `budget` pairs of the prompt per layer and head between its refreshes.
+    """Evicts prompt KV pairs under another policy, down to `budget` per layer and head.
 
-    Wherever a step recomputes all of the prompt, queries attend to all of it, and each layer's heads choose
-    the pairs that they keep (`dllm_jax.eviction`). In other steps no prompt position is recomputed, what the
-    policy selects of the prompt is left out, and queries attend to the kept pairs and to the response. What
-    the policy does not read (`Policy.reads`) is not attended to, kept or not. Stored are the budget and
-    [n b r k d] for the response and, with a shifted head, the position before it.
+    Use it when the prompt's KV pairs do not fit in memory and the other policy's partial steps suffice.
 
-    Exact limit: budget >= prompt length is the policy without eviction, if it recomputes the prompt as a
-    whole; so is `DKVDecode(refresh_every=1)` or another that recomputes everything in every step, at any
-    budget.
+    When a step recomputes all of the prompt, queries attend to all of it and each head selects the KV pairs
+    to retain (`dllm_jax.eviction`). In partial steps no prompt token is recomputed; queries attend to the
+    retained KV pairs and the response. `Policy.reads` still applies.
+
+    Memory: The budget, and [n b r k d] for keys and for values of the response (with a shifted output head,
+    also of the position before it).
+
+    Limits: Needs a policy that consists of sets (`Policy.only_sets`). Accuracy falls when one selection must
+    serve a long block.
+
+    Equals exact decoding when: the policy recomputes everything in every step, for example
+      `DKVDecode(refresh_every=1)`. With budget >= prompt length it equals the policy without eviction, if
+      that recomputes the prompt as a whole.
+    Differences: The combination is ours; MaskKV's paper evicts under dLLM-Cache only (`MaskKV`).
 
     Attributes:
-      policy: which positions are recomputed, and when; any that says so by sets alone (`Policy.only_sets`):
-        `DualCache`, `PrefixCache`, `DKVDecode`, `DKVPrefill`, `DKVPD`, `DKVGreedy`, or your own. The
-        others decide themselves which pairs they store, and are refused; dLLM-Cache with this eviction is
-        `MaskKV`.
-      budget: see `PromptEviction`, which has `layers` and `heads` too.
-      votes: see `PromptEviction`; by default those who predict, which are the masks but with a shifted head.
-      reselect: choose anew whenever the prompt is recomputed; False renews the pairs of the first step.
+      policy: Policy that selects the tokens to recompute: `DualCache`, `PrefixCache`, `DKVDecode`,
+        `DKVPrefill`, `DKVPD`, `DKVGreedy`, or your own without a layer. Others raise `ValueError`.
+      votes: Positions whose attention scores the KV pairs. Default: the predicting positions (the masked
+        tokens, unless the head is shifted).
+      reselect: Whether KV pairs are selected again whenever the prompt is recomputed. False renews the KV
+        pairs of the first step.
     """
 
     votes: eviction.Voters = eviction.PredictingVotes()

@@ -15,14 +15,20 @@ from dllm_jax.state.layout import Layout
 
 @dataclasses.dataclass(frozen=True)
 class PrefixCache(Policy):
-    """Keeps K/V of everything before the current block; the block and all that follows is recomputed.
+    """Caches everything before the current block; recomputes the block and all tokens after it (Fast-dLLM).
 
-    The first step of a block recomputes, and thereby refreshes, the whole canvas and decodes like any other.
+    Use it when responses are short or the model is sensitive to stale masks after the block. On long
+    responses `DualCache` computes far fewer tokens.
 
-    Exact limit: one step per block.
-    Departures: batches and padding work (the reference has neither in this mode), and with Dream's shifted
-    head the positions that predict the suffix are recomputed instead of committing each block's first token
-    unconditionally (the rule of d2Cache's baseline).
+    The first step of a block is a full step: it refreshes the canvas and unmasks tokens like any other step.
+
+    Memory: Dense keys and values for all positions.
+
+    Limits: A partial step grows with the number of masked tokens.
+
+    Equals exact decoding when: every block takes one step.
+    Differences: Batches and padding work; the reference has neither in this mode. On Dream the positions that
+      predict the suffix are recomputed, where the reference unmasks each block's first token unconditionally.
     """
 
     @override
@@ -38,13 +44,19 @@ class PrefixCache(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class DualCache(Policy):
-    """Keeps K/V of everything outside the current block, the masked suffix included.
+    """Caches everything outside the current block, the masked suffix included (Fast-dLLM).
 
-    The first step of a block recomputes the whole canvas, later steps only the positions that predict the
-    block.
+    Use it first: it has no options, and it matches exact decoding closely at any block length. Combine it
+    with `Threshold` for parallel decoding.
 
-    Exact limit: one step per block.
-    Departures: as for `PrefixCache`; the reference's dual cache crashes for batches.
+    The first step of a block is a full step. Later steps recompute only the positions that predict the block.
+
+    Memory: Dense keys and values for all positions.
+
+    Limits: Every block costs a full step, which dominates with long prompts or few steps per block.
+
+    Equals exact decoding when: every block takes one step.
+    Differences: As for `PrefixCache`. Batches also work; the reference's dual cache crashes.
     """
 
     @override
@@ -59,15 +71,16 @@ class DualCache(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class SubBlockCache(DualCache):
-    """Fast-dLLM v2's cache over sub-blocks (arXiv:2509.26328), renewed until a block's first token is there.
+    """Caches everything outside a sub-block, once the sub-block's first token is unmasked (Fast-dLLM v2).
 
-    A step computes everything that may change while the first position of the block is masked, later steps
-    compute the block. On a block-causal model what may change is the model's block, of
-    which `block=` is a part.
+    Use it on block-causal models with `block` smaller than the model's block. Paper: arXiv:2509.26328.
 
-    Exact limit: one step per block.
-    Departures: the released code keeps the cache of the model's block before, whose keys a block's first
-    sub-block then reads; here it is renewed with each block.
+    While the first token of the sub-block is masked, a step recomputes everything that may change. On a
+    block-causal model that is the model's block. Later steps recompute the sub-block.
+
+    Equals exact decoding when: every block takes one step.
+    Differences: The cache is refreshed with each block. The reference keeps the cache of the previous block,
+      whose keys the first sub-block then attends to.
     """
 
     @override

@@ -22,21 +22,28 @@ from dllm_jax.traced import is_traced
 
 @dataclasses.dataclass(frozen=True)
 class MaskKV(PromptEviction, DLLMCache):
-    """dLLM-Cache that keeps, after the first step, only the prompt pairs that masked positions look at.
+    """Evicts the prompt KV pairs that masked tokens do not attend to, on top of dLLM-Cache (MaskKV).
 
-    A prompt refresh attends to the full prompt. After each layer's attention, every kv head keeps the
-    positions with most votes; between refreshes nothing else of the prompt is stored. The storage is exactly
-    as large as the budget: one flat run of slots over layers and heads.
+    Use it with long prompts of which the answer needs little, when the KV cache does not fit in memory. To
+    evict under another policy, use `EvictPrompt`.
 
-    Exact limit: prompt_every=1, response_every=1. With budget >= prompt length it is `DLLMCache`, except
-    for the position before the response in the first layer (shifted heads).
-    Departures: budgets are rounded so that all of it is used, where the paper's floors lose some; online
-    layer budgets are measured in a pass of their own, see `eviction.OnlineLayers`.
+    A prompt refresh attends to the full prompt. After each layer's attention every KV head retains the
+    positions with the most votes. Between refreshes nothing else of the prompt is cached.
+
+    Memory: The budget for the prompt, stored back to back over layers and heads, and dense keys, values and
+    branch outputs of the response.
+
+    Limits: By default the first selection is final, which fails when later tokens need other parts of the
+    prompt; see `reselect`. On Dream the votes miss the last prompt token.
+
+    Equals exact decoding when: prompt_every=1, response_every=1. With budget >= prompt length it equals
+      `DLLMCache`, except for the position before the response in the first layer (shifted output heads).
+    Differences: Budgets are rounded so that all of the budget is used, where the paper's floors lose some.
+      Online layer budgets are measured in a pass before the first step (`eviction.OnlineLayers`).
 
     Attributes:
-      budget, layers, heads, votes: what is kept, see `PromptEviction`.
-      reselect: vote again at every prompt refresh instead of renewing the pairs first chosen; needs
-        prompt_every to be a multiple of response_every, so that all masks vote.
+      reselect: Whether every prompt refresh votes again, rather than renewing the KV pairs selected first.
+        Needs prompt_every to be a multiple of response_every, so that all masks vote.
     """
 
     prompt_every: TracedPositiveInt = 50

@@ -16,18 +16,25 @@ from dllm_jax.state.layout import Layout
 
 @dataclasses.dataclass(frozen=True)
 class SlidingCache(Policy):
-    """`DualCache` for blocks that slide: recomputes the block and at least `window` positions before it.
+    """Recomputes a sliding block and at least `window` tokens before it (DSB).
 
-    Everything is recomputed when a round begins, which with `block=Sliding(32)` is whenever 32 tokens have
-    been decoded; in other steps the block, and before it all that it has moved on by, or `window` if that is
-    more. So tokens are stored once more after they have been decoded. With fixed blocks a round is a block.
+    Use it with `block=Sliding(32)`. With fixed blocks it is `DualCache` with a window.
 
-    Exact limit: one step per block, or in all if it slides.
-    Departures: batches, padding and a shifted head work, for which the positions that predict the block are
-    recomputed. The released code's window behind the block is left out: it decodes there what it should not.
+    A full step starts each round. With `block=Sliding(32)` a round ends when 32 tokens are unmasked. Other
+    steps recompute the block and the tokens that it has just left, or `window` tokens if these are more. So
+    tokens are cached again after they are unmasked.
+
+    Memory: Dense keys and values for all positions.
+
+    Limits: At one token per step it computes more tokens than `DualCache`.
+
+    Equals exact decoding when: every block takes one step; if it slides, when the response takes one step.
+    Differences: Batches, padding and a shifted output head work. The reference's window after the block is
+      left out, because it unmasks tokens that it should not.
 
     Attributes:
-      window: positions before the block that are recomputed with it; 0 is `DualCache`, if blocks are fixed.
+      window: Number of tokens before the block that are recomputed with it. 0 is `DualCache` with fixed
+        blocks.
     """
 
     window: NonNegativeInt = 24

@@ -22,23 +22,30 @@ from dllm_jax.state.rows import Rows
 
 @dataclasses.dataclass(frozen=True)
 class SPACache(DLLMCache):
-    """Renews keys and values of the whole response, and in each layer the outputs of what changed most there.
+    """Updates a share of the response per step that depends on the layer; renews all its keys and values.
 
-    The share of the response whose attention and MLP a layer recomputes between refreshes follows a Gaussian
-    over its relative depth, with a width of its own on each side: few positions change in the first layers,
-    most in some of the later ones. What changed is told by proxies of the values.
+    Use it like `DLLMCache`, when later layers change more than early ones.
 
-    Exact limit: prompt_every=1. With start = end = ratio and no proxy it is `DLLMCache` with new keys for the
-    whole response.
-    Departures: those of `DLLMCache`. Proxies are computed from the values: the cosines are the same.
+    The share of the response whose attention and MLP a layer recomputes between refreshes is a Gaussian over
+    the relative depth, with its own width on each side. Low-rank proxies of the values tell which tokens
+    changed.
 
-    Attributes: besides those of `DLLMCache`, whose `ratio` is that of the peak,
-      start: share at the first layer, at most `ratio`; LLaDA's is 0.03.
-      end: share behind the last layer.
-      peak: relative depth of the layer with the largest share.
-      least: what no layer's share falls below.
-      proxy: the model's, `ValueProxy.of(model, rank)`; None compares the values themselves, all of whose
-        directions they are.
+    Memory: Dense keys and values, both branch outputs of the response, and the proxies.
+
+    Limits: As for `DLLMCache`.
+
+    Equals exact decoding when: prompt_every=1. With start = end = ratio and no proxy it equals `DLLMCache`
+      with new keys for the whole response.
+    Differences: As for `DLLMCache`. Proxies are computed from the values; the cosines are the same.
+
+    Attributes:
+      prompt_every: Refresh interval of prompt and response, in steps of the whole generation.
+      ratio: Share of the response updated in the layer at `peak`.
+      start: Share at the first layer, at most `ratio`. The paper uses 0.03 for LLaDA.
+      end: Share after the last layer.
+      peak: Relative depth of the layer with the largest share, in [0, 1].
+      least: Minimum share of any layer.
+      proxy: Low-rank proxy of the model, `ValueProxy.of(model, rank)`. None compares the values themselves.
     """
 
     prompt_every: TracedPositiveInt = 50

@@ -22,28 +22,34 @@ from dllm_jax.state.selection import fraction_of, max_pool, mean_query_score
 
 @dataclasses.dataclass(frozen=True)
 class SparseDLLM(Policy):
-    """Recomputes the block against the most important K/V outside of it, chosen once per block and layer.
+    """Evicts the least important KV pairs outside the current block, once per block and layer (Sparse-dLLM).
 
-    The first 1 + delay steps of a block are full. The last of them fills the cache (Algorithms 1 and 4):
-    keys outside the block are scored by the block's mean query, mean over heads (`mean_query_score`), pooled
-    over neighbours (across the block too), and the `keep` best are stored, the same for all heads of a layer:
-    [n b s k d] with s = int((l - block) * keep), and room behind them for the block, whose steps write their
-    own pairs there before they read them. Joining the two would copy what is stored in every step.
+    Use it when the KV cache does not fit in memory. It needs 1 + delay full steps per block, so it saves less
+    compute than `DualCache`.
 
-    With a shifted head the positions that predict the block are recomputed: the one before the block is
-    always new, so it is no candidate; the block's last position is not, so its pair is always stored (as
-    in `DualCache`, which this is with keep=1, delay=0), one slot more.
+    The first 1 + delay steps of a block are full steps. The last one scores all keys outside the block by the
+    block's mean query and max-pools the scores over neighbours (Algorithms 1 and 4). It retains a fraction
+    `keep` of the KV pairs, the same ones for all heads of a layer. Later steps recompute the block and attend
+    to the retained pairs and to the block.
 
-    Exact limit: one step per block, or up to 1 + delay of them.
-    Departures: batches and padding work, the retention ratio being of a sequence's own candidates; a shifted
-    head does not commit each block's first token unconditionally; scores are float32 at any dtype, equal
-    ones going to the lower position; even kernels, which give one score too many, are refused.
+    With a shifted output head the positions that predict the block are recomputed. The KV pair of the block's
+    last position is always retained, as in `DualCache`, which this policy is with keep=1, delay=0.
+
+    Memory: [n b s k d] for keys and for values, with s = int((l - block) * keep) + block.
+
+    Limits: Accuracy falls quickly with small `keep`, and in blocks whose tokens need different parts of the
+    prompt.
+
+    Equals exact decoding when: every block takes at most 1 + delay steps.
+    Differences: Batches and padding work; each sequence retains a fraction of its own candidates. On Dream no
+      token is unmasked unconditionally. Scores are float32 in every dtype, and ties go to the lower position.
+      Even kernels raise `ValueError`, because they give one score too many.
 
     Attributes:
-      keep: retention ratio r in [0, 1].
-      kernel: window of the max pooling, odd; 1 is none.
-      delay: full steps of a block before the one that fills the cache.
-      side: evict on both sides of the block, or before it only, keeping all after it (Algorithm 5).
+      keep: Fraction of the KV pairs outside the block to retain, in [0, 1] (retention ratio r).
+      kernel: Window of the max pooling over positions, odd. 1 disables pooling.
+      delay: Number of full steps of a block before the one that fills the cache.
+      side: Region of the eviction: "both" sides of the block, or its "prefix" only (Algorithm 5).
     """
 
     keep: Fraction = 0.5

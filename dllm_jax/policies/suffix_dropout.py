@@ -25,22 +25,28 @@ from dllm_jax.state.rows import Rows
 
 @dataclasses.dataclass(frozen=True)
 class SuffixDropout(Policy):
-    """Another policy on a canvas that lacks most masks behind the block: they are neither computed nor read.
+    """Drops most masked tokens after the block from computation and attention, under another policy (DPad).
 
-    Which ones stay is settled when the block begins, and holds until it ends; in a block's first step
-    everything that stays is computed. Given text behind the block stays always, and all positions keep their
-    places in the response.
+    Use it for long responses whose end is far from the current block.
 
-    Exact limit: keep=NearAndLast(near >= response) is the policy without it.
-    Departures: draws are by a seed and alike in all sequences; the released code draws from torch's global
-    generator, for one. Its early end, when a finished block holds an end-of-text, is that of
-    `generate(..., stop_at_eos=True)`, which need not wait for the end of the block.
+    The set of retained masks is fixed from the first step of a block to its last. Given text after the block
+    is always retained, and all tokens keep their positions.
+
+    Memory: That of the other policy.
+
+    Limits: Needs a policy that consists of sets (`Policy.only_sets`), and a model that attends in both
+    directions.
+
+    Equals exact decoding when: keep=NearAndLast(near >= response) and the other policy does; it then equals
+      that policy.
+    Differences: Draws depend on a seed and are alike in all sequences; the reference draws from torch's
+      global generator, for one sequence. Its early end is `generate(..., stop_at_eos=True)`, which need not
+      wait for the end of the block.
 
     Attributes:
-      policy: which positions are recomputed of those that stay, and when; any that says so by sets alone
-        (`Policy.only_sets`): the exact decoder, `PrefixCache`, `DualCache`, `DKVDecode`, `DKVPrefill`,
-        `DKVPD`, or one of your own.
-      keep: the masks behind the block that stay: `GaussianDropout`, `UniformDropout`, `NearAndLast`.
+      policy: Policy that selects the tokens to recompute among the retained ones: `Policy`, `PrefixCache`,
+        `DualCache`, `DKVDecode`, `DKVPrefill`, `DKVPD`, or your own without a layer.
+      keep: Masks after the block to retain: `GaussianDropout`, `UniformDropout` or `NearAndLast`.
     """
 
     policy: Policy = DualCache()

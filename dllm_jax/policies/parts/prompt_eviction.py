@@ -29,14 +29,14 @@ from dllm_jax.state.rows import Rows
 
 @dataclasses.dataclass(frozen=True)
 class PromptEviction(Policy):
-    """A policy that keeps `budget` prompt pairs per layer and head, in storage exactly as large as that.
+    """Base of policies that retain `budget` prompt KV pairs per layer and head, in storage of that size.
 
     Attributes:
-      budget: prompt pairs kept per layer and kv head, on average.
-      layers: how the budget is spread over layers; `BoundaryMiddle` needs the profile of your model, without
-        which it is uniform.
-      heads: how a layer's budget is spread over its kv heads.
-      votes: who votes; the baselines are values of these three fields (`dllm_jax.eviction`).
+      budget: Number of prompt KV pairs retained per layer and KV head, on average.
+      layers: Distribution of the budget over layers. `BoundaryMiddle` needs the profile of your model;
+        without it the distribution is uniform.
+      heads: Distribution of a layer's budget over its KV heads.
+      votes: Positions whose attention scores the KV pairs (`dllm_jax.eviction`).
     """
 
     budget: PositiveInt = 256
