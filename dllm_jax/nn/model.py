@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.nn.attention import attention
 from dllm_jax.nn.int8 import Weights, held_as
-from dllm_jax.nn.intervened import intervened
+from dllm_jax.nn.intervened import embedded, intervened
 from dllm_jax.nn.intervention import Intervention, checked
 from dllm_jax.nn.kernels import Kernels
 from dllm_jax.nn.layer import Layer, embed, unembed, walk
