@@ -111,7 +111,7 @@ class Conversation:
     Attributes:
       model: from `load`.
       tokenizer: the checkpoint's.
-      options: of `stream`.
+      options: Keyword arguments of `stream`.
       seed: Seed of the draws; each answer has its own.
       template: Variables of the chat template by name.
     """

@@ -14,7 +14,7 @@ from dllm_jax.state import selection
 
 
 class Evidence(NamedTuple):
-    """What the attention of a step says about the prompt.
+    """Attention statistics of the prompt in one step.
 
     Attributes:
       votes: attention that each prompt position received, -inf at padding.

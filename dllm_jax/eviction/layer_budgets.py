@@ -118,7 +118,7 @@ class BoundaryMiddle(LayerBudgets):
         """Layer budgets before rounding and before the cap of the prompt (equations 9-13).
 
         Args:
-          importance: of the layers, [... n].
+          importance: Importance of the layers, [... n].
           budget: pairs per kv head, average over the layers.
 
         Returns:

@@ -140,7 +140,7 @@ def empty(
       batch: sequences.
       kv_heads: kv heads of a layer.
       head: width of a head.
-      dtype: of keys and values.
+      dtype: Dtype of keys and values.
     """
     # At least one slot, so that padding has something to read where nothing is stored.
     room = max(int(budgets.sum(axis=1).max()) * kv_heads, 1)

@@ -1,4 +1,4 @@
-"""Who votes for the prompt positions to keep, and how the attention they give is counted."""
+"""Scores prompt positions by the attention of selected queries."""
 
 import abc
 import dataclasses

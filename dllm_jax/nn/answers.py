@@ -32,12 +32,11 @@ def answer_logits(
       model: differentiable.
       tokens: prompt and noised answer.
       answer: the answer as it is, which block-causal models see of earlier blocks.
-      valid: False at padding and at answer tokens that do not count, which are predictors of no token;
-        None means none.
-      remat: see `encode`.
-      layer_pass: see `encode`.
-      within: see `encode`; None for block-causal models.
-      embeds: see `encode`.
+      valid: False at padding and at answer tokens that do not count; None if there are none.
+      remat: Whether layers are recomputed in the backward pass (`encode`).
+      layer_pass: Layer function in place of the exact one (`encode`).
+      within: Attention mask to narrow further (`encode`); None for block-causal models.
+      embeds: Inputs in place of embeddings (`encode`).
     """
     if model.spec.block_size:
         hidden = _of_two_copies(model, tokens, answer, valid, remat, layer_pass, embeds)

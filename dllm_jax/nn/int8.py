@@ -108,7 +108,7 @@ def placements(
       leaf: a key of `AXES`.
       weights: how matrices are held.
       mesh: None puts everything on the default device.
-      platform: of the devices.
+      platform: Platform of the devices, such as "cpu".
       stacked: whether the parameter is one of stacked layers.
       rules: what the mesh's axes split.
     """

@@ -15,7 +15,7 @@ class IntervenedLayer(Layer):
 
     Attributes:
       interventions: in the order in which they act.
-      position: of the inputs that it is given, see `Layer.at`.
+      position: Canvas positions of its inputs (`Layer.at`).
       step: denoising steps that each sequence has taken part in before.
       reached: places that were passed while the layer was traced.
     """
@@ -73,7 +73,7 @@ class IntervenedLayer(Layer):
                 )
 
     def _changed(self, place: Place, x: Array, position: Array | None = None, ahead: int = 0) -> Array:
-        """What stands at a place after all interventions there."""
+        """Applies all interventions at a place."""
         # Only `qk` is told of positions by its caller; the other seams have those that the layer was bound
         # to.
         position = self.position if position is None else position

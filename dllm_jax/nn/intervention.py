@@ -70,11 +70,11 @@ class Intervention:
         """Puts a value in the place of what was computed.
 
         Args:
-          place: see `Intervention`.
+          place: Name of the place in the network (`Intervention`).
           value: [i b j ..], or fewer axes on the left: [j ..], or [..] for all layers and positions. What
             `capture` returns of the same layers and positions at one step has these axes:
             `seen.residual[0]`.
-          layers: see `Intervention`; one number, or several.
+          layers: One layer index, or several (`Intervention`).
           positions: likewise; Int[j], or Int[b j].
           steps: likewise.
           heads: likewise.
@@ -119,7 +119,7 @@ class Intervention:
         position: Int[Array, "b q"],
         step: Int[Array, "b"],
     ) -> Float[Array, "b q *shape"]:
-        """What stands at the place after the intervention.
+        """Applies the intervention to the value at its place.
 
         Args:
           x: what was computed.
@@ -161,7 +161,7 @@ class Intervention:
         """Refuses an intervention that does not fit; of traced numbers only shapes are looked at.
 
         Args:
-          spec: of the model.
+          spec: Spec of the model.
           batch: sequences.
           length: canvas positions.
           steps: upper bound of denoising steps; None for a single pass, which has none.
@@ -230,7 +230,7 @@ def _made(
 
 
 def _floats(name: str, value: Any) -> Float[Held, "..."]:
-    """What was given as float32, on the host unless it is traced; raises ValueError if it is no number."""
+    """Converts a value to float32, on the host unless it is traced; raises ValueError if it is no number."""
     try:
         array = value if isinstance(value, Tracer) else np.asarray(value)
     except ValueError as error:
@@ -243,7 +243,7 @@ def _floats(name: str, value: Any) -> Float[Held, "..."]:
 def checked(
     interventions: Any, spec: ModelSpec, batch: int, length: int, steps: int | None
 ) -> tuple[Intervention, ...]:
-    """What a user passed as interventions; raises ValueError if it is something else, or does not fit."""
+    """Checks the interventions of a user; raises ValueError if they do not fit the model or the run."""
     several = isinstance(interventions, list | tuple)
     given = interventions if several else (interventions,)
     for one in given:
@@ -295,7 +295,7 @@ def for_sequences(
     Args:
       interventions: in a traced program.
       batch: sequences, those included that a mesh needed.
-      copies: of each sequence.
+      copies: Number of copies of each sequence.
     """
 
     def more(array: Held, axis: int) -> Held:

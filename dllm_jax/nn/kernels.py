@@ -1,4 +1,4 @@
-"""Which implementation the operations of a generation's steps take, and how a mesh divides them.
+"""Chooses the implementation of each operation of a generation's steps, and divides them over a mesh.
 
 XLA's partitioner cannot split a kernel. Sequences and heads are independent in every operation, so over a
 mesh each device computes those it holds (`jax.shard_map`), and only an average over heads is exchanged. Of

@@ -37,7 +37,7 @@ class LowRankMatrix:
 
     @property
     def scale(self) -> float:
-        """What the product of the factors is multiplied by."""
+        """Factor of the product of the two matrices."""
         return self.alpha / self.rank
 
     @property

@@ -1,4 +1,4 @@
-"""Which keys a query may attend to: real ones, and in block-causal models those up to its own block.
+"""Masks of the keys that a query may attend to: no padding, and in block-causal models no later block.
 
 A mask is a boolean array that broadcasts to [b k q s]; None in its place means everywhere, and programs
 without one are shorter and faster. So nothing here makes a mask where a model and a request need none.
@@ -45,7 +45,7 @@ def block_causal(
     Args:
       mask: narrowed; None for all keys.
       spec: `block_size` is B, or 0 for full attention.
-      position: of each query, on the canvas; padding may have any.
+      position: Canvas position of each query; any at padding.
       valid: False at left padding; None if there is none.
       length: positions of the canvas, which are the keys.
     """
@@ -71,7 +71,7 @@ def with_noisy_copy(
     Args:
       mask: narrowed; None for all keys.
       spec: has a `block_size`.
-      position: of each query and key, on the canvas: those of the copy are there twice.
+      position: Canvas position of each query and key; those of the copy occur twice.
       valid: False at left padding; None if there is none.
       length: positions of the canvas; the copy's are behind them.
     """

@@ -33,19 +33,19 @@ class ReplicationWarning(UserWarning):
 
 @dataclasses.dataclass(frozen=True)
 class MeshRules(Options):
-    """Which mesh axes, by name, split which axes of arrays.
+    """Assigns mesh axes, by name, to the axes of arrays that they split.
 
     A name that a mesh does not have is passed over, so one table serves meshes of several conventions.
     Several axes of a mesh for one axis of arrays split it together.
 
     Attributes:
-      batch: of the sequences of a batch: data parallelism.
-      heads: of query heads, and of the kv heads that they read.
-      mlp: of the MLP's width, and of each expert's.
-      vocab: of the vocabulary, in embedding and head.
-      width: of the model width in parameters, not in activations: fully sharded parameters, which programs
-        gather layer by layer. Its axes usually split the batch too.
-      experts: of the experts of a layer: each device computes what is sent to its own.
+      batch: Mesh axes that split the sequences of a batch (data parallelism).
+      heads: Mesh axes that split query heads and the KV heads that they read (tensor parallelism).
+      mlp: Mesh axes that split the width of the MLP and of each expert.
+      vocab: Mesh axes that split the vocabulary, in embedding and head.
+      width: Mesh axes that split the model width of parameters, but not of activations (fully sharded
+        parameters). Programs gather them layer by layer. These axes usually split the batch too.
+      experts: Mesh axes that split the experts of a layer (expert parallelism).
     """
 
     batch: tuple[str, ...] = ("dp", "data", "batch", "fsdp")
@@ -117,7 +117,7 @@ class MeshRules(Options):
         Args:
           mesh: the mesh.
           axes: a letter per axis of the array; letters without a rule are not split.
-          lengths: of the axes by letter; one that is not among them is taken to divide.
+          lengths: Length of each axis by letter. A missing one is assumed to divide.
         """
         split = (self.axes(mesh, letter, lengths.get(letter)) for letter in axes)
         return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in split))
@@ -245,8 +245,8 @@ def constrain(x: Shaped[Array | np.ndarray, "..."], rules: MeshRules, axes: str)
 
     Args:
       x: an array.
-      rules: of the model.
-      axes: a letter per axis, see `MeshRules.spec`; of fewer letters, the axes behind them are not split.
+      rules: Sharding rules of the model.
+      axes: One letter per axis (`MeshRules.spec`). Axes without a letter are not split.
     """
     mesh = partitioned_over()
     if mesh is None:

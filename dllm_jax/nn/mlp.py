@@ -1,4 +1,4 @@
-"""What stands behind attention in a layer: a gated MLP, or a mixture of experts, each of which is one.
+"""Gated MLP of a layer, or a mixture of experts, each of which is a gated MLP.
 
 Experts (Shazeer et al., arXiv:1701.06538, as LLaDA-MoE, SDAR-MoE and LLaDA2 have them): a router gives every
 token a score of each expert, the token goes through the few with the best scores, and their outputs are added
@@ -27,9 +27,9 @@ def dense(weights: Mapping[str, Any], x: Float[Array, "b q m"], of: str = "") ->
     """The gated MLP down(silu(gate x) * up x), SwiGLU as Llama's.
 
     Args:
-      weights: of the layer; matrices may be int8 or have updates.
+      weights: Parameters of the layer; matrices may be int8 or have low-rank updates.
       x: normed inputs.
-      of: what the matrices' names begin with.
+      of: Prefix of the matrices' names.
     """
     # Two products share the normed input, and the gate's SiLU scales the other.
     gate = einsum("bqm,mf->bqf", x, weights[f"{of}gate"])
@@ -43,7 +43,7 @@ def mixture(
     """The weighted sum of each token's experts, and of the shared expert if there is one.
 
     Args:
-      weights: of the layer, see `dllm_jax.nn.modules.LayerParameters`.
+      weights: Parameters of the layer (`dllm_jax.nn.modules.LayerParameters`).
       x: normed inputs.
       spec: the experts.
       kernels: which implementation the experts take. Over a mesh, by its rules, each device computes what its
@@ -133,7 +133,7 @@ def _experts(
     """The sum of each token's experts, times their weights, in float32.
 
     Args:
-      weights: of the router, and of all experts or of a device's.
+      weights: Parameters of the router, and of all experts or those of the device.
       x: normed inputs.
       spec: the experts.
       kernels: which implementation they take.

@@ -33,13 +33,13 @@ class Model:
     """A pytree of parameters with its static spec.
 
     Attributes:
-      params: see `dllm_jax.nn.parameters`.
+      params: Parameters as a nested dict (`dllm_jax.nn.parameters`).
       spec: static.
-      implementation: of attention, eviction and experts in a generation's steps, static: "xla"; "pallas"
-        (kernels where they are supported, interpreted on CPUs); "cudnn" (NVIDIA's attention on its GPUs);
-        evidence of which is best here (`load`, see `pallas_kernels.evidence`); or None, which is "xla". Full
-        passes (`forward`, training) always use XLA. `dllm_jax.explain_kernels` shows the choice.
-      rules: what the axes of a mesh split, static; of no consequence without one.
+      implementation: Kernels of attention, eviction and experts in a generation's steps (static): "xla";
+        "pallas" (kernels where they are supported, interpreted on CPUs); "cudnn" (NVIDIA's attention on its
+        GPUs); evidence of which is best here (`load`, see `pallas_kernels.evidence`); or None, which is
+        "xla". Full passes (`forward`, training) always use XLA. `dllm_jax.explain_kernels` shows the choice.
+      rules: Sharding rules for the axes of a mesh (static); unused without one.
       vision: parameters of the tower that `spec.vision` describes, and of its projector, in the form of
         `params`; None of text models. Nothing that decodes reads it, see `dllm_jax.vision`; training can.
       origin: the directory that it was loaded from, whose tokenizer `save_hf` writes along. No part of the
@@ -212,7 +212,7 @@ def _result(
     interventions: tuple[Intervention, ...],
     embeds: Float[Array, "b l m"] | None,
 ) -> Float[Array, "..."]:
-    """What a function of a full pass returns, with these axes."""
+    """Runs a full pass and gives its result these axes."""
     # Explicit meshes want the type of a result; it is the one that XLA's partitioner would come to by itself.
     arrays = tokens.astype(jnp.int32), valid, interventions, embeds
     out = model.rules.of_results((model, tokens), axes, b=len(tokens), v=model.spec.vocab)

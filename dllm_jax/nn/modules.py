@@ -75,9 +75,9 @@ def initialise(
 
     Args:
       spec: the model.
-      key: of the matrices: normal, std 0.02 (output projections 0.02 / sqrt(2n)), times `gain`. Norms are
-        ones, biases zeros.
-      dtype: of all of them but a router's bias.
+      key: Random key of the matrices: normal, std 0.02 (output projections 0.02 / sqrt(2n)), times `gain`.
+        Norms are ones, biases zeros.
+      dtype: Dtype of all parameters but a router's bias.
       gain: above 1 for narrow models, which learn slowly from so small matrices.
     """
     rngs = nnx.Rngs(params=one_key(key))

@@ -39,7 +39,7 @@ def predicting_positions(
 
 
 def _has_left(valid: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
-    """Which positions have a left neighbour, which is on the canvas and no padding."""
+    """Marks positions whose left neighbour is on the canvas and no padding."""
     return jnp.pad(valid[:, :-1], ((0, 0), (1, 0)))
 
 

@@ -1,4 +1,4 @@
-"""What a model is: the static numbers that fix its shapes and its arithmetic."""
+"""Static description of a model: the numbers that fix its shapes and its arithmetic."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -29,9 +29,9 @@ class VisionSpec(Options):
 
     Attributes:
       layers: encoder layers `N` that are there: of SigLIP's own all but the last.
-      width: of the tower `M`.
+      width: Width `M` of the tower.
       heads: attention heads `H`, each width / heads wide.
-      mlp_width: width of the MLP `F`.
+      mlp_width: Width `F` of the MLP.
       image: pixels along each side of a view.
       patch: pixels along each side of a patch; borders that fill none are never seen.
       norm_eps: epsilon inside LayerNorm's square root.

@@ -27,7 +27,7 @@ from dllm_jax.state.rows import Rows
 
 
 class EvictedPrompt(NamedTuple):
-    """What `EvictPrompt` shares between layers and steps.
+    """State that `EvictPrompt` shares between layers and steps.
 
     Attributes:
       pairs: the kept pairs of the prompt.
@@ -112,7 +112,7 @@ class EvictPrompt(PromptEviction):
 
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        """What the policy selects, and of the prompt all or nothing."""
+        """Selects the policy's positions; of the prompt all or none."""
         evictable, selected = self._evictable(canvas), self.policy.select(_under(cache), canvas)
         due = _all_of(evictable & canvas.valid, selected)
         return jnp.where(due, selected | evictable, selected & ~evictable)

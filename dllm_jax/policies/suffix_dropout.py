@@ -69,13 +69,13 @@ class SuffixDropout(Policy):
 
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        """What the policy selects of the positions that stay; when a block begins, what is new of them."""
+        """Selects the policy's positions among the retained ones; in a block's first step new ones too."""
         selected = self.policy.select(cache, canvas) | (canvas.block_begins & canvas.suffix)
         return selected & self.exists(canvas)
 
     @override
     def reads(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        """What the policy reads of the positions that stay."""
+        """Limits the policy's attention to the retained positions."""
         return self.policy.reads(cache, canvas) & self.exists(canvas)
 
     @override

@@ -85,7 +85,7 @@ class Sampler(Options, abc.ABC):
         """
 
     def init(self, canvas: Canvas) -> PyTree:
-        """What the sampler keeps between steps, before the first one; nothing by default.
+        """Creates the state that the sampler keeps between steps; none by default.
 
         It is in the loop's carry: arrays of fixed shapes, whose first axis is that of the sequences.
         """
@@ -105,7 +105,7 @@ class Sampler(Options, abc.ABC):
 
     @property
     def criterion(self) -> Alg:
-        """What `confidence` measures: the sampler's `alg`; without one the candidate token's probability."""
+        """Names the measure of `confidence`: the sampler's `alg`, or the candidate token's probability."""
         return getattr(self, "alg", "prob")
 
     def confidence(
@@ -120,7 +120,7 @@ class Sampler(Options, abc.ABC):
         return score_by(self.criterion, logits, token, self, canvas)
 
     def finished(self, canvas: Canvas) -> Bool[Array, "b"]:
-        """Which sequences have finished the current block.
+        """Marks the sequences that have finished the current block.
 
         The default is those that have taken the block's scheduled steps and have no mask left in it. If a
         policy offered fewer positions than the schedule wanted, further steps follow; with `allow_mask_token`

@@ -1,4 +1,4 @@
-"""What a denoising step may decode, and what a sampler decides about it."""
+"""Candidates that a denoising step may unmask, and the decision of a sampler about them."""
 
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ class Candidates(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What a sampler decides in one denoising step.
+    """Decision of a sampler in one denoising step.
 
     Attributes:
       chosen: candidates that are decoded; all others stay masked.

@@ -27,8 +27,9 @@ class CertaintyPrior(Sampler):
         confidence * density reaches it, and at least one per step, until the block is done.
       tokens_per_step: None as above; a number decodes (at least) that many per step until the block is done,
         regardless of the steps of the layout.
-      alg: as in `Confidence`. "entropy" is as released: a negative score times a density prefers
-        positions *far* from known tokens. It takes no threshold, since no negative score reaches one.
+      alg: Measure of confidence (`Confidence`). "entropy" follows the reference: a negative score times a
+        density prefers positions *far* from known tokens. It takes no threshold, since no negative score
+        reaches one.
     """
 
     sigma: TracedWidth = 10.0

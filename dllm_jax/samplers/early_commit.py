@@ -30,10 +30,10 @@ class EarlyCommit(Options):
     Attributes:
       answer: where the answer begins, counted from the response's first position. None takes all positions
         that are still masked, which is our own.
-      positions: of the answer, as far as the response goes.
+      positions: Number of positions of the answer, as far as the response goes.
       early: threshold in the first third of the steps (below 0.33).
-      middle: in the second (below 0.67).
-      late: in the last.
+      middle: Threshold in the second third (below 0.67).
+      late: Threshold in the last third.
     """
 
     answer: Annotated[NonNegativeInt | None, NoneMeans("all masks")] = None
@@ -70,8 +70,8 @@ class EarlyCommit(Options):
         """Sequences whose answer is sure, and all of whose masks are predicted.
 
         Args:
-          logits: of the model.
-          index: their positions, l = padding.
+          logits: Logits of the model.
+          index: Positions of the logits, l = padding.
           canvas: state before the step.
         """
         # Gaps, in their places on the canvas.

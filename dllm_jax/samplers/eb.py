@@ -52,7 +52,7 @@ def bounded_prefix(
 
     Args:
       score: orders the positions, ties to the lower index; -inf is no candidate.
-      entropy: of each position's distribution, in nats.
+      entropy: Entropy of each position's distribution, in nats.
       gamma: the bound.
     """
     order = jnp.argsort(-score, axis=1, stable=True)

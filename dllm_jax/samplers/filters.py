@@ -8,7 +8,7 @@ from dllm_jax.traced import Number, fixed_at
 
 
 def survivors(logits: Float[Array, "b c v"], top_p: Number | None, top_k: int | None) -> Bool[Array, "b c v"]:
-    """Which tokens survive: first the nucleus, then the k largest of the tokens left in it.
+    """Marks the tokens to sample from: the nucleus, then the k most likely tokens in it.
 
     A token is in the nucleus if the mass of the tokens ranked before it is at most `top_p`; the best
     always is. Tokens tied with the k-th largest all stay.

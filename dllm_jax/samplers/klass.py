@@ -19,7 +19,7 @@ from dllm_jax.state.selection import best
 
 
 class Predictions(NamedTuple):
-    """What KLASS remembers of each response position.
+    """State of KLASS for each response position.
 
     Attributes:
       last: its last predicted distribution, float32; 0 before the first one.

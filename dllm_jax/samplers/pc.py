@@ -42,7 +42,7 @@ class TokenFrequencies(Arrays):
 
         Args:
           frequencies: numbers in [0, 1] by token id, not all 0; or the path of a .npy file that holds them.
-          sha256: of the numbers as float32, or its first digits, if they must be certain ones.
+          sha256: Expected sha256 of the numbers as float32, or its first digits; None accepts any numbers.
 
         Raises:
           ValueError: they are no such numbers, or others than `sha256` says.
@@ -148,7 +148,7 @@ class PCSampler(FixedSchedule):
     logarithm of the vocabulary, the order is that of `Confidence()`.
 
     Attributes:
-      frequencies: of the tokens of the model's vocabulary, see `TokenFrequencies`.
+      frequencies: Frequencies of the tokens of the model's vocabulary (`TokenFrequencies`).
       decay: lambda, per position. The paper's settings are 0.25, 0 for Sudoku and 0.5 for Countdown.
       clip: alpha, the largest confidence, in nats.
     """

@@ -36,11 +36,11 @@ class WINO(UntilDone):
     Neighbour limit: narrow_out=0 is `Threshold(wide_in)`, but for the largest number of tokens per step.
 
     Attributes:
-      wide_in: confidence from which a token is decoded; the surest one always is.
-      narrow_out: probability below which it is taken back.
-      fraction: of the masks of the block that one step may decode, rounded down.
-      fewest: positions that a step may always decode.
-      most: positions that a step never decodes more than.
+      wide_in: Confidence from which a token is unmasked; the most confident one always is.
+      narrow_out: Probability below which a token is remasked.
+      fraction: Maximum fraction of the block's masks that one step unmasks, rounded down.
+      fewest: Number of tokens that a step may always unmask.
+      most: Maximum number of tokens per step.
     """
 
     wide_in: TracedFraction = 0.6

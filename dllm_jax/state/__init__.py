@@ -1,6 +1,6 @@
-"""What a generation is before anybody decides anything: geometry, canvas, computed positions, storage.
+"""State of a generation: geometry, canvas, computed positions, storage.
 
-The names below are what policies and samplers are written in.
+Policies and samplers are written in the names below.
 """
 
 from dllm_jax.state.cache import KV, Cache, LayerCache

@@ -24,7 +24,7 @@ from dllm_jax.state.rows import Rows, full_rows
 
 
 class Cache(NamedTuple):
-    """What a policy keeps between denoising steps.
+    """State that a policy keeps between denoising steps.
 
     Attributes:
       layers: per-layer storage; every leaf is stacked [n b s ...], s being slots. While a model with separate
@@ -59,8 +59,8 @@ class KV(NamedTuple):
         Args:
           spec: the model.
           batch: sequences.
-          slots: of each sequence.
-          dtype: of keys and values.
+          slots: Number of slots per sequence.
+          dtype: Dtype of keys and values.
           scattered: single slots will be written; if not, only whole layers by `LayerCache.replace`, and the
             slots lie in memory as attention reads them. It changes speed, never what is computed.
         """
@@ -149,8 +149,9 @@ class LayerCache(NamedTuple):
     """The cache as one layer sees it while the layers run: `Policy.layer` takes it and returns it changed.
 
     Attributes:
-      storage: of the layers, in the form of the model's parameters; empty if the policy stores nothing.
-      shared: see `Cache`; what a layer puts there, the next one finds. `cache._replace(shared=...)`.
+      storage: Storage of the layers, in the form of the model's parameters; empty if the policy stores
+        nothing.
+      shared: State shared between layers (`Cache`); change it by `cache._replace(shared=...)`.
       kernels: the model's, which say how pairs lie in memory.
       readable: the positions that may be attended to (`Policy.reads`); None where that is all but padding.
     """
@@ -185,7 +186,7 @@ class LayerCache(NamedTuple):
         return self.storage.read()
 
     def attends(self, rows: Rows, canvas: Canvas) -> Mask | None:
-        """Which positions each of the rows may attend to, for keys in the order of the canvas [b #h #q l].
+        """Builds the attention mask of the rows, for keys in the order of the canvas [b #h #q l].
 
         None where these are all positions: nothing is padding, and the policy reads everything. So programs
         of policies without a set of their own hold no mask.
@@ -256,7 +257,7 @@ class LayerCache(NamedTuple):
           change: takes a layer's storage and a function that writes new values into one of its arrays.
           rows: slots that are written; None are the last ones, as many as there are new values.
           ahead: 0 for this layer, 1 for the following one.
-          scattered: as of `KV.zeros`.
+          scattered: Whether single slots are written (`KV.zeros`).
         """
 
         # Keys and values keep one order of axes in memory, whatever loop writes them.

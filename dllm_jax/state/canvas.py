@@ -244,7 +244,7 @@ class Canvas:
         return self.block_step if self.layout.sliding is None else self.step
 
     def attends(self, rows: Rows, readable: Bool[Array, "b l"] | None = None) -> Mask | None:
-        """Which positions each computed position may attend to; None where that is all of them.
+        """Builds the attention mask of the computed positions; None if they attend everywhere.
 
         Args:
           rows: the computed positions.

@@ -55,7 +55,7 @@ def array(name: str, value: Any, rule: str) -> jax.Array | np.ndarray:
 
 
 def readable(array: ArrayLike) -> np.ndarray | None:
-    """What this process can check of an array [b p]: all of it, or of a global one the sequences it holds.
+    """Returns the part of an array [b p] that this process can check: its own sequences of a global array.
 
     None of a traced array, and of a global one whose sequences are split between devices.
     """
@@ -86,7 +86,7 @@ def place(array: ArrayLike, dtype: DTypeLike, where: Sharding | None = None) -> 
 
     Args:
       array: on the host or on devices.
-      dtype: of the result.
+      dtype: Dtype of the result.
       where: on the devices of a mesh instead, of several processes maybe, which then hold the same array.
     """
     if stays_on_devices(array):
@@ -102,7 +102,7 @@ def place(array: ArrayLike, dtype: DTypeLike, where: Sharding | None = None) -> 
 
 
 def module(*arrays: Any) -> Any:
-    """What computes with arrays of a request: numpy, or jax.numpy if one of them stays on devices."""
+    """Returns the array module for a request: numpy, or jax.numpy for arrays on devices."""
     return jnp if any(map(stays_on_devices, arrays)) else np
 
 

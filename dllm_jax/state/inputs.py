@@ -50,7 +50,7 @@ def prompts(prompt: Ids, mask: ArrayLike | None, embeds: Embeds | None, spec: Mo
     A prompt without tokens is one of padding alone, as a batch may hold: its response attends to itself.
 
     Args:
-      prompt: as `padded_ids` takes them; their ids may be `EMBEDS_PLACEHOLDER` if there are `embeds`.
+      prompt: Token ids in any form that `padded_ids` accepts; `EMBEDS_PLACEHOLDER` where `embeds` are used.
       mask: False (or 0) at padding; None means none.
       embeds: Float[b p m], or [p m] of one sequence; None if there are none.
       spec: the model.
@@ -169,7 +169,7 @@ def padded_together(
     Args:
       sequences: token ids of each, lists or arrays of one axis.
       pad_id: token id to pad with.
-      width: of the array, at least the length of the longest sequence; None is that length, or 1.
+      width: Width of the array, at least the length of the longest sequence. None: that length, or 1.
       side: on which padding stands.
     """
     width = max(1, *map(len, sequences)) if width is None else width
@@ -240,7 +240,7 @@ def padding(
 
     Args:
       mask: what the user passed.
-      shape: of the tokens.
+      shape: Shape of the tokens.
       name: what the user calls it.
       side: on which padding stands.
       empty: whether a sequence may be padding alone.

@@ -1,4 +1,4 @@
-"""What the network offers at each position in one step."""
+"""Candidate tokens and scores of each position in one step."""
 
 from typing import NamedTuple
 

@@ -18,8 +18,8 @@ class Rows:
       length: positions of the canvas, or slots of the store that `index` counts (static).
       full: the width is the whole canvas and entry i is position i or padding (static). Never inferred from
         the width. In a full step the canvas is computed in place, without gathering or scattering.
-      before: of full rows as slots of a store of the last positions, how many entries come before them, all
-        of which are padding (static); entry i is then slot i - before.
+      before: Number of padding entries before the slots, for full rows of a store of the last positions
+        (static). Entry i is then slot i - before.
     """
 
     index: Int[Array, "b q"]
@@ -29,7 +29,7 @@ class Rows:
 
     @property
     def real(self) -> Bool[Array, "b q"]:
-        """Which entries are positions, not padding."""
+        """Marks entries that are positions, not padding."""
         return self.index < self.length
 
     def mask(self) -> Bool[Array, "b l"]:

@@ -1,4 +1,4 @@
-"""What a task is: text prompts with one right answer, drawn from a seed, in two halves that cannot meet."""
+"""Interface of tasks: text prompts with one right answer, drawn from a seed, in two disjoint halves."""
 
 import abc
 import dataclasses

@@ -62,8 +62,8 @@ class Curriculum(Options, Source):
     Attributes:
       stages: easiest first.
       tokenizer: from transformers, with a chat template; of stages with images, a processor.
-      spec: of the model that is trained; its token ids end and pad the answers.
-      seed: of the examples.
+      spec: Spec of the trained model; its token ids end and pad the answers.
+      seed: Random seed of the examples.
       rehearsal: fraction of batches drawn from any of the stages so far, the current one included, by weight.
       review_examples: examples per review.
       first: the stage to begin with, for a model that has learnt those before it; len(stages) means that all

@@ -48,7 +48,7 @@ def picture(
     """Draws digits, each at a random place within its cell, on a dark background with noise.
 
     Args:
-      rng: of background, places and noise.
+      rng: Random generator of background, places and noise.
       marks: a digit, its colour, and row and column of its cell, from 0, of each.
     """
     image = np.empty((SIDE, SIDE, 3))

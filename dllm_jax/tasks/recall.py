@@ -93,6 +93,6 @@ def needle(tokens: int, asked: int = 1) -> tuple[Recall, int]:
 
 
 def asked_pair(example: Example) -> int:
-    """Which pair of a recall prompt, from 0, is asked for."""
+    """Finds the index, from 0, of the pair that a recall prompt asks for."""
     *pairs, asked = (part.split("=")[0].strip(FILLER) for part in example.prompt.split(";"))
     return pairs.index(asked)

@@ -22,7 +22,7 @@ class Chain(ChecksumSplit):
     step of the answer needs the one before. A prompt has 4 letters + 6 values + 2 characters.
 
     Attributes:
-      letters: of the ring.
+      letters: Number of letters in the ring.
       values: pairs of another kind, `T=407;`, between those of the ring; no step needs them, so that a cache
         may drop them.
     """

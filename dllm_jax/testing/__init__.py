@@ -32,7 +32,7 @@ def check_policy(
     families: Sequence[str] = FAMILIES[:1],
     checks: Sequence[Check] = POLICY_CHECKS,
 ):
-    """Everything that is asked of a cache policy.
+    """Checks a cache policy in every respect of `POLICY_CHECKS`.
 
     Args:
       policy: settings that bite on a canvas of some twenty positions, in blocks of four.
@@ -41,7 +41,7 @@ def check_policy(
         exact in a block's first step.
       lossless: settings whose reuse is exact while the canvas does not change.
       sampler: `RandomOrder()` for a policy that must know what is decoded next.
-      families: of the tiny models, see `FAMILIES`.
+      families: Families of the tiny models to run on (`FAMILIES`).
       checks: some of `POLICY_CHECKS`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What every cache policy and every sampler has to fulfil, as functions of a `Subject`.
+"""Checks that every cache policy and every sampler must pass, as functions of a `Subject`.
 
 A subject compiles one program, a padded batch of two prompts, that most checks look at: with other batch
 mates, other weights at padding, other ids for the end of text. The rest need one or two programs each.
@@ -52,8 +52,8 @@ class Subject:
 
     Attributes:
       policy: settings that bite on a canvas of some twenty positions.
-      sampler: what decodes.
-      family: of the model.
+      sampler: Sampler that selects the tokens to unmask.
+      family: Family of the model.
       limit: settings that must reproduce the exact decoder; None skips the check.
       limit_options: with which arguments of `generate` they must.
       lossless: settings whose reuse is exact while the canvas does not change; None skips the check.
@@ -80,7 +80,7 @@ class Subject:
         """A generation, by default of `batch`; sequence i draws from the i-th key wherever it is run.
 
         Args:
-          prompt: as in `generate`.
+          prompt: Prompt of `generate`; None takes `batch`.
           mask: `prompt_mask`.
           **options: of `generate`, in place of the subject's; and `keys`, which of the keys are drawn from.
         """

@@ -36,12 +36,12 @@ Canvases = tuple[tuple[PositiveInt, ...], ...]  # pairs (width, height)
 
 
 class Merge(NamedTuple):
-    """What the tokens of an image are made of.
+    """Composition of an image's tokens from features of its views.
 
     Attributes:
       source: features that a token is the sum of, by view * patches + patch (row-major); `NEWLINE` in all
         four is the newline embedding.
-      weight: of the features, 0 for those that do not count.
+      weight: Weight of each feature; 0 for those that do not count.
     """
 
     source: Int[np.ndarray, "t 4"]
@@ -199,7 +199,7 @@ class Pad(Views):
 
 
 def views_of_config(aspect: Any, pinpoints: Any, where: str) -> Views:
-    """What `image_aspect_ratio` and `image_grid_pinpoints` of a config.json say.
+    """Reads `image_aspect_ratio` and `image_grid_pinpoints` of a config.json.
 
     Args:
       aspect: "anyres_max_4", "anyres" or "pad"; None is the published one.

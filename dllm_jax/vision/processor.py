@@ -1,4 +1,4 @@
-"""What `dj.chat` takes in the place of a tokenizer for prompts with images."""
+"""Processor of conversations with images, which `dj.chat` accepts in place of a tokenizer."""
 
 import dataclasses
 import functools
@@ -40,8 +40,8 @@ class Encoded(NamedTuple):
     Attributes:
       ids: token ids, `EMBEDS_PLACEHOLDER` in the place of image tokens.
       source: features that image tokens are made of, see `Merge`; of the prompt's own views.
-      weight: of the features, 0 at ids.
-      pixels: of all views.
+      weight: Weight of each feature; 0 at ids.
+      pixels: Pixels of all views.
     """
 
     ids: Int[np.ndarray, "p"]
@@ -58,7 +58,8 @@ class Processor(Options):
       tokenizer: the checkpoint's.
       one: how the image of a prompt with one image becomes tokens.
       several: how each of several images does.
-      drop_first_id: see `dllm_jax.vision.prompt.prompt_ids`; True is the released code's.
+      drop_first_id: Whether the first id after an image is left out, as in the reference implementation
+        (`dllm_jax.vision.prompt.prompt_ids`).
       exif: turn images as their EXIF orientation says.
       convert: images to RGB before anything else, see `open_image`.
       at_once: views that the tower takes in one program, which bounds its memory.
@@ -79,7 +80,7 @@ class Processor(Options):
         """The processor of a checkpoint: its tokenizer, and how its config.json cuts images.
 
         Args:
-          path: as of `dllm_jax.load`.
+          path: Directory or hub id, as in `dllm_jax.load`.
           **options: fields, in place of the checkpoint's.
 
         Raises:
@@ -138,7 +139,7 @@ class Processor(Options):
     def batch(
         self, spec: ModelSpec, conversations: list[list[dict[str, Any]]]
     ) -> tuple[Int[np.ndarray, "b p"], Bool[np.ndarray, "b p"], PromptImages | None]:
-        """What training takes of a batch of conversations: ids and mask, left-padded, and the images' pixels.
+        """Encodes a batch of conversations for training: ids and mask, left-padded, and the images' pixels.
 
         Raises:
           ValueError: as `encode`.

@@ -1,7 +1,8 @@
 """The SigLIP tower and the projector as pure functions of their parameters (`Model.vision`).
 
 SigLIP2 so400m in LLaDA-V: all encoder layers but the last, neither the final norm nor the pooling head; then
-Linear, exact GELU, Linear on every patch (https://arxiv.org/abs/2502.14786, https://arxiv.org/abs/2505.16933).
+Linear, exact GELU, Linear on every patch (https://arxiv.org/abs/2502.14786,
+https://arxiv.org/abs/2505.16933).
 """
 
 import functools
@@ -27,12 +28,13 @@ AT_ONCE = 8  # views in one program, unless users say otherwise
 
 
 class PromptImages(NamedTuple):
-    """The images of a batch of prompts, as arrays whose first axis is the batch: what training takes.
+    """Images of a batch of prompts, as arrays whose first axis is the batch, for training.
 
     Attributes:
-      pixels: of each prompt's views, -1 black to 1; black views behind those of prompts with fewer.
+      pixels: Pixels of each prompt's views, from -1 (black) to 1; shorter prompts are padded with black
+        views.
       source: features that image tokens are made of, see `Merge`; counted over the prompt's own views.
-      weight: of the features; 0 everywhere where no image is.
+      weight: Weight of each feature; 0 where there is no image.
     """
 
     pixels: Float32[Array | np.ndarray, "b views side side 3"]
@@ -148,7 +150,7 @@ def view_embeddings(
     Args:
       params: `Model.vision`.
       vision: `ModelSpec.vision`.
-      pixels: of all views.
+      pixels: Pixels of all views.
       at_once: views in one program, which bounds its memory; all batches have this size, black views at the
         end of the last, so that one program serves any number of views.
 
@@ -183,7 +185,7 @@ def merged(
       params: `Model.vision`.
       views: from `view_embeddings`.
       source: which features, by view * P + patch over all views, or `NEWLINE`; anything where no image is.
-      weight: of the features; 0 everywhere where no image is.
+      weight: Weight of each feature; 0 where there is no image.
     """
     return _merged(params["newline"], views, source.astype(np.int32), weight.astype(np.float32))
 

@@ -1,1 +1,1 @@
-"""What several policies share, and what one of them has split off."""
+"""Parts that several policies share, and parts of large ones."""

@@ -37,7 +37,7 @@ class Drift(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DriftTest(Options, abc.ABC):
-    """Which tracked tokens a layer tests, and how similar their attention is before and after the step."""
+    """Selects tracked tokens and compares their attention before and after a step."""
 
     @abc.abstractmethod
     def tokens(self, attended: Int[Array, "b n track"], layer: LayerIndex, length: int) -> Int[Array, "b t"]:

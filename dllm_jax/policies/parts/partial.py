@@ -24,10 +24,10 @@ def least_similar(
     """The int(count * ratio) least similar of a sequence's `count` marked positions, ties to the lower one.
 
     Args:
-      similarity: of the new values to the stored ones.
+      similarity: Similarity of the new values to the cached ones.
       among: marked positions.
       ratio: fraction of them to update; one for each layer, or for all.
-      layer: which of them it is.
+      layer: Index of the layer.
     """
     # Of the sequence's own positions: padding must not count, or batch mates would change the result.
     counts = selection.fraction_of(jnp.sum(among, axis=1), ratio, similarity.shape[1])
@@ -88,12 +88,12 @@ def gaussian_ratios(
     `end` at t = 1 (SPA-Cache, arXiv:2602.02544).
 
     Args:
-      layers: of the model.
+      layers: Number of layers of the model.
       ratio: share at the peak.
-      start: at the first layer.
-      end: behind the last layer.
+      start: Share at the first layer.
+      end: Share after the last layer.
       peak: relative depth t of the largest share.
-      least: what no share falls below.
+      least: Minimum share of any layer.
     """
     # As a power: ratio (start / ratio)^x^2, x from 1 at the start to 0 at the peak, and so on the right.
     found = []

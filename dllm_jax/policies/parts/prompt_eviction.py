@@ -107,7 +107,7 @@ class PromptEviction(Policy):
           due: sequences all of whose prompt is computed; None if none can be in a step of this width.
           chooses: sequences that choose their pairs anew if they are due; the others renew those they have.
           canvas: state before the step.
-          readable: see `LayerCache`.
+          readable: Positions that may be attended to (`LayerCache`).
 
         Returns:
           the attention output, before the output projection, and the changed store.

@@ -1,4 +1,4 @@
-"""Which masks behind the block stay, while it is decoded: draws (DPad) and fixed places (Streaming-dLLM)."""
+"""Sets of masks after the block to retain: random ones (DPad) and fixed ones (Streaming-dLLM)."""
 
 import abc
 import dataclasses
@@ -50,7 +50,7 @@ class Drawn(SuffixSet, abc.ABC):
 
     Attributes:
       window: positions behind the block to draw from; those further away are left out.
-      seed: of the draws.
+      seed: Random seed for dropping suffix tokens. Default: 0.
     """
 
     window: PositiveInt = 256

@@ -37,7 +37,7 @@ class ValueProxy(Arrays):
         """The directions of a model: an eigendecomposition of k d x k d numbers for each layer.
 
         Args:
-          model: of any form; its weights as they are now.
+          model: Model whose current weights are decomposed.
           rank: how many directions. The released settings are 128 (LLaDA-8B) and 32 (Dream-7B).
 
         Raises:

@@ -29,7 +29,7 @@ class InputStore(NamedTuple):
 
 
 class LayerResult(NamedTuple):
-    """What a layer returns, at the computed positions.
+    """Result of a layer at the computed positions.
 
     Attributes:
       x: the residual stream after the layer.
