@@ -1,4 +1,9 @@
-"""Shared settings: tests compile a lot and run little, so compile cheaply and only once per machine."""
+"""Shared settings: tests compile a lot and run little, so compile cheaply and only once per machine.
+
+`pytest` is the quick suite: it leaves out what `tests/quick.py` names, in whatever files it is given. A test
+that is given by its id (`tests/test_x.py::test_y`) runs. `--full` runs every test, as CI does; `--exhaustive`
+also runs every combination.
+"""
 
 import gc
 import importlib.metadata
@@ -25,6 +30,7 @@ import jax
 import jaxtyping
 import pytest
 
+from tests import quick
 from tests.programs import forget_in_time
 
 FORM_OF_LAYERS = "dllm_jax.nn.parameters.separate_is_faster"
@@ -52,11 +58,16 @@ hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("exhaustive", deadline=None)
 
 
+# Every test that was collected, also those that are left out.
+COLLECTED = pytest.StashKey[list]()
+
+
 def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="run the tests that tests/quick.py leaves out, too")
     parser.addoption(
         "--exhaustive",
         action="store_true",
-        help="run every combination of a `matrix` and the tests marked `exhaustive`, and draw new examples",
+        help="run every test and every combination of a `matrix`, and draw new examples",
     )
     parser.addoption(
         "--annotations",
@@ -67,6 +78,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "exhaustive: runs only with --exhaustive")
+    config.addinivalue_line("markers", "full(reason): runs only with --full, as tests/quick.py says")
     hypothesis.settings.load_profile("exhaustive" if config.getoption("exhaustive") else "suite")
 
     # CI does so in files that call the engine's rooms: what looks at each call takes a fifth of the time that
@@ -76,11 +88,25 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests marked `exhaustive` run with --exhaustive only."""
-    if not config.getoption("exhaustive"):
-        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+    """Marks what `tests/quick.py` names, and leaves out what the options do not ask for."""
+    for item in items:
+        for line, reason in quick.reasons().items():
+            if quick.matches(line, quick.name_of(item)):
+                item.add_marker(pytest.mark.full(reason))
+    config.stash[COLLECTED] = list(items)
+
+    everything = config.getoption("exhaustive")
+    by_id = any("::" in argument for argument in config.args)
+    runs = {"exhaustive": everything, "full": everything or by_id or config.getoption("full")}
+    missing = [name for name, asked in runs.items() if not asked]
+    left_out = [item for item in items if any(map(item.get_closest_marker, missing))]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if not (config.getoption("full") or config.getoption("exhaustive")):
+        terminalreporter.write_line("The quick suite: `pytest --full` also runs what tests/quick.py names.")
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +144,7 @@ def steps_in_place(request):
     narrow, name = requests.step_widths, request.path.stem.removeprefix("test_")
     in_place = lambda policy, spec, layout, own: narrow(policy, spec, layout, WIDE if own is None else own)
     with pytest.MonkeyPatch.context() as patch:
-        if name not in NARROW:
+        if name not in NARROW or (name == "policies" and not request.config.getoption("full")):
             patch.setattr(requests, "step_widths", in_place)
         yield
 

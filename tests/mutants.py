@@ -1,6 +1,7 @@
-"""Does the suite notice a fault? Eighty of them, one after the other, and the tests that should.
+"""Does the suite notice a fault? Eighty-nine of them, one after the other, and the tests that should.
 
-    python -m tests.mutants                                    all of them, on this tree
+    python -m tests.mutants                                    all of them by the quick suite, on this tree
+    python -m tests.mutants --full                             by every test, as `pytest --full` has them
     python -m tests.mutants --revision after --json FILE       kept in FILE, beside other revisions
 
 A mutant of `tests/data/mutants.json` is a piece of code that occurs once in `dllm_jax/`, in whatever file,
@@ -35,6 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m tests.mutants", description=__doc__.split("\n")[0])
     parser.add_argument("--names", nargs="+", metavar="NAME", help="mutants or rooms; all by default")
     parser.add_argument("--tree", type=pathlib.Path, default=HERE, help="of the library and its tests")
+    parser.add_argument("--full", action="store_true", help="with the tests that the quick suite leaves out")
     parser.add_argument("--limit", type=int, default=90, help="CPU seconds of a test run")
     parser.add_argument("--json", type=pathlib.Path, help="file to add the results to")
     parser.add_argument("--revision", default="this tree", help="what the results are called in the file")
@@ -44,7 +46,9 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         tree = copied(options.tree.resolve(), pathlib.Path(folder) / "tree")
         for number, mutant in enumerate(mutants, start=1):
-            results[mutant["name"]] = found = attempt(tree, mutant, number, options.limit)
+            results[mutant["name"]] = found = attempt(
+                tree, mutant, number, options.limit, ["--full"] * options.full
+            )
             told = f"killed by {found['by']}" if found["killed"] else f"SURVIVED {found.get('problem', '')}"
             print(f"{number:2} of {len(mutants)}  {mutant['name']}: {told}", flush=True)
             if options.json is not None:
@@ -74,7 +78,7 @@ def copied(tree: pathlib.Path, scratch: pathlib.Path) -> pathlib.Path:
     return scratch
 
 
-def attempt(tree: pathlib.Path, mutant: dict, number: int, limit: float) -> dict:
+def attempt(tree: pathlib.Path, mutant: dict, number: int, limit: float, suite: list[str]) -> dict:
     """Whether the tests notice one mutant; says so where it cannot be made or nobody looks."""
     files = {path: path.read_text() for path in (tree / "dllm_jax").rglob("*.py")}
     forms = ((mutant["code"], mutant["instead"]), *mutant.get("or", ()))
@@ -85,18 +89,18 @@ def attempt(tree: pathlib.Path, mutant: dict, number: int, limit: float) -> dict
     # A time of its own for each version: Python tells by time and size whether its compiled file is current.
     write(path, text.replace(code, new), 2 * number)
     try:
-        return noticed(tree, mutant["tests"], limit)
+        return noticed(tree, mutant["tests"], limit, suite)
     finally:
         write(path, text, 2 * number + 1)
 
 
-def noticed(tree: pathlib.Path, targets: list[str], limit: float) -> dict:
+def noticed(tree: pathlib.Path, targets: list[str], limit: float, suite: list[str]) -> dict:
     """The first test that fails of those that should, and the CPU seconds of the tests that ran."""
     seconds, passed = 0.0, False
     for target in targets:
         file, *selection = shlex.split(target)
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-rfE", "-p", "no:cacheprovider"]
-        code, output, spent = run([*command, f"tests/{file}", *selection], tree, limit)
+        code, output, spent = run([*command, *suite, f"tests/{file}", *selection], tree, limit)
         seconds = round(seconds + spent, 1)
         if code is None:
             return {"killed": False, "problem": "time limit", "seconds": seconds}

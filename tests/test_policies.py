@@ -1,7 +1,7 @@
 """What `dllm_jax.testing` asks of every policy and sampler, asked of ours; and what the engine owes them all.
 
-Every day each policy runs on one family (`PolicyCase.family`), through `BASIC` and what `FURTHER` names for
-it; with --exhaustive through every check, on both families.
+Each policy runs on one family (`PolicyCase.family`), through `BASIC` and, with --full, what `FURTHER` names
+for it; with --exhaustive through every check, on both families.
 """
 
 import jax
@@ -55,21 +55,31 @@ def test_every_policy_of_the_library_is_tested():
 # Every day each policy in its own family.
 OWN = {kind: CASES[kind].family if kind in CASES else "llada" for kind in map(type, EVERY)}
 # LLaDA-MoE attends as LLaDA does: every policy applies, and knows nothing of what stands behind.
-OVER_EXPERTS = checks.batch_mates_change_nothing, checks.alone_as_in_a_batch, checks.exact_limit
-each_policy = matrix("policy, family", EVERY, (*FAMILIES, "llada-moe"), today=OWN.items())
+WITH_EXPERTS = (*FAMILIES, "llada-moe")
 
 
-@each_policy
-def test_policy(policy, family):
-    every_day = (*BASIC, *(check for check, types in FURTHER.items() if type(policy) in types))
-    asked = [check for check in POLICY_CHECKS if check is not COPIES] if family in FAMILIES else OVER_EXPERTS
+def check(policy, family, asked):
     case, known = CASES.get(type(policy)), {}
     if case is not None:
         known = dict(limit=case.limit, limit_options=case.limit_layout, lossless=case.lossless)
-    check_policy(
-        policy, **known, sampler=suited(policy, SEVERAL_AT_ONCE), families=(family,),
-        checks=asked if EXHAUSTIVE else every_day,
-    )  # fmt: skip
+    check_policy(policy, **known, sampler=suited(policy, SEVERAL_AT_ONCE), families=(family,), checks=asked)
+
+
+@matrix("policy, family", EVERY, WITH_EXPERTS, today=OWN.items())
+def test_policy(policy, family):
+    check(policy, family, BASIC)
+
+
+FURTHER_TODAY = [
+    (kind, family) for kind, family in OWN.items() if any(kind in kinds for kinds in FURTHER.values())
+]
+
+
+@matrix("policy, family", EVERY, WITH_EXPERTS, today=FURTHER_TODAY)
+def test_policy_further(policy, family):
+    every_day = [check for check, kinds in FURTHER.items() if type(policy) in kinds]
+    asked = FURTHER if family in FAMILIES else (checks.alone_as_in_a_batch,)
+    check(policy, family, asked if EXHAUSTIVE else every_day)
 
 
 COPIES = checks.no_copy_of_the_cache_inside_the_loop

@@ -1,0 +1,267 @@
+"""What plain `pytest` leaves out, and why; `pytest --full` runs it.
+
+A line is a file, a test with all of its cases, or a case, with "*" for any text. Behind "but" stand the tests
+of the file, or the cases of the test, that stay, with "or" between them.
+"""
+
+import fnmatch
+import functools
+
+import pytest
+
+LEFT_OUT: dict[str, str] = {
+    "Starts processes, or a browser.": """
+        test_checkpoint_hints.py::test_a_full_disk_is_one_line
+        test_convert_crash.py
+        test_demo.py::test_the_demonstration_answers_and_measures
+        test_eval_harness.py::test_the_command_line
+        test_eval_journal.py::test_the_lock_ends_with_the_process_that_holds_it
+        test_processes.py
+        test_release.py::test_works_outside_the_checkout
+        test_training_mesh.py
+        test_training_run.py::test_an_interrupted_command_ends_without_the_clean_up_that_could_crash
+        test_watch.py::test_a_browser_*
+    """,
+    "Runs a page or an example; what it calls has tests of its own.": """
+        test_docs.py::test_pages_on_a_bundled_model_run_as_printed but index.md
+        test_docs.py::test_the_example_of_*
+        test_docs.py::test_the_examples_*
+        test_docs.py::test_the_printed_check_passes_and_the_default_layer_is_printed_in_full
+        test_docs.py::test_the_samplers_of_the_page_decode_as_it_says_and_pass_its_check
+        test_docs.py::test_the_site_has_a_page_for_every_policy_*
+        test_docs.py::test_what_a_model_costs_is_printed_as_the_page_says
+        test_eval_results.py::test_what_runs_as_printed_runs
+        test_examples.py::test_an_example_runs_and_writes_its_curve
+        test_examples.py::test_the_examples_of_the_page_run
+        test_tuning_runs.py::test_the_*
+        test_vision_chat.py::test_the_page_runs_as_printed
+    """,
+    "An application at work; its parts have tests of their own.": """
+        test_bench.py::test_a_dense_model_begins_as_one_with_experts
+        test_bench.py::test_generate_tiny
+        test_bench.py::test_norms_of_queries_and_keys_keep_attention_as_peaked
+        test_bench_peer_torch.py but test_other_policies_have_no_peer
+        test_bench_policies.py::test_every_setting_is_printed_and_drawn
+        test_bench_policies.py::test_rows
+        test_campaigns.py::test_a_sample_of_the_campaign
+        test_check.py::test_a_device_without_memory_turns_the_verdict
+        test_check.py::test_each_operation_may_have_an_implementation_of_its_own
+        test_check.py::test_meshes_of_all_devices
+        test_check.py::test_speed_says_what_it_measured_and_what_it_left_out
+        test_check.py::test_tokens_of_a_device_are_compared_with_another
+        test_check.py::test_what_was_recorded_decides_where_load_says_nothing
+        test_bundled.py::test_block_causal_models_answer_chains_block_by_block
+        test_bundled.py::test_questions_about_pictures_are_answered_and_need_their_picture
+        test_eval_harness.py but test_arguments_*
+        test_eval_images.py::test_a_run_from_the_command_line
+        test_eval_images.py::test_text_and_images_go_through_one_runner_and_end_at_stops
+        test_eval_reproduce.py::test_cells_are_measured_beside_what_is_printed_and_resumed
+        test_eval_reproduce.py::test_tasks_of_lm_eval_are_asked
+        test_eval_results.py::test_parts_are_merged_without_loss
+        test_eval_runner.py::test_a_draw_depends_on_the_seed_and_the_request_only
+        test_eval_runner.py::test_an_adapter_is_part_of_a_checkpoint_and_of_its_identity
+        test_eval_runner.py::test_costs_are_counted_without_padding
+        test_nonfinite.py::test_an_evaluation_records_such_a_sequence_as_a_failure
+        test_roofline.py::test_assumptions_of_data_dependent_policies
+        test_roofline.py::test_copies_and_statistics_are_counted
+        test_roofline.py::test_memory_is_the_policy_s_and_shared_by_chips
+        test_roofline.py::test_schedule_of_a_block_causal_model_is_the_engine_s
+        test_tasks_curriculum.py::test_a_stage_ends_when_it_is_mastered
+        test_tuning_runs.py::test_a_killed_run_resumes_to_the_same_result
+    """,
+    "Trains, or differentiates: the losses, one run and its refusals stay.": """
+        test_experts.py::test_gradients_of_ragged_products_are_those_of_all_experts
+        test_lora.py::test_muon_takes_adamw_for_the_factors
+        test_lora.py::test_training_moves_the_factors_alone_and_goes_on_from_checkpoints
+        test_training_batch.py::test_the_loss_is_that_of_the_tokens_that_count
+        test_training_loss.py::test_a_block_is_learnt_between_known_tokens_and_masks
+        test_training_loss.py::test_isolation_is_drawn_for_each_example_and_counts_in_the_loss
+        test_training_loss.py::test_padding_and_what_is_recomputed_change_neither_loss_nor_gradient
+        test_training_loss.py::test_the_loss_of_block_causal_models_is_that_of_a_pass_for_each_block
+        test_training_objectives.py::test_chunks_and_what_is_recomputed_change_nothing
+        test_training_objectives.py::test_plain_forwards_give_the_same
+        test_training_objectives.py::test_vrpo_begins_at_log_two_and_learns_from_its_gradient
+        test_training_pictures.py::test_a_tower_from_nothing_*
+        test_training_pictures.py::test_the_tower_learns_if_it_is_asked_to
+        test_training_run.py::test_what_changes_no_step_that_was_done_is_free
+        test_training_trainable.py::test_any_transformation_of_optax_trains
+        test_training_trainable.py::test_float32_masters_take_steps_that_bfloat16_would_lose
+        test_training_trainable.py::test_micro_batches_make_the_step_of_the_whole_batch
+        test_training_trainable.py::test_muon_makes_*
+        test_training_trainable.py::test_names_choose_among_transformations
+        test_training_trainable.py::test_what_is_frozen_stays_and_has_no_state
+        test_trajectory.py::test_gradients_are_those_of_finite_differences_and_the_same_however_computed
+    """,
+    "A recording of a method of which another one stays.": """
+        test_goldens.py::test_conforms[certainty-prior/dream-*]
+        test_goldens.py::test_conforms[dsb/*] but dsb/llada-tiny-plain-p13-g32-b8-t0.3
+        test_goldens.py::test_conforms[forward/*-bf16-*]
+        test_goldens.py::test_conforms[llada-v-preprocess/*] but llada-v-preprocess/anyres_max_4-rgba
+        test_goldens.py::test_conforms[loglik-llada/*] but loglik-llada/cfg0p5
+        test_goldens.py::test_conforms[prefix-cache/dream-*]
+        test_goldens.py::test_conforms[sampler-*/dream-semiar]
+        test_goldens.py::test_conforms[sdar-generate/*-static-*]
+        test_goldens.py::test_conforms[vanilla-dream/*] but vanilla-dream/entropy-b2-leftpad
+        test_goldens.py::test_conforms[vanilla-llada/*] but vanilla-llada/cfg2-leftpad-b2
+    """,
+    "Further checks of a policy or a sampler; its recording and test_policies.py check what it does.": """
+        test_policies.py::test_a_block_goes_on_after_its_schedule_until_it_is_done but Confidence
+        test_policies.py::test_a_sequence_that_is_due_leaves_its_batch_mates_alone but DueInTurns
+        test_policies.py::test_no_copy_of_the_cache_inside_the_loop
+        test_policies.py::test_policy_further
+        test_policies.py::test_sampler[CertaintyPrior-DualCache-dream]
+        test_policies.py::test_sampler[DreamSchedule-Policy-dream]
+        test_policy_dkv.py::test_limits_between_neighbours
+        test_policy_dkv_greedy.py::test_what_is_planned_is_what_is_decoded
+        test_policy_dllm_cache.py::test_what_the_four_kinds_of_step_renew
+        test_policy_elastic.py::test_widened_counts_the_layers_that_a_refresh_recomputed
+        test_policy_evict_prompt.py::test_pairs_are_chosen_anew_or_kept
+        test_policy_maskkv.py::test_a_full_budget_is_dllm_cache
+        test_policy_reads.py::test_caches_of_two_sets_have_their_exact_limits
+        test_policy_spa_cache.py::test_all_directions_are_the_values_themselves
+        test_policy_spa_cache.py::test_nothing_is_multiplied_for_a_width_that_does_not_run
+        test_policy_spa_cache.py::test_proxies_*
+        test_policy_sparse_dllm.py::test_a_delay_as_long_as_the_block_is_exact
+        test_policy_sparse_dllm.py::test_a_sequence_of_a_batch_equals_it_alone_at_other_settings
+        test_policy_sparse_dllm.py::test_keeping_everything_without_delay_is_dual_cache
+        test_policy_sparse_dllm.py::test_kept_pairs_always_fit
+        test_policy_sparse_dllm.py::test_kept_pairs_are_those_of_plain_numpy but 0.5-3-both-dream
+        test_policy_sparse_dllm.py::test_the_cache_holds_the_kept_pairs_in_order but both-dream
+        test_policy_suffix_dropout.py::test_a_set_that_keeps_everything_is_the_policy_alone
+        test_policy_suffix_dropout.py::test_nothing_is_read_* but GaussianDropout-DualCache
+        test_policy_suffix_dropout.py::test_the_draws_of_a_gaussian_have_its_probabilities
+        test_policy_window_diffusion.py::test_kernels_leave_the_same_positions_out
+        test_samplers_early_commit.py::test_a_sequence_commits_in_the_first_step_* but 5-dream
+        test_samplers_early_commit.py::test_batch_mates_and_padding_change_nothing
+        test_samplers_early_commit.py::test_thresholds_that_no_gap_reaches_are_the_sampler_alone
+        test_samplers_generate.py::test_every_step_of_generate_equals_numpy but llada-*
+        test_samplers_generate.py::test_steps_of_a_users_sampler_that_decode_nothing_are_counted_and_told_of
+        test_samplers_methods.py::test_a_large_decay_decodes_from_left_to_right_also_in_padded_batches
+        test_samplers_methods.py::test_predictions_of_later_blocks_count
+        test_samplers_wino.py::test_a_cache_that_is_always_refreshed_is_exact
+        test_samplers_wino.py::test_without_doubt_it_is_the_threshold
+        test_sliding.py but test_a_round_begins_* or test_masks_are_decoded_* or *refuse*
+        test_sliding.py::test_masks_are_decoded_up_to_* but Sliding-Confidence-llada
+        test_testing.py::test_a_broken_policy_is_told_by_the_check_that_it_breaks but AsItsMates-*
+        test_testing.py::test_a_combination_* but D2Cache-Sequential-block-causal
+    """,
+    "The same code over devices of a mesh.": """
+        test_experts.py::test_experts_over_a_mesh
+        test_generate_many.py::test_slots_are_split_over_devices
+        test_mesh.py::test_a_sharded_prompt_stays_so
+        test_mesh.py::test_each_device_runs_a_group_of_its_own
+        test_mesh.py::test_full_passes_and_likelihoods_over_a_mesh
+        test_mesh.py::test_warmup_compiles_what_a_batch_over_a_mesh_needs
+        test_nonfinite.py::test_sequences_over_a_mesh_end_one_by_one
+        test_prompt_embeds.py::test_inside_of_jit_and_over_a_mesh
+        test_sharded.py::test_every_leaf_is_where_the_table_says but dream-False-((2, 2), ('dp', 'tp'))
+        test_sharded.py::test_saving_keeps_nothing_of_the_model_on_the_host but None
+        test_stream.py::test_a_stream_over_a_mesh_has_the_tokens_of_one_device
+        test_vision.py::test_neither_batches_nor_the_form_of_layers_nor_a_mesh_change_features
+    """,
+    "The same code in another combination, which costs another compilation.": """
+        test_attention.py::test_one_sequence_after_another_is_all_at_once but keys-2-3
+        test_attention.py::test_platforms_that_differ_*
+        test_block_causal.py::test_all_other_policies_decode
+        test_block_causal.py::test_padding_moves_no_block
+        test_block_causal.py::test_requests_in_flight_and_streams_give_what_a_prompt_gives_alone
+        test_block_causal.py::test_the_exact_decoder_computes_no_finished_block_again[*Threshold]
+        test_buckets.py::test_draws_do_not_depend_on_the_bucket
+        test_buckets.py::test_sixty_requests_compile_no_more_programs_than_the_ladder_has
+        test_engine.py::test_an_empty_prompt_has_a_response_of_its_own_and_changes_no_other
+        test_engine.py::test_lists_of_any_lengths_are_padded_wherever_a_prompt_goes_in
+        test_engine.py::test_more_positions_than_the_model_was_made_for_are_told_of
+        test_eviction.py::test_budgets_are_those_of_the_same_profile_known_before
+        test_eviction.py::test_chunks_give_what_all_pairs_give but 4-1
+        test_eviction.py::test_heads_that_compete_share_*
+        test_experts.py::test_int8_experts_decode_near_the_original
+        test_experts.py::test_stacked_and_separate_layers_and_gradients
+        test_export.py but test_an_exported_generation_* or *refuse*
+        test_generate_many.py::test_an_interrupt_anywhere_loses_nothing but after-enter
+        test_generate_many.py::test_any_prompts_of_any_responses
+        test_generate_many.py::test_every_request_is_what_it_is_alone
+        test_generate_many.py::test_nothing_of_the_sequence_before_can_be_read
+        test_generate_many.py::test_requests_have_options_of_their_own
+        test_group.py::test_a_full_step_runs_its_group_and_a_partial_one_the_batch
+        test_group.py::test_sequences_in_groups_are_what_they_are_alone
+        test_int8.py::test_converted_and_loaded_is_loaded_as_int8 but *-float32
+        test_int8.py::test_logits_are_those_of_the_numbers_it_stands_for but llada-False-False
+        test_int8.py::test_verify_compares_int8_as_it_is
+        test_interventions.py but test_forward_* or test_steering_* or *refuse*
+        test_interventions.py::test_forward_with_a_patch_is_the_network_with_that_value but residual-llada
+        test_kernels_attention.py::test_equals_float64 but *-float32-*-both
+        test_kernels_experts.py::test_all_tokens_to_one_expert_and_to_none
+        test_kernels_experts.py::test_each_token_* but *-True-bfloat16-*
+        test_kernels_in_the_engine.py::test_each_device_of_a_mesh_* but attention-*
+        test_kernels_in_the_engine.py::test_recorded_traces_replay_with_kernels
+        test_likelihood.py::test_draws_average_to_the_expectation_over_all_masks
+        test_likelihood.py::test_ragged_answers_equal_each_alone
+        test_lora.py::test_int8_matrices_may_have_adapters_but_not_be_merged
+        test_noise.py::test_a_draw_is_that_of_its_sequence_step_and_place_behind_the_prompt but *llada*
+        test_noise.py::test_functions_that_draw_do_so_by_threefry_whatever_the_default_is
+        test_nonfinite.py::test_a_sequence_*
+        test_options.py::test_the_largest_numbers_that_they_hold_work
+        test_presets.py::test_every_preset_can_begin_on_its_model but d2cache or sparse-dllm
+        test_presets.py::test_every_recipe_is_a_request_of_its_model[llada2-mini]
+        test_presets.py::test_model_shapes_have_the_published_number_of_parameters[llada2-mini-*]
+        test_prompt_embeds.py::test_interventions_act_on_the_inputs
+        test_prompt_embeds.py::test_rows_of_the_table_in_the_place_of_ids_change_nothing
+        test_roofline.py::test_every_policy_is_cheaper_* but DualCache or MaskKV or SparseDLLM
+        test_roofline.py::test_experts_are_read_as_far_as_positions_are_sent_to_them but llada-moe-7b-*
+        test_roofline.py::test_maskkv_reads_what_its_widest_head_keeps but 3-3-4096
+        test_roofline.py::test_schedule_is_the_engine_s but DualCache-*
+        test_stream.py::test_a_bar_counts_tokens_and_changes_nothing
+        test_stream.py::test_embeddings_guidance_ends_and_suffixes_are_as_at_once
+        test_stream.py::test_the_cache_is_written_in_place_from_piece_to_piece
+        test_strict_modes.py::test_modes_change_no_bit but forward-all
+        test_traced_numbers.py::test_options_pass_through_jit_and_are_stacked_for_vmap
+        test_traced_numbers.py::test_ten_values_compile_once but thresholds
+        test_trajectory.py::test_one_program_may_generate_and_score
+        test_trajectory.py::test_plain_forwards_give_the_same but llada-exact
+        test_tuning.py::test_every_grid_holds_settings_that_a_model_can_decode_with but llada-4-4
+        test_vision_chat.py::test_a_batch_of_prompts_with_different_images_equals_them_alone
+        test_vision_chat.py::test_ids_that_are_suppressed_are_never_decoded_and_count_for_nothing
+    """,
+    "A checkpoint of another model or dtype through the same code.": """
+        test_bench.py::test_random_weights_of_published_shapes but sdar-8b
+        test_block_checkpoints.py::test_a_model_that_never_had_a_config_* but sdar-tiny-tied
+        test_block_checkpoints.py::test_both_ways_bit_for_bit but *bfloat16
+        test_convert.py::test_a_cut_vocabulary_is_one_that_the_authors_classes_take but llada
+        test_convert.py::test_round_trip_is_bit_exact but float32-1-*
+        test_convert.py::test_save_hf_writes_the_tokenizer_of_the_directory_a_model_came_from but True
+        test_bundled.py::test_it_chats but tiny-llada
+        test_bundled.py::test_the_exact_decoder_answers_held_out_prompts but tiny-llada-*
+        test_llada_v_checkpoint.py::test_there_and_back_every_bit_is_the_same but bfloat16
+        test_load.py::test_prefixes_of_wrappers_are_removed but *llada*
+        test_load.py::test_shapes_and_dtypes_are_those_of_the_definition but float32-*
+        test_oracle_torch.py::test_left_padding
+        test_oracle_torch.py::test_logits but *-1
+        test_paths.py::test_all_ways_lead_to_one_place but relative
+        test_paths.py::test_runs_are_found_again but home
+    """,
+}
+
+
+@functools.cache
+def reasons() -> dict[str, str]:
+    """The lines of `LEFT_OUT`, each with its reason."""
+    return {line.strip(): why for why, lines in LEFT_OUT.items() for line in lines.strip().splitlines()}
+
+
+def name_of(item: pytest.Item) -> str:
+    """A test as lines name it, such as `test_x.py::test_y[case]`."""
+    return f"{item.path.name}::{item.name}"
+
+
+def matches(line: str, test: str) -> bool:
+    """Whether a line names a test."""
+    pattern, _, kept = line.partition(" but ")
+    function, _, case = test.removesuffix("]").partition("[")
+    file, _, name = function.partition("::")
+    part = name if "::" not in pattern else case
+    stays = any(like(one, part) for one in kept.split(" or ") if kept)
+    return not stays and like(pattern, test if "[" in pattern else function if "::" in pattern else file)
+
+
+def like(pattern: str, text: str) -> bool:
+    return fnmatch.fnmatchcase(text, pattern.replace("[", "[[]"))
