@@ -44,7 +44,7 @@ POLICIES = (
     (DualCache(), Threshold(0.9)),
 )
 STEPS = 7  # of a question's chain
-SHAPE = {"length": 32, "block": 4}
+LENGTH, BLOCK = 32, 4
 READING = bundled.TEXT + bundled.BLOCK_CAUSAL
 
 
@@ -104,9 +104,9 @@ def demonstration(arguments: Arguments) -> int:
             _first_answer(console, model, tokenizer)
         with console.status(f"{name}: compiling {len(POLICIES)} programs, then running them in turns"):
             questions = examples(Chain(), arguments.seed, STEPS, arguments.prompts, "held_out")
-            rows = measure(model, tokenizer, questions, list(POLICIES), repeats=3, **SHAPE)
+            rows = measure(model, tokenizer, questions, list(POLICIES), repeats=3, length=LENGTH, block=BLOCK)
         title = f"{name}: {arguments.prompts} held-out questions"
-        title += f", {SHAPE['length']} new tokens, block length {SHAPE['block']}"
+        title += f", {LENGTH} new tokens, block length {BLOCK}"
         console.print(table(rows, f"\n{title}", console.width))
         tables.append(_report(name, model, rows))
     device = provenance.device()
@@ -125,7 +125,7 @@ def _first_answer(console: rich.console.Console, model: Model, tokenizer: Any):
     with console.status("compiling"):
         asked = [Example(trains.QUESTION, trains.ANSWER)]
         prompt, _ = prompt_arrays(tokenizer, asked, model.spec.eos_id)
-        length, block = SHAPE["length"], model.spec.block_size or 8
+        length, block = LENGTH, model.spec.block_size or 8
         out = generate(model, prompt, length=length, block=block, sampler=Threshold(0.9), trace=True)
         (answer,) = decode_answers(model, tokenizer, np.asarray(out.tokens[:, prompt.shape[1] :]))
     console.print("\nEach step unmasks every token with a confidence of at least 0.9:\n")
@@ -139,7 +139,8 @@ def _report(name: str, model: Model, rows: list[Row]) -> dict:
         "parameters": count(model.params),
         "dtype": str(model.dtype),
         "task": f"chain of {STEPS} look-ups",
-        **SHAPE,
+        "length": LENGTH,
+        "block": BLOCK,
         "rows": rows,
     }
 

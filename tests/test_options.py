@@ -21,7 +21,7 @@ from annotated_types import Ge, Gt, Interval, Le, Lt, MinLen
 
 import dllm_jax as dj
 from dllm_jax import eviction, policies, samplers
-from dllm_jax.decoding import request
+from dllm_jax.decoding import options as keywords
 from dllm_jax.decoding.buckets import Ladder
 from dllm_jax.options import (
     Fraction,
@@ -346,7 +346,8 @@ def test_arguments_of_other_libraries_are_answered_with_ours():
 
 
 def test_every_hint_names_arguments_and_samplers_that_exist():
-    known = {*request.OPTIONS, *request.OF_INFILL, "slots", "batch", *inspect.signature(dj.load).parameters}
+    groups = keywords.GenerateOptions.__annotations__ | keywords.InfillOptions.__annotations__
+    known = {*groups, "slots", "batch", *inspect.signature(dj.load).parameters}
     known |= {field.name for kind in (TrainConfig, dj.lora.LoRA) for field in dataclasses.fields(kind)}
     for name, (library, fixes) in hints.NAMES.items():
         assert library, name
@@ -391,3 +392,13 @@ def test_old_field_names_work_with_a_warning():
     fields = dataclasses.asdict(spec)
     fields |= {"hidden": fields.pop("mlp_width"), "head": fields.pop("head_dim")}
     assert dj.ModelSpec.of_fields(fields) == spec
+
+
+def test_every_function_shows_its_options_and_their_defaults():
+    declared = keywords.GenerateOptions.__annotations__ | keywords.InfillOptions.__annotations__
+    assert {f.name: f.type for f in dataclasses.fields(keywords.Asked)} == declared
+    for function in (dj.generate, dj.infill, dj.stream, dj.chat, dj.compare, dj.warmup, dj.generate_many):
+        *_, group, widths = inspect.signature(function).parameters.values()
+        assert (group.name, widths.name, widths.default) == ("group", "widths", None), function
+    assert inspect.signature(dj.generate).parameters["length"].default == 128
+    assert inspect.signature(dj.log_likelihood).parameters["draws"].default == 128

@@ -6,7 +6,7 @@ import json
 import types
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, Unpack, cast, runtime_checkable
 
 import jinja2
 import jinja2.meta
@@ -15,7 +15,7 @@ from jaxtyping import Bool, Int
 
 from dllm_jax.decoding.buckets import Ladder, check_ladder
 from dllm_jax.decoding.generate import generate
-from dllm_jax.decoding.request import OPTIONS
+from dllm_jax.decoding.options import ChatOptions, names, shows
 from dllm_jax.decoding.watch import recording
 from dllm_jax.nn.model import Model
 from dllm_jax.options import check_argument, check_names, shown
@@ -28,6 +28,7 @@ Message = dict[str, Any]
 PARTS = "role", "content"
 PICTURES = {"images", "image", "videos", "video"}  # keys of messages that a processor reads
 NOTHING: Mapping[str, Any] = types.MappingProxyType({})
+OWN = ("stop", "enable_thinking", "template", "sampler", "buckets")
 RULE = 'must be messages {"role": "user", "content": "..."}, or a list of such conversations'
 
 
@@ -50,6 +51,7 @@ class Processor(Protocol):
         ...
 
 
+@shows(ChatOptions)
 def chat(
     model: Model,
     tokenizer: Any,
@@ -60,7 +62,7 @@ def chat(
     template: Mapping[str, Any] = NOTHING,
     sampler: Sampler = Confidence(),
     buckets: Ladder | None = None,
-    **options: Any,
+    **options: Unpack[ChatOptions],
 ) -> str | list[str]:
     """Answers a conversation, or a batch of conversations.
 
@@ -87,7 +89,7 @@ def chat(
         images that do not go with their message.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
-    check_names("chat", options, (*OPTIONS, "progress"))
+    check_names("chat", options, (*names(ChatOptions), *OWN))
     check_argument("sampler", sampler, Sampler, ", such as dj.samplers.Confidence()")
     processor = tokenizer if isinstance(tokenizer, Processor) and not isinstance(tokenizer, type) else None
     tokenizer = tokenizer if processor is None else processor.tokenizer

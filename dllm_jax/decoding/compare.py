@@ -3,11 +3,12 @@
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import numpy as np
 
+from dllm_jax.decoding.options import StreamOptions, names, shows
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.placement import Placed, collect, place
 from dllm_jax.decoding.report import report
@@ -74,13 +75,14 @@ class Comparison:
         return text_table([header, *cells])
 
 
+@shows(StreamOptions)
 def compare(
     model: Model,
     prompt: inputs.Ids,
     policies: Sequence[Policy | Mapping[str, Any]] | Mapping[str, Policy | Mapping[str, Any]],
     *,
     repeats: int = 3,
-    **options: Any,
+    **options: Unpack[StreamOptions],
 ) -> Comparison:
     """Answers the same prompts under several policies, and says what each costs beside the first.
 
@@ -103,6 +105,7 @@ def compare(
       ValueError: as `generate`; no policies, or something else in their place.
     """
     repeats = check_argument("repeats", repeats, PositiveInt)
+    check_names("compare", options, (*names(StreamOptions), "repeats"))
     named = _named(policies, options)
     runs = [compiled(model, prompt, own) for _, own in named]
     first = [_timed(run) for run in runs]  # not counted: a program's first run may load it

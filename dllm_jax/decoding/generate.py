@@ -1,54 +1,21 @@
 """`generate` and `infill`: a request is checked, placed on devices, and answered by one program."""
 
-from collections.abc import Sequence
-from typing import Never
+from typing import Unpack
 
-from jax.typing import ArrayLike
-
-from dllm_jax.decoding import buckets as ladders
+from dllm_jax.decoding.options import GenerateOptions, InfillOptions, shows
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.placement import collect, place
 from dllm_jax.decoding.report import report
-from dllm_jax.decoding.request import Request, Stops, prepare, prepare_infill
+from dllm_jax.decoding.request import Request, prepare, prepare_infill
 from dllm_jax.decoding.stream import watched
 from dllm_jax.engine.loop import denoise
-from dllm_jax.engine.nonfinite import NonFinite
 from dllm_jax.interrupts import uninterrupted
-from dllm_jax.nn.intervention import Intervention
-from dllm_jax.nn.keys import Keys
 from dllm_jax.nn.model import Model
-from dllm_jax.options import check_argument
-from dllm_jax.policies.base import Policy
-from dllm_jax.samplers import Confidence, Noise, Sampler
 from dllm_jax.state import inputs
-from dllm_jax.state.sliding import Sliding
 
 
-def generate(
-    model: Model,
-    prompt: inputs.Ids,
-    *,
-    prompt_mask: ArrayLike | None = None,
-    prompt_embeds: inputs.Embeds | None = None,
-    suffix: inputs.Ids | None = None,
-    length: int = 128,
-    block: int | Sliding | None = None,
-    steps: int | None = None,
-    policy: Policy = Policy(),
-    sampler: Sampler = Confidence(),
-    key: Keys | None = None,
-    noise: Noise | None = None,
-    stop_at_eos: bool = False,
-    stop: Stops = (),
-    trace: bool = False,
-    widths: tuple[int, ...] | None = None,
-    group: int | None = None,
-    buckets: ladders.Ladder | None = None,
-    nonfinite: NonFinite = "warn",
-    interventions: Sequence[Intervention] = (),
-    progress: bool = False,
-    **unknown: Never,
-) -> Output:
+@shows(GenerateOptions)
+def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions]) -> Output:
     """Decodes `length` tokens (`max_new_tokens`, `gen_length`) after each prompt by iterative denoising.
 
     One compiled program per (shapes, layout, policy, sampler), whatever the traced numbers of policy and
@@ -86,9 +53,6 @@ def generate(
         the stop begins, the output holds end-of-text. As in LLaDA-V's released code, the first of the list
         that is found counts, and later only the first of the list can move the end further to the left.
       trace: record tokens, computed sets and scores of every step; cut on the host to the steps that ran.
-      widths: static widths of partial steps, instead of the policy's; changes speed, never tokens.
-      group: how many sequences a full step runs, on each of the devices that a mesh splits the batch over,
-        instead of as few as fill it (`dllm_jax.engine.group`); changes speed and memory, never tokens.
       buckets: pad prompts to the next rung of this ladder (see `dllm_jax.buckets`), so that requests of all
         lengths share few programs; changes speed, never tokens, and leaves no padding in the output. The
         padding is taken off on the host: the call returns when the tokens are there.
@@ -99,6 +63,9 @@ def generate(
         act. Data of the program: other values, layers, positions or steps compile nothing anew.
       progress: draw a bar on standard error while it runs; the loop then runs in pieces, as `stream` runs it,
         with the same results.
+      group: Advanced. Maximum number of sequences that run a full step together, per device. Default: enough
+        to saturate the device (`dllm_jax.engine.group`). Changes speed and memory, never tokens.
+      widths: Advanced. Static widths of partial steps. Default: the policy's. Changes speed, never tokens.
 
     Raises:
       ValueError: for any input that breaks a rule, with the value and the rule.
@@ -110,31 +77,11 @@ def generate(
       dllm_jax.state.inputs.IdleStepsWarning: there are more steps than tokens to decode, or steps of
         a sampler of your own had nothing to decode.
     """
-    options = dict(locals())  # every argument by its name, as it was given
-    options |= options.pop("unknown")
-    progress = check_argument("progress", options.pop("progress"), bool)
-    return _answered(model, prepare(**options), prompt, progress)
+    return _answered(model, prepare(model, prompt, **options), prompt)
 
 
-def infill(
-    model: Model,
-    tokens: inputs.Ids,
-    *,
-    token_mask: ArrayLike | None = None,
-    block: int | None = None,
-    steps: int | None = None,
-    policy: Policy = Policy(),
-    sampler: Sampler = Confidence(),
-    key: Keys | None = None,
-    noise: Noise | None = None,
-    trace: bool = False,
-    widths: tuple[int, ...] | None = None,
-    group: int | None = None,
-    nonfinite: NonFinite = "warn",
-    interventions: Sequence[Intervention] = (),
-    progress: bool = False,
-    **unknown: Never,
-) -> Output:
+@shows(InfillOptions)
+def infill(model: Model, tokens: inputs.Ids, **options: Unpack[InfillOptions]) -> Output:
     """Fills the mask ids of a template, wherever they stand; everything else stays.
 
     The whole template is the canvas: there is no prompt part, so policies treat all of it as response, and
@@ -153,26 +100,23 @@ def infill(
       key: as in `generate`.
       noise: as in `generate`.
       trace: as in `generate`.
-      widths: as in `generate`.
-      group: as in `generate`.
       nonfinite: as in `generate`.
       interventions: as in `generate`.
       progress: as in `generate`.
+      group: as in `generate`.
+      widths: as in `generate`.
 
     Raises:
       ValueError: for any input that breaks a rule, or a template without masks.
       FloatingPointError: as in `generate`.
     """
-    options = dict(locals())  # every argument by its name, as it was given
-    options |= options.pop("unknown")
-    progress = check_argument("progress", options.pop("progress"), bool)
-    return _answered(model, prepare_infill(**options), tokens, progress)
+    return _answered(model, prepare_infill(model, tokens, **options), tokens)
 
 
-def _answered(model: Model, request: Request, given: inputs.Ids, progress: bool) -> Output:
-    """The three rooms behind each other: a request, its place on the devices, the loop."""
+def _answered(model: Model, request: Request, given: inputs.Ids) -> Output:
+    """Runs prepare, place and denoise."""
     placed = place(model, request, given)
-    if progress:
+    if request.progress:
         output = watched(placed)
     else:
         with uninterrupted():  # while XLA may be compiling

@@ -8,9 +8,8 @@ part: which request enters when, and that none is lost whatever interrupts it.
 """
 
 import collections
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
 
 import jax
 import numpy as np
@@ -18,9 +17,10 @@ from jax.core import Tracer
 from jaxtyping import Array, Key
 
 from dllm_jax.decoding import buckets as ladders
+from dllm_jax.decoding.options import Asked, ManyOptions, names, shows
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.report import report
-from dllm_jax.decoding.request import GenerateOptions, Request, prepare
+from dllm_jax.decoding.request import Request, prepare
 from dllm_jax.decoding.slots import Slots
 from dllm_jax.decoding.stream import progress_bar
 from dllm_jax.engine.nonfinite import NonFinite
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     import rich.progress
 
 OF_A_REQUEST = ("prompt_mask", "prompt_embeds", "suffix", "length", "block", "steps", "key", "stop")
-OF_ALL = {field.name for field in dataclasses.fields(GenerateOptions)}
-OF_ALL -= {"prompt_mask", "prompt_embeds", "noise", "buckets", "key"}
+OWN = ("slots", "errors", "buckets", "key", "progress")
 TURN = 8  # sequences per slot that requests of one program are ahead of older ones of another, at most
 AHEAD = 4  # requests per slot that are read before there is a slot for them
 
@@ -62,6 +61,7 @@ class Waiting(NamedTuple):
         return self.request.plan.layout.prompt
 
 
+@shows(ManyOptions)
 def generate_many(
     model: Model,
     prompts: Iterable[Any],
@@ -71,7 +71,7 @@ def generate_many(
     buckets: ladders.Ladder | None = ladders.DEFAULT,
     key: Keys | None = None,
     progress: bool = False,
-    **options: Any,
+    **options: Unpack[ManyOptions],
 ) -> "Answers":
     """Answers many prompts, several at a time, and yields each answer as soon as it is there.
 
@@ -114,20 +114,20 @@ def generate_many(
         raise ValueError("generate_many cannot be traced: call it outside of jit, vmap and grad")
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         raise ValueError(f"prompts={shown(prompts)} must be an iterable of prompts, such as [[1, 2], [3]]")
-    check_names("generate_many", options, OF_ALL | {"slots", "buckets", "key"})
+    check_names("generate_many", options, (*names(ManyOptions), *OWN))
     if buckets is not None:
         ladders.check_ladder("buckets", buckets)
-    options |= {"buckets": buckets}
+    of_all: dict[str, Any] = {**options, "buckets": buckets}
     # What no request could ask for is refused here, by the shortest of prompts.
-    draws = GenerateOptions(**options).sampler.draws
-    prepare(model, [[model.spec.eos_id]], **options, **({"key": seeded(0)} if draws else {}))
+    draws = Asked(**of_all).sampler.draws
+    prepare(model, [[model.spec.eos_id]], **of_all, **({"key": seeded(0)} if draws else {}))
     return Answers(
         model,
         iter(prompts),
         check_argument("slots", slots, PositiveInt),
         check_argument("errors", errors, Errors),
         None if key is None else one_key(key),
-        options,
+        of_all,
         _bar(prompts) if check_argument("progress", progress, bool) else None,
     )
 
@@ -147,7 +147,7 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
     ):
         self._model, self._prompts, self._count = model, prompts, slots
         self._errors, self._key, self._options, self._bar = errors, key, options, bar
-        asked = GenerateOptions(**options)
+        asked = Asked(**options)
         self._sampler = asked.sampler
         self._nonfinite: NonFinite = asked.nonfinite
         self._read, self._item = 0, NONE  # requests made, and the prompt of which the next one is

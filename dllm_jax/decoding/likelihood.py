@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from dllm_jax.decoding.options import names, shows
 from dllm_jax.decoding.placement import by_sequence, divisible, numbers, part
 from dllm_jax.interrupts import uninterrupted
 from dllm_jax.nn.answers import answer_logits, passes_at_once
@@ -17,25 +18,47 @@ from dllm_jax.nn.arithmetic import guided
 from dllm_jax.nn.keys import one_key
 from dllm_jax.nn.mesh import constrain, current_mesh, number_modes, over_mesh
 from dllm_jax.nn.model import Model
-from dllm_jax.options import PositiveInt, TracedUnlessZero, check_argument, shown
+from dllm_jax.options import PositiveInt, TracedUnlessZero, check_argument, check_names, shown
 from dllm_jax.state import host, inputs
 from dllm_jax.state.host import AnyArray
 from dllm_jax.traced import Number, argument, fixed_at
 
 
+class LikelihoodOptions(TypedDict, total=False):
+    """The keyword arguments of `log_likelihood`, for type checkers."""
+
+    prompt_mask: ArrayLike | None
+    answer_mask: ArrayLike | None
+    draws: int
+    strata: int
+    cfg_scale: Number
+    key: Key[Array, ""] | None
+    masks: ArrayLike | None
+    chunk: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimator:
+    """The keyword arguments of `log_likelihood` with their defaults, checked."""
+
+    prompt_mask: ArrayLike | None = None
+    answer_mask: ArrayLike | None = None
+    draws: int = 128
+    strata: int = 16
+    cfg_scale: Number = 0.0
+    key: Key[Array, ""] | None = None
+    masks: ArrayLike | None = None
+    chunk: int = 16
+
+    def __post_init__(self):
+        scale = check_argument("cfg_scale", self.cfg_scale, TracedUnlessZero)
+        object.__setattr__(self, "cfg_scale", scale)
+        check_argument("chunk", self.chunk, PositiveInt)
+
+
+@shows(LikelihoodOptions, Estimator)
 def log_likelihood(
-    model: Model,
-    prompt: inputs.Ids,
-    answer: inputs.Ids,
-    *,
-    prompt_mask: ArrayLike | None = None,
-    answer_mask: ArrayLike | None = None,
-    draws: int = 128,
-    strata: int = 16,
-    cfg_scale: Number = 0.0,
-    key: Key[Array, ""] | None = None,
-    masks: ArrayLike | None = None,
-    chunk: int = 16,
+    model: Model, prompt: inputs.Ids, answer: inputs.Ids, **options: Unpack[LikelihoodOptions]
 ) -> Float[Array, "b"]:
     """Estimates log p(answer | prompt) of the whole answer, not normalised by its length.
 
@@ -63,13 +86,14 @@ def log_likelihood(
     Raises:
       ValueError: an argument is out of range or does not fit the others.
     """
-    terms = token_log_likelihoods(**dict(locals()))  # every argument by its name, as it was given
+    terms = _terms("log_likelihood", model, prompt, answer, options)
     with number_modes():
         return jnp.sum(terms, axis=1)
 
 
+@shows(LikelihoodOptions, Estimator)
 def token_log_likelihoods(
-    model: Model, prompt: inputs.Ids, answer: inputs.Ids, **options: Any
+    model: Model, prompt: inputs.Ids, answer: inputs.Ids, **options: Unpack[LikelihoodOptions]
 ) -> Float[Array, "b r"]:
     """What each token of the answer contributes to `log_likelihood`, which is the sum over tokens.
 
@@ -84,6 +108,14 @@ def token_log_likelihoods(
     Returns:
       float32 [b r], in nats; 0 where `answer_mask` is False.
     """
+    return _terms("token_log_likelihoods", model, prompt, answer, options)
+
+
+def _terms(
+    function: str, model: Model, prompt: inputs.Ids, answer: inputs.Ids, options: LikelihoodOptions
+) -> Float[Array, "b r"]:
+    """Computes the terms of a call of one of these functions."""
+    check_names(function, options, names(LikelihoodOptions, Estimator))
     check_argument("model", model, Model, ", such as dj.load(path)")
     estimator = Estimator(**options)
     asked = _asked(model, prompt, answer, estimator)
@@ -97,25 +129,6 @@ def token_log_likelihoods(
     with uninterrupted():  # while XLA may be compiling
         terms = _estimate(model, arrays, numbers(guidance, mesh), estimator.chunk)
     return part(terms, slice(batch), batch=0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Estimator:
-    """The keyword arguments of `log_likelihood`, which says what they are."""
-
-    prompt_mask: ArrayLike | None = None
-    answer_mask: ArrayLike | None = None
-    draws: int = 128
-    strata: int = 16
-    cfg_scale: Number = 0.0
-    key: Key[Array, ""] | None = None
-    masks: ArrayLike | None = None
-    chunk: int = 16
-
-    def __post_init__(self):
-        scale = check_argument("cfg_scale", self.cfg_scale, TracedUnlessZero)
-        object.__setattr__(self, "cfg_scale", scale)
-        check_argument("chunk", self.chunk, PositiveInt)
 
 
 class Asked(NamedTuple):
@@ -152,7 +165,7 @@ def _asked(model: Model, prompt: Any, answer: Any, estimator: Estimator) -> Aske
         raise ValueError(
             f"prompt has {prompt.shape[0]} sequences, answer has {answer.shape[0]}; they must be equal"
         )
-    inputs.warn_of_length(prompt.shape[1] + answer.shape[1], spec, stacklevel=4)
+    inputs.warn_of_length(prompt.shape[1] + answer.shape[1], spec, stacklevel=5)
     if estimator.masks is None:
         with number_modes():
             masks = _drawn(estimator, answer.shape, real)

@@ -1,6 +1,6 @@
-"""The first of three rooms: what a user asks for, checked and padded. Nothing is on a device yet.
+"""Stage 1 of 3 (prepare): validates and pads a request on the host, with NumPy only.
 
-request  = prepare(model, prompt, **options)     # here: numpy alone, no mesh
+request  = prepare(model, prompt, **options)     # here: no devices, no mesh
 placed   = place(model, request)                 # placement.py: devices, meshes, processes
 results  = denoise(placed.model, ...)            # loop.py: one traced program, pure
 output   = collect(placed, results)              # placement.py
@@ -8,36 +8,33 @@ output   = collect(placed, results)              # placement.py
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from annotated_types import MinLen
-from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Key
 
 from dllm_jax.decoding import buckets as ladders
+from dllm_jax.decoding.options import Asked, GenerateOptions, InfillOptions, Stops, names
 from dllm_jax.engine.block_schedule import check_schedule
 from dllm_jax.engine.closures import constants
 from dllm_jax.engine.nonfinite import NonFinite
 from dllm_jax.engine.plan import Inputs, Plan
 from dllm_jax.engine.shadow import check_policy
 from dllm_jax.engine.widths import step_widths
-from dllm_jax.nn.intervention import Intervention, checked, moved
+from dllm_jax.nn.intervention import checked, moved
 from dllm_jax.nn.keys import Keys, typed_key
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument, check_names, check_numbers, shown
-from dllm_jax.policies.base import Policy
-from dllm_jax.samplers import Confidence, KeyNoise, Noise, RecordedNoise, Sampler
+from dllm_jax.samplers import KeyNoise, Noise, RecordedNoise
 from dllm_jax.state import host, inputs
 from dllm_jax.state.host import AnyArray
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.sliding import Sliding
 from dllm_jax.traced import fixed_at
-
-Stops = Sequence[Sequence[int]]
 
 
 class Request(NamedTuple):
@@ -48,56 +45,21 @@ class Request(NamedTuple):
       plan: what the user decided; static, but for the numbers of policy and sampler.
       extra: positions a bucket added on the left.
       nonfinite: what the host does about sequences without finite logits.
+      progress: whether a bar is drawn.
     """
 
     inputs: Inputs
     plan: Plan
     extra: int
     nonfinite: NonFinite
+    progress: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class GenerateOptions:
-    """The keyword arguments of `generate`, which says what they are; `infill` has some of them."""
-
-    prompt_mask: ArrayLike | None = None
-    prompt_embeds: inputs.Embeds | None = None
-    suffix: inputs.Ids | None = None
-    length: int = 128
-    block: int | Sliding | None = None
-    steps: int | None = None
-    policy: Policy = Policy()
-    sampler: Sampler = Confidence()
-    key: Keys | None = None
-    noise: Noise | None = None
-    stop_at_eos: bool = False
-    stop: Stops = ()
-    trace: bool = False
-    widths: tuple[int, ...] | None = None
-    group: int | None = None
-    buckets: ladders.Ladder | None = None
-    nonfinite: NonFinite = "warn"
-    interventions: Sequence[Intervention] = ()
-
-    def __post_init__(self):
-        check_argument("policy", self.policy, Policy, ", such as dj.policies.DualCache()")
-        check_argument("sampler", self.sampler, Sampler, ", such as dj.samplers.Confidence()")
-        check_argument("nonfinite", self.nonfinite, NonFinite)
-        check_argument("group", self.group, PositiveInt | None)
-        for name in ("stop_at_eos", "trace"):
-            check_argument(name, getattr(self, name), bool)
-
-
-OPTIONS = tuple(field.name for field in dataclasses.fields(GenerateOptions))
-NOT_OF_INFILL = {"prompt_mask", "prompt_embeds", "suffix", "length", "stop_at_eos", "stop", "buckets"}
-OF_INFILL = ("token_mask", *(name for name in OPTIONS if name not in NOT_OF_INFILL))
-
-
-def prepare(model: Model, prompt: inputs.Ids, **options: Any) -> Request:
-    """What `generate(model, prompt, **options)` asks for; arguments and errors are its."""
-    check_names("generate", options, OPTIONS)
+def prepare(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions]) -> Request:
+    """Returns the checked request of `generate(model, prompt, **options)`; errors are those of `generate`."""
+    check_names("generate", options, names(GenerateOptions))
+    asked = Asked(**options)
     check_argument("model", model, Model, ", such as dj.load(path)")
-    asked = GenerateOptions(**options)
     prompts = inputs.prompts(prompt, asked.prompt_mask, asked.prompt_embeds, model.spec)
     batch, unpadded = prompts.ids.shape
 
@@ -126,13 +88,13 @@ def repeated(request: Request, count: int) -> Request:
     return request._replace(inputs=jax.tree.map(more, request.inputs))
 
 
-def prepare_infill(model: Model, tokens: inputs.Ids, token_mask: ArrayLike | None, **options: Any) -> Request:
-    """What `infill(model, tokens, token_mask=.., **options)` asks for; arguments and errors are its."""
-    check_names("infill", options, OF_INFILL)
+def prepare_infill(model: Model, tokens: inputs.Ids, **options: Unpack[InfillOptions]) -> Request:
+    """Returns the checked request of `infill(model, tokens, **options)`; errors are those of `infill`."""
+    check_names("infill", options, names(InfillOptions))
+    asked = Asked(**options)
     check_argument("model", model, Model, ", such as dj.load(path)")
-    asked = GenerateOptions(**options)
     block = check_argument("block", asked.block, PositiveInt | None)
-    tokens, mask = inputs.padded_ids(tokens, token_mask, model.spec, "tokens")
+    tokens, mask = inputs.padded_ids(tokens, asked.token_mask, model.spec, "tokens")
     if not fixed_at(asked.sampler.cfg_scale, 0):
         raise ValueError(f"cfg_scale={asked.sampler.cfg_scale}: infilling has no prompt to guide by; use 0")
     length, steps = tokens.shape[1], asked.steps
@@ -173,7 +135,7 @@ def blocks_of(
     return block, size - 1
 
 
-def _planned(model: Model, arrays: Inputs, layout: Layout, asked: GenerateOptions, extra: int) -> Request:
+def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: int) -> Request:
     """The request of a canvas: policy and sampler go together, and fit it.
 
     Args:
@@ -219,7 +181,7 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: GenerateOption
         )
     plan = dataclasses.replace(plan, interventions=moved(fitting, extra))
     arrays = arrays._replace(noise=noise_for(plan, batch, asked.key, asked.noise, spec.vocab))
-    return Request(arrays, plan, extra, asked.nonfinite)
+    return Request(arrays, plan, extra, asked.nonfinite, asked.progress)
 
 
 def _suffix_ids(suffix: inputs.Ids, batch: int, spec: ModelSpec) -> Int[AnyArray, "b s"]:

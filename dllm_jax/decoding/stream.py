@@ -3,20 +3,21 @@
 import dataclasses
 import math
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Unpack
 
 import jax
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Bool, Float, Int
 
+from dllm_jax.decoding.options import StreamOptions, names, shows
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.placement import Placed, collect, numbers, on_mesh, place, runs_on, with_auto_axes
 from dllm_jax.decoding.report import report
 from dllm_jax.decoding.request import prepare
 from dllm_jax.engine.loop import Piece, begin, resume, traced
 from dllm_jax.nn.model import Model
-from dllm_jax.options import PositiveInt, check_argument
+from dllm_jax.options import PositiveInt, check_argument, check_names
 from dllm_jax.state import host, inputs
 
 if TYPE_CHECKING:
@@ -46,8 +47,9 @@ class Snapshot(NamedTuple):
     output: Output | None
 
 
+@shows(StreamOptions)
 def stream(
-    model: Model, prompt: inputs.Ids, *, every: int | None = None, **options: Any
+    model: Model, prompt: inputs.Ids, *, every: int | None = None, **options: Unpack[StreamOptions]
 ) -> Generator[Snapshot, None, None]:
     """Decodes as `generate` does, and yields what there is after every block, or every few denoising steps.
 
@@ -78,6 +80,7 @@ def stream(
       dllm_jax.engine.nonfinite.NonFiniteWarning: they did, with nonfinite="warn", before the last snapshot.
     """
     steps = check_argument("every", every, PositiveInt | None)
+    check_names("stream", options, (*names(StreamOptions), "every"))
     placed = place(model, prepare(model, prompt, **options), prompt)
     return _reported(snapshots(placed, steps), placed)
 

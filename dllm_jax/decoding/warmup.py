@@ -1,20 +1,17 @@
 """Compiles ahead of time what a ladder of prompt lengths will need."""
 
-import dataclasses
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import numpy as np
 
 from dllm_jax.decoding.buckets import DEFAULT, Ladder, check_ladder
 from dllm_jax.decoding.compare import compiled, temporary_bytes
-from dllm_jax.decoding.request import GenerateOptions, prepare
+from dllm_jax.decoding.options import WarmupOptions, names, shows
+from dllm_jax.decoding.request import prepare
 from dllm_jax.decoding.slots import Slots
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument, check_names
-
-OPTIONS = {field.name for field in dataclasses.fields(GenerateOptions)}
-OPTIONS -= {"prompt_mask", "prompt_embeds", "buckets"}
 
 
 class Compiled(NamedTuple):
@@ -33,8 +30,14 @@ class Compiled(NamedTuple):
     temporary: int
 
 
+@shows(WarmupOptions)
 def warmup(
-    model: Model, ladder: Ladder = DEFAULT, *, batch: int = 1, slots: int | None = None, **options: Any
+    model: Model,
+    ladder: Ladder = DEFAULT,
+    *,
+    batch: int = 1,
+    slots: int | None = None,
+    **options: Unpack[WarmupOptions],
 ) -> list[Compiled]:
     """Compiles `generate(model, prompt, buckets=ladder, **options)` for every rung, without running a step.
 
@@ -59,11 +62,11 @@ def warmup(
     batch = check_argument("batch", batch, PositiveInt)
     if "buckets" in options:
         raise ValueError("buckets= is the second argument of warmup: warmup(model, ladder, ...)")
-    check_names("warmup", options, OPTIONS)
+    check_names("warmup", options, (*names(WarmupOptions), "batch", "slots"))
     if slots is None:
-        return [_compile(model, rung, batch, options) for rung in ladder.rungs]
+        return [_compile(model, rung, batch, {**options}) for rung in ladder.rungs]
     count = check_argument("slots", slots, PositiveInt)
-    return [_compile_slots(model, rung, count, options) for rung in ladder.rungs]
+    return [_compile_slots(model, rung, count, {**options}) for rung in ladder.rungs]
 
 
 def _compile(model: Model, rung: int, batch: int, options: dict) -> Compiled:

@@ -1,6 +1,6 @@
 """The demonstration's table: the same held-out prompts under several policies and samplers, each measured."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import rich.box
@@ -9,6 +9,7 @@ import rich.text
 
 from dllm_jax.decoding.chat import decode_answers
 from dllm_jax.decoding.compare import compare
+from dllm_jax.decoding.options import ManyOptions
 from dllm_jax.decoding.watch.grid import COLD, WARM
 from dllm_jax.nn.model import Model
 from dllm_jax.policies import Policy
@@ -28,7 +29,7 @@ def measure(
     questions: list[Example],
     grid: list[tuple[Policy, Sampler]],
     repeats: int = 3,
-    **options: Any,
+    **options: Unpack[ManyOptions],
 ) -> list[Row]:
     """Measures each (policy, sampler); timed runs of all of them are interleaved, `repeats` times.
 

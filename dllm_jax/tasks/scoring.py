@@ -1,10 +1,11 @@
 """How a model answers examples, through the public decoder, and how often it does so exactly."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from dllm_jax.decoding.chat import chat, encode_chats
+from dllm_jax.decoding.options import AnswerOptions
 from dllm_jax.nn.model import Model
 from dllm_jax.tasks.base import Example, exact
 
@@ -16,7 +17,7 @@ def prompt_arrays(tokenizer: Any, examples: list[Example], pad_id: int) -> tuple
 
 
 def answers(
-    model: Model, tokenizer: Any, examples: list[Example], batch: int = 64, **options: Any
+    model: Model, tokenizer: Any, examples: list[Example], batch: int = 64, **options: Unpack[AnswerOptions]
 ) -> list[str]:
     """Decodes the model's answers to examples.
 
@@ -34,6 +35,8 @@ def answers(
     return out
 
 
-def accuracy(model: Model, tokenizer: Any, examples: list[Example], batch: int = 64, **options) -> float:
+def accuracy(
+    model: Model, tokenizer: Any, examples: list[Example], batch: int = 64, **options: Unpack[AnswerOptions]
+) -> float:
     """Fraction of exactly right answers, in [0, 1]; the arguments are those of `answers`."""
     return float(np.mean(exact(answers(model, tokenizer, examples, batch, **options), examples)))

@@ -1,0 +1,157 @@
+"""The keyword options of generation: their types for type checkers, their defaults, their checks.
+
+`generate` describes each option. Functions that pass options on declare `**options: Unpack[...]` with the
+group that they take.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict, TypeVar
+
+from jax.typing import ArrayLike
+
+from dllm_jax.decoding.buckets import Ladder
+from dllm_jax.engine.nonfinite import NonFinite
+from dllm_jax.nn.intervention import Intervention
+from dllm_jax.nn.keys import Keys
+from dllm_jax.options import PositiveInt, check_argument
+from dllm_jax.policies.base import Policy
+from dllm_jax.samplers import Confidence, Noise, Sampler
+from dllm_jax.state import inputs
+from dllm_jax.state.sliding import Sliding
+
+Stops = Sequence[Sequence[int]]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class CommonOptions(TypedDict, total=False):
+    """Options that every function takes."""
+
+    block: int | Sliding | None
+    steps: int | None
+    policy: Policy
+    trace: bool
+    nonfinite: NonFinite
+    interventions: Sequence[Intervention]
+    group: int | None
+    widths: tuple[int, ...] | None
+
+
+class InfillOptions(CommonOptions, total=False):
+    """Options of `infill`."""
+
+    token_mask: ArrayLike | None
+    sampler: Sampler
+    key: Keys | None
+    noise: Noise | None
+    progress: bool
+
+
+class ResponseOptions(CommonOptions, total=False):
+    """Options of responses, which all functions but `infill` take."""
+
+    length: int
+    suffix: inputs.Ids | None
+    stop_at_eos: bool
+
+
+class ChatOptions(ResponseOptions, total=False):
+    """Options that `chat` passes on to `generate`."""
+
+    key: Keys | None
+    noise: Noise | None
+    progress: bool
+
+
+class AnswerOptions(ChatOptions, total=False):
+    """Options of functions that answer with `chat`."""
+
+    sampler: Sampler
+    buckets: Ladder | None
+
+
+class ManyOptions(ResponseOptions, total=False):
+    """Options of all requests of `generate_many`."""
+
+    sampler: Sampler
+    stop: Stops
+
+
+class WarmupOptions(ManyOptions, total=False):
+    """Options of `warmup`, which takes no prompt."""
+
+    key: Keys | None
+    noise: Noise | None
+
+
+class StreamOptions(WarmupOptions, total=False):
+    """Options of `stream` and `compare`."""
+
+    prompt_mask: ArrayLike | None
+    prompt_embeds: inputs.Embeds | None
+    buckets: Ladder | None
+
+
+class GenerateOptions(StreamOptions, total=False):
+    """Options of `generate`."""
+
+    progress: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """The options of a request with their defaults, checked."""
+
+    prompt_mask: ArrayLike | None = None
+    prompt_embeds: inputs.Embeds | None = None
+    suffix: inputs.Ids | None = None
+    length: int = 128
+    block: int | Sliding | None = None
+    steps: int | None = None
+    policy: Policy = Policy()
+    sampler: Sampler = Confidence()
+    key: Keys | None = None
+    noise: Noise | None = None
+    stop_at_eos: bool = False
+    stop: Stops = ()
+    trace: bool = False
+    buckets: Ladder | None = None
+    nonfinite: NonFinite = "warn"
+    interventions: Sequence[Intervention] = ()
+    progress: bool = False
+    token_mask: ArrayLike | None = None
+    group: int | None = None
+    widths: tuple[int, ...] | None = None
+
+    def __post_init__(self):
+        check_argument("policy", self.policy, Policy, ", such as dj.policies.DualCache()")
+        check_argument("sampler", self.sampler, Sampler, ", such as dj.samplers.Confidence()")
+        check_argument("nonfinite", self.nonfinite, NonFinite)
+        check_argument("group", self.group, PositiveInt | None)
+        for name in ("stop_at_eos", "trace", "progress"):
+            check_argument(name, getattr(self, name), bool)
+
+
+def names(options: type, defaults: type = Asked) -> tuple[str, ...]:
+    """Returns the names of a group of options, in the order in which they are documented."""
+    return tuple(
+        field.name for field in dataclasses.fields(defaults) if field.name in options.__annotations__
+    )
+
+
+def shows(options: type, defaults: type = Asked) -> Callable[[Function], Function]:
+    """Shows a group of options with their defaults in a function's signature, for `help` and completion."""
+
+    def shown(function: Function) -> Function:
+        signature = inspect.signature(function)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        taken = [
+            inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type)
+            for f in dataclasses.fields(defaults)
+            if f.name in names(options, defaults)
+        ]
+        function.__signature__ = signature.replace(parameters=[*own, *taken])
+        return function
+
+    return shown
