@@ -4,6 +4,8 @@ Written from the papers and from descriptions of the reference code, never from 
 """
 
 import dataclasses
+import fractions
+import itertools
 import math
 from collections.abc import Callable
 from fractions import Fraction
@@ -214,9 +216,8 @@ class Row:
     @property
     def masks(self) -> list[int]:
         """Undecided positions up to the end of the block."""
-        return [
-            i for i in range(self.start + self.layout.block) if self.tokens[i] == self.spec.mask_id
-        ]  # padding never holds the mask id here
+        end = min(self.start + self.layout.block, len(self.tokens))
+        return [i for i in range(end) if self.tokens[i] == self.spec.mask_id]  # padding never holds it here
 
 
 def decode(
@@ -269,7 +270,8 @@ def _until_done(sampler) -> bool:
 
 
 def _finished(sampler, row: Row) -> bool:
-    return not row.masks if _until_done(sampler) else row.block_step >= row.layout.steps_per_block
+    until_done = _until_done(sampler) or getattr(sampler, "schedule", "even") != "even"
+    return not row.masks if until_done else row.block_step >= row.layout.steps_per_block
 
 
 def transfer(sampler, row: Row, scores: Scores, order=None, beliefs=None) -> set[int]:
@@ -298,7 +300,24 @@ def transfer(sampler, row: Row, scores: Scores, order=None, beliefs=None) -> set
     if isinstance(sampler, samplers.PCSampler):
         start = row.layout.prompt
         scores = {i: score * math.exp(-sampler.decay * (i - start)) for i, score in scores.items()}
-    return largest(scores, even_counts(row.block_masks, row.layout.steps_per_block)[row.block_step])
+    counts = {"even": even_counts, "rounded": rounded_counts, "linear": linear_counts}
+    of = counts[getattr(sampler, "schedule", "even")](row.block_masks, row.layout.steps_per_block)
+    return largest(scores, of[row.block_step])
+
+
+def rounded_counts(masks: int, steps: int) -> list[int]:
+    """Masks left / steps left, rounded half to even, without the steps that decode none."""
+    counts = []
+    for left in range(steps, 0, -1):
+        counts.append(round(fractions.Fraction(masks, left)))
+        masks -= counts[-1]
+    return [n for n in counts if n]
+
+
+def linear_counts(masks: int, steps: int) -> list[int]:
+    """From floor(masks (steps - k) / steps) to the next k's, without the steps that decode none."""
+    stay = [masks * (steps - k) // steps for k in range(steps + 1)]
+    return [a - b for a, b in itertools.pairwise(stay) if a > b]
 
 
 def _dream(sampler, row: Row, scores: Scores, order) -> set[int]:

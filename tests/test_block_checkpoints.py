@@ -14,13 +14,14 @@ from safetensors.numpy import load_file
 import dllm_jax as dj
 from dllm_jax import lora
 from dllm_jax.checkpoint import convert, export, save_hf
-from dllm_jax.checkpoint.config import MaskTokenWarning, read_config
+from dllm_jax.checkpoint.config import MaskTokenWarning, read_config, read_model_config
 from dllm_jax.checkpoint.families import config_to_spec
 from tests import refuses
 from tests.checkpoints import rewrite, save_sharded, weights, write_tokenizer
 
 MODELS = Path(__file__).parent / "goldens" / "models"
 NEW = ("llada-moe-tiny-dense0", "llada2-tiny-dense2", "sdar-tiny-tied", "fast-dllm-v2-tiny-tied")
+NEW += "a2d-qwen3-tiny", "rnd1-tiny"
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore::dllm_jax.checkpoint.config.{kind}")
     for kind in ("MaskTokenWarning", "BlockSizeWarning")
@@ -31,7 +32,7 @@ def copied(name: str, to: Path, dtype=None, own: str = "expert_bias", shards: in
     """One of the recorded models in another dtype; what is named `own` stays in float32."""
     to.mkdir()
     config = json.loads((MODELS / name / "config.json").read_text())
-    config["torch_dtype"] = "float32" if dtype is None else "bfloat16"
+    config["dtype" if "dtype" in config else "torch_dtype"] = "float32" if dtype is None else "bfloat16"
     (to / "config.json").write_text(json.dumps(config))
     tensors = load_file(MODELS / name / "model.safetensors")
     narrow = {n: x if dtype is None or own in n else x.astype(dtype) for n, x in tensors.items()}
@@ -113,6 +114,29 @@ REFUSED = {
         ({"layer_types": ["sliding_attention"] * 3}, "layer_types=.* must all be 'full_attention'"),
         ({"block_length": 16}, "block_length=16 and bd_size=32 must be equal"),
     ],
+    "a2d-qwen3-tiny": [
+        ({"attention_bias": True}, "attention_bias=True is not supported"),
+        ({"head_dim": None}, "required key 'head_dim' is null"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types=.* must all be"),
+        ({"num_experts": 8}, "num_experts=8 is not supported"),
+        ({"right_shift_logits": 1}, "right_shift_logits=1 must be True or False"),
+        ({"mask_token_id": 501}, "eos_id=501 must differ from mask_id"),
+        ({"model_type": "a2d-llama", "mlp_bias": True}, "mlp_bias=True is not supported"),
+        ({"model_type": "a2d-llama", "rope_scaling": {"rope_type": "llama3"}}, "rope_type='llama3' is not"),
+        ({"model_type": "a2d-llama"}, r"unmapped: model\.layers\.0\.self_attn\.k_norm"),
+        ({"model_type": "a2d-qwen2"}, r"missing: model\.layers\.0\.self_attn\.q_proj\.bias"),
+        (
+            {"model_type": "a2d-qwen2", "head_dim": None, "num_attention_heads": 6},
+            "hidden_size=64 must be a multiple of num_attention_heads=6 where no head_dim is given",
+        ),
+        ({"model_type": "a2d-gemma"}, "model_type='a2d-gemma' is not supported; supported: .*a2d-llama"),
+    ],
+    "rnd1-tiny": [
+        ({"num_experts_per_tok": 9}, "per_token=9 must be at most 8"),
+        ({"mask_token_id": None}, "required key 'mask_token_id' is null"),
+        ({"use_sliding_window": True, "sliding_window": 4096}, "sliding_window=4096 is not supported"),
+        ({"decoder_sparse_step": 4}, "must be some of the layers"),
+    ],
 }
 
 
@@ -164,6 +188,58 @@ def test_what_published_configs_do_not_say(tmp_path, name, sizes, expected):
 def test_a_mask_that_nobody_names_is_warned_of():
     with pytest.warns(MaskTokenWarning, match="the last id, 319, stands in for it"):
         assert dj.load(MODELS / "fast-dllm-v2-tiny-tied").spec.mask_id == 319
+
+
+NAMING = {  # a tokenizer's files, each of which may name what it adds
+    "added_tokens.json": {"<|mask|>": 300},
+    "tokenizer_config.json": {
+        "added_tokens_decoder": {"299": {"content": "x"}, "300": {"content": "<|mask|>"}}
+    },
+    "tokenizer.json": {"added_tokens": [{"id": 299, "content": "x"}, {"id": 300, "content": "<|mask|>"}]},
+}
+
+
+def a2d(folder: Path, **changes) -> dict:
+    """The fields of the spec of an A2D model whose config.json is changed."""
+    values = json.loads((MODELS / "a2d-qwen3-tiny" / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v != "absent"}))
+    return vars(config_to_spec(read_model_config(folder)))
+
+
+@pytest.mark.filterwarnings("error::dllm_jax.checkpoint.config.MaskTokenWarning")
+@pytest.mark.parametrize("file", NAMING)
+def test_the_tokenizer_names_the_mask_of_a2d(tmp_path, file):
+    for other in NAMING:
+        (tmp_path / other).write_text(json.dumps(NAMING[other] if other == file else {}))
+    assert a2d(tmp_path)["mask_id"] == 300
+    assert a2d(tmp_path, mask_token_id=7)["mask_id"] == 7
+    (tmp_path / "generation_config.json").write_text('{"mask_token_id": 8}')
+    assert a2d(tmp_path)["mask_id"] == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, r"no mask_token_id, and no tokenizer beside it <\|mask\|>: the last id, 511, stands in"),
+        ({"eos_token_id": [511, 510]}, "id, 509, stands in for it"),
+        ({"vocab_size": 151936}, "id, 151669, stands in for it"),
+        ({"vocab_size": 151936, "model_type": "a2d-qwen2"}, "id, 151665, stands in for it"),
+    ],
+)
+def test_a_mask_of_a2d_that_no_file_names_is_warned_of(tmp_path, changes, message):
+    with pytest.warns(MaskTokenWarning, match=message):
+        a2d(tmp_path, **changes)
+
+
+def test_what_causal_attention_says_means_nothing_to_a2d(tmp_path):
+    plain = a2d(tmp_path)
+    windows = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 2}
+    mixed = ["full_attention", "sliding_attention"] * 2
+    assert a2d(tmp_path, **windows, layer_types=mixed) == plain
+    assert a2d(tmp_path, model_type="a2d-qwen2", head_dim="absent")["head_dim"] == 16
+    assert a2d(tmp_path, model_type="a2d-llama", head_dim=24)["head_dim"] == 24
+    assert a2d(tmp_path, right_shift_logits=True)["shifted"]
+    assert a2d(tmp_path, block_size=32)["block_size"] == 32
 
 
 def test_adapters_of_fused_matrices_stay_in_memory(tmp_path):

@@ -139,11 +139,14 @@ def test_files_that_are_no_config(tmp_path):
 
 GOLDEN = Path(__file__).parent / "goldens" / "models"
 NAMES = ("llada-moe-tiny-dense0", "llada2-tiny-dense2", "sdar-tiny-tied", "fast-dllm-v2-tiny-tied")
+NAMES += "a2d-qwen3-tiny", "rnd1-tiny"
 EVERY = {"llada": config(tiny()), "dream": config(tiny("dream")), "llada-v": llada_v.config()}
 for found in (json.loads((GOLDEN / name / "config.json").read_text()) for name in NAMES):
     name = next(n for n, f in FAMILIES.items() if f.model_type == found["model_type"] and n != "llada")
+    found = {"torch_dtype" if key == "dtype" else key: value for key, value in found.items()}
     EVERY[name] = found | {"mask_token_id": found.get("mask_token_id", 319)}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
+EVERY |= {name: EVERY["a2d-qwen3"] | {"model_type": name} for name in ("a2d-qwen2", "a2d-llama")}
 EVERY["sdar-moe"] = EVERY["sdar"] | {"model_type": "sdar_moe"} | MOE
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 

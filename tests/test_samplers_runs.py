@@ -38,7 +38,9 @@ RUNS = [  # sampler, block, steps
     (s.CertaintyPrior(sigma=2.0), 12, 6), (s.CertaintyPrior(sigma=3.0, threshold=0.3, temperature=0.5), 6, 2),
     (s.DreamSchedule(), 12, 12), (s.DreamSchedule(alg="maskgit_plus", alg_temp=0.3), 12, 8),
     (s.DreamSchedule(alg="topk_margin", temperature=0.6, top_p=0.9), 6, 10),
-    (s.DreamSchedule(alg="origin"), 12, 5),
+    (s.DreamSchedule(alg="origin"), 12, 5), (s.Confidence(schedule="rounded"), 5, 19),
+    (s.Confidence(schedule="rounded", alg="margin"), 12, 5), (s.Confidence(schedule="linear"), 12, 7),
+    (s.Confidence(schedule="linear", alg="entropy"), 7, 23), (s.Threshold(0.4), 5, 12),
 ]  # fmt: skip
 
 
@@ -78,7 +80,7 @@ def drawn(seed: int):
 @settings(max_examples=3, derandomize=True)  # a near tie may round either way
 @given(seed=st.integers(0, 10_000))
 def test_every_step_equals_the_numpy_rules(sampler, block, steps, seed):
-    layout = Layout(PROMPT, RESPONSE, block, steps)
+    layout = Layout.of(PROMPT, RESPONSE, block, steps, whole_blocks=sampler.whole_blocks)
     tokens, logits, token, order = drawn(seed)
     noise = s.RecordedNoise(jnp.asarray(token), jnp.asarray(order))
     states, active = map(np.asarray, run(sampler, layout, jnp.asarray(tokens), jnp.asarray(logits), noise))

@@ -47,11 +47,13 @@ class Config:
       where: the file, for messages.
       values: the parsed object.
       generation: the object of the generation_config.json beside it, {} if there is none.
+      folder: the directory, whose tokenizer may name what config.json does not; None if there is none.
     """
 
     where: str
     values: dict[str, Any]
     generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    folder: Path | None = None
 
     def get(self, key: str) -> Any:
         """The value at a key that holds no truth value; None of an absent key, null and false."""
@@ -151,7 +153,7 @@ def read_model_config(folder: Path) -> Config:
     """
     config = read_config(folder / "config.json")
     generation = read_object(folder / GENERATION) if has_entry(folder, GENERATION) else {}
-    return dataclasses.replace(config, generation=generation)
+    return dataclasses.replace(config, generation=generation, folder=folder)
 
 
 def _same(value, allowed) -> bool:

@@ -5,7 +5,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from dllm_jax.checkpoint.config import Config, Requirement
-from dllm_jax.checkpoint.names import dream, fast_dllm_v2, llada, llada2_moe, llada_moe, llada_v, sdar
+from dllm_jax.checkpoint.names import (
+    a2d,
+    dream,
+    fast_dllm_v2,
+    llada,
+    llada2_moe,
+    llada_moe,
+    llada_v,
+    rnd1,
+    sdar,
+)
 from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.table import Unit, units
 from dllm_jax.nn.spec import ModelSpec
@@ -16,7 +26,7 @@ FAMILIES = {
     family.name: family
     for family in (
         *(llada.FAMILY, dream.FAMILY, llada_v.FAMILY, llada_moe.FAMILY, llada2_moe.FAMILY),
-        *(sdar.FAMILY, sdar.FAMILY_MOE, fast_dllm_v2.FAMILY),
+        *(sdar.FAMILY, sdar.FAMILY_MOE, fast_dllm_v2.FAMILY, *a2d.FAMILIES, rnd1.FAMILY),
     )
 }
 
@@ -92,7 +102,7 @@ def spec_to_config(spec: ModelSpec, dtype: str, original: Config | None = None) 
     # Written weights are plain, whatever the ones that were read were.
     values = {key: value for key, value in values.items() if key not in QUANTISED}
     # What was written is read again: what does not come back cannot be said in this family's keys.
-    again = Config(f"a {family.model_type} config.json", values, generation)
+    again = Config(f"a {family.model_type} config.json", values, generation, original and original.folder)
     lost = differences(spec, config_to_spec(again))
     if lost:
         raise ValueError(f"a {family.model_type} config.json cannot hold this spec: {'; '.join(lost)}")

@@ -74,7 +74,8 @@ def prepare(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions]
     suffix = None if asked.suffix is None else _suffix_ids(asked.suffix, batch, model.spec)
     given = 0 if suffix is None else suffix.shape[1]
     block, tail = blocks_of(asked.block, model.spec, given)
-    layout = Layout.of(width, asked.length, block, asked.steps, prompts.mask is not None, given, tail)
+    padded, whole = prompts.mask is not None, asked.sampler.whole_blocks
+    layout = Layout.of(width, asked.length, block, asked.steps, padded, given, tail, whole)
     tokens, valid = inputs.masked_response(prompts.ids, prompts.mask, layout.response, model.spec)
     tokens = tokens if suffix is None else inputs.with_suffix(tokens, suffix)
     return _planned(model, Inputs(tokens, valid, None, prompts.embeds), layout, asked, width - unpadded)
@@ -106,7 +107,8 @@ def prepare_infill(model: Model, tokens: inputs.Ids, **options: Unpack[InfillOpt
         steps = _most_masks(tokens, valid, model.spec.mask_id)
 
     # With a prompt of 0 positions the masks may stand anywhere on the canvas.
-    layout = Layout.of(0, length, block, steps, padded=mask is not None, tail=tail)
+    whole = asked.sampler.whole_blocks
+    layout = Layout.of(0, length, block, steps, mask is not None, tail=tail, whole_blocks=whole)
     tokens, valid = inputs.masked_response(tokens, valid, tail, model.spec)
     return _planned(model, Inputs(tokens, valid), layout, asked, extra=0)
 

@@ -61,7 +61,7 @@ class SparseDLLM(Policy):
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Room for the pairs of the first block, with side="prefix" later blocks keep fewer, and its own."""
         require_full_attention(spec, "SparseDLLM")
-        outside = layout.length - layout.block
+        outside = layout.length - layout.shortest_block
         candidates = outside if self.side == "both" else layout.prompt
         slots = int(candidates * self.keep) + (outside - candidates) + spec.shifted + layout.block
         return Cache(KV.zeros(spec, batch, slots, dtype, scattered=False), shared=())
@@ -160,6 +160,7 @@ class SparseDLLM(Policy):
         # Of whole blocks and prompts without padding all slots are filled: so no mask is made, for which some
         # implementations copy what it hides.
         layout, uneven = canvas.layout, canvas.spec.shifted or self.side == "prefix"
+        uneven = uneven or layout.shorter_last
         if not (uneven or layout.padded or layout.tail or layout.suffix) and own == layout.block:
             return None
         stored = jnp.arange(slots - own) < self._filled(canvas)[:, None]

@@ -38,7 +38,8 @@ class Recipe(Options):
 
         # Blocks and steps are refused here and not at the first prompt, whose length they do not depend on.
         if self.length is not None:
-            Layout.of(1, self.length, self.block, self.steps)
+            whole = self.sampler is None or self.sampler.whole_blocks
+            Layout.of(1, self.length, self.block, self.steps, whole_blocks=whole)
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments of `generate`, as far as they are published."""

@@ -144,6 +144,11 @@ class Sampler(Options, abc.ABC):
         return layout.scheduled_steps
 
     @property
+    def whole_blocks(self) -> bool:
+        """Whether a response must have whole blocks, and equally many steps in each, as LLaDA's schedule."""
+        return True
+
+    @property
     def revises(self) -> bool:
         """Whether decoded tokens may still change until their block is finished."""
         return self.verifies or self.edits

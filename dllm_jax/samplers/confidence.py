@@ -1,6 +1,7 @@
 """Fixed-schedule samplers: LLaDA's low-confidence and random remasking (arXiv:2502.09992, section 2.4)."""
 
 import dataclasses
+from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -9,9 +10,12 @@ from typing_extensions import override
 from dllm_jax.samplers.base import Alg, Sampler, check_ends_unordered
 from dllm_jax.samplers.candidates import Candidates
 from dllm_jax.samplers.noise import Noise, require_noise
-from dllm_jax.samplers.transfer import even_schedule
+from dllm_jax.samplers.transfer import even_schedule, linear_schedule, rounded_schedule
 from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.layout import Layout
 from dllm_jax.state.selection import best, ranks
+
+SCHEDULES = {"even": even_schedule, "rounded": rounded_schedule, "linear": linear_schedule}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,12 +24,43 @@ class FixedSchedule(Sampler):
 
     Steps beyond the number of masks decode nothing but still run the network, as in the reference; a
     block-causal model takes none.
+
+    Attributes:
+      schedule: how the masks of a block are spread over its steps. "even" is LLaDA's, above. "rounded"
+        decodes masks left / steps left in each step, rounded half to even (dllm). "linear" leaves
+        floor(M (S - k) / S) of M masks after step k of S (RND1). The latter two leave out steps that decode
+        nothing, round steps per block up, and let the last block be shorter.
     """
+
+    schedule: Literal["even", "rounded", "linear"] = "even"
 
     @override
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
         """The surest positions, as many as the transfer schedule wants in this step."""
-        return best(candidates.score, even_schedule(canvas))
+        return best(candidates.score, self.count(canvas))
+
+    def count(self, canvas: Canvas) -> Int[Array, "b"]:
+        """How many positions of each sequence the coming step decodes."""
+        return SCHEDULES[self.schedule](canvas)
+
+    @override
+    def finished(self, canvas: Canvas) -> Bool[Array, "b"]:
+        """With the even schedule when it is over, otherwise as soon as nothing is masked."""
+        if self.whole_blocks or self.allow_mask_token:
+            return super().finished(canvas)
+        return ~jnp.any(canvas.unanswered, axis=1)
+
+    @override
+    def max_steps(self, layout: Layout) -> int:
+        """The scheduled steps; unless the schedule is even, each of them decodes something."""
+        most = super().max_steps(layout)
+        return most if self.whole_blocks else min(most, layout.response)
+
+    @property
+    @override
+    def whole_blocks(self) -> bool:
+        """Of the even schedule alone."""
+        return self.schedule == "even"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,4 +107,4 @@ class RandomOrder(FixedSchedule):
         index = jnp.broadcast_to(canvas.position, canvas.tokens.shape)
         draw = require_noise(noise).order_uniform(canvas, index)
         turn = ranks(jnp.where(canvas.eligible, draw, -jnp.inf))
-        return jnp.where(canvas.eligible & (turn < even_schedule(canvas)[:, None]), turn, -1)
+        return jnp.where(canvas.eligible & (turn < self.count(canvas)[:, None]), turn, -1)

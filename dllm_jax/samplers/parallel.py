@@ -37,6 +37,12 @@ class UntilDone(Sampler, abc.ABC):
 
     @property
     @override
+    def whole_blocks(self) -> bool:
+        """Only where tokens are verified, against a block of one width."""
+        return self.verifies
+
+    @property
+    @override
     def may_idle(self) -> bool:
         """Only with a `finished` of its own, which is not looked at: no."""
         return False

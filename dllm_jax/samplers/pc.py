@@ -18,7 +18,6 @@ from dllm_jax.options import Arrays, TracedNonNegativeFloat, TracedPositiveFloat
 from dllm_jax.samplers.candidates import Candidates
 from dllm_jax.samplers.confidence import FixedSchedule
 from dllm_jax.samplers.noise import Noise
-from dllm_jax.samplers.transfer import even_schedule
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.selection import best
 
@@ -189,4 +188,4 @@ class PCSampler(FixedSchedule):
         candidate = score > -jnp.inf
         leftmost = jnp.min(jnp.where(candidate, index, canvas.layout.length), axis=1, keepdims=True)
         weight = jnp.exp(-self.decay * (index - leftmost).astype(jnp.float32))
-        return best(jnp.where(candidate, weight * score, -jnp.inf), even_schedule(canvas))
+        return best(jnp.where(candidate, weight * score, -jnp.inf), self.count(canvas))

@@ -24,6 +24,33 @@ def even_schedule(canvas: Canvas, positions: int | None = None) -> Int[Array, "b
     return masks // steps + one_more.astype(jnp.int32)
 
 
+def rounded_schedule(canvas: Canvas) -> Int[Array, "b"]:
+    """dllm's transfer schedule: masks left over steps left, rounded half to even; at least one.
+
+    Steps that would decode none are left out. The released code rounds what float32 makes of the quotient, so
+    that a half may go either way there.
+    """
+    # m / s rounds to 0 until s < 2m: such steps are skipped, and each step behind one decodes one token. So
+    # what is left says how many were skipped, and nothing is remembered.
+    masks = jnp.sum(canvas.eligible, axis=1, dtype=jnp.int32)
+    steps = canvas.layout.steps_per_block - canvas.schedule_step
+    steps = jnp.maximum(jnp.minimum(steps, 2 * masks - 1), 1)
+    count, rest = masks // steps, masks % steps
+    above_half, half = 2 * rest > steps, 2 * rest == steps
+    return count + (above_half | (half & (count % 2 == 1))).astype(jnp.int32)
+
+
+def linear_schedule(canvas: Canvas) -> Int[Array, "b"]:
+    """RND1's transfer schedule: of M masks floor(M (S - k) / S) stay masked after step k of S.
+
+    Steps that would decode none are left out, so that there are at most M.
+    """
+    total, left = canvas.block_masks, jnp.sum(canvas.eligible, axis=1, dtype=jnp.int32)
+    steps = jnp.maximum(jnp.minimum(canvas.layout.steps_per_block, total), 1)
+    stay = total * jnp.maximum(steps - canvas.schedule_step - 1, 0) // steps
+    return jnp.maximum(left - stay, 1)
+
+
 def sure_or_best(score: Float[Array, "b c"], threshold: Number, least: Int[Array, "b"]) -> Bool[Array, "b c"]:
     """All candidates above the threshold if these are at least so many, else so many best ones."""
     sure = score > threshold

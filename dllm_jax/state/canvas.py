@@ -229,7 +229,8 @@ class Canvas:
     def block_end(self) -> Int[Array, "b 1"]:
         """The first position behind the current block."""
         if (sliding := self.layout.sliding) is None:
-            return (self.block_start + self.layout.block)[:, None]
+            end = (self.block_start + self.layout.block)[:, None]
+            return jnp.minimum(end, self.layout.end) if self.layout.shorter_last else end
 
         # DSB: the end goes on by what is decoded, wherever it is.
         decoded = jnp.sum(self.decoded_at >= 0, axis=1, dtype=jnp.int32)

@@ -22,6 +22,7 @@ class Layout(Options):
       tail: positions at the end of the response that only complete the last block of a block-causal model,
         whose blocks are aligned to the beginning of a sequence; no answer has them.
       sliding: the schedule of a block that slides; None has fixed blocks.
+      shorter_last: the last block may have fewer positions than the others.
     """
 
     prompt: NonNegativeInt
@@ -32,6 +33,7 @@ class Layout(Options):
     suffix: NonNegativeInt = 0
     sliding: Annotated[Sliding | None, NoneMeans("fixed blocks")] = None
     tail: NonNegativeInt = 0
+    shorter_last: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -45,12 +47,13 @@ class Layout(Options):
 
         # As LLaDA's generate.py asserts: whole blocks, and equally many steps in each.
         length = self.end - self.prompt
-        if length % self.block and not self.tail:
+        if length % self.block and not (self.tail or self.shorter_last):
             raise ValueError(f"length={length} must be a multiple of block={self.block}")
         if self.steps % self.blocks:
             raise ValueError(
                 f"steps={self.steps} must be a multiple of the number of blocks, "
-                f"length / block = {length} / {self.block}{' rounded up' * bool(self.tail)} = {self.blocks}"
+                f"length / block = {length} / {self.block}"
+                f"{' rounded up' * bool(length % self.block)} = {self.blocks}"
             )
 
     @classmethod
@@ -63,16 +66,25 @@ class Layout(Options):
         padded: bool = False,
         suffix: int = 0,
         tail: int = 0,
+        whole_blocks: bool = True,
     ) -> "Layout":
-        """With the defaults of `generate`: one block, and one step per response position."""
+        """With the defaults of `generate`: one block, and one step per response position.
+
+        Without `whole_blocks` the last block may be shorter, and steps per block are rounded up.
+        """
         check_argument("length", length, PositiveInt)
         if isinstance(block, Sliding):
             steps = length if steps is None else steps
             return cls(prompt, length + suffix, block.block, steps, padded, suffix, block)
-        block = length if block is None else block
-        if steps is None:  # with a tail the last block may be longer than what is left of the answer
-            steps = -(-length // block) * block if tail else length
-        return cls(prompt, length + suffix + tail, block, steps, padded, suffix, tail=tail)
+        size: int = length if block is None else check_argument("block", block, PositiveInt)
+        size = size if whole_blocks or tail else min(size, length)
+        blocks, shorter_last = -(-length // size), bool(length % size) and not (whole_blocks or tail)
+        # By default a step per position; the last block may be longer than what is left of the answer.
+        whole = blocks * size if tail or not whole_blocks else length
+        count: int = whole if steps is None else check_argument("steps", steps, PositiveInt)
+        count = count if whole_blocks else -(-count // blocks) * blocks
+        response = length + suffix + tail
+        return cls(prompt, response, size, count, padded, suffix, None, tail, shorter_last)
 
     @property
     def length(self) -> int:
@@ -89,6 +101,11 @@ class Layout(Options):
         """Upper bound of the positions of a block."""
         longest = self.block if self.sliding is None else self.sliding.longest or self.response
         return min(longest, self.response)
+
+    @property
+    def shortest_block(self) -> int:
+        """Lower bound of the positions of a block, where blocks are fixed and lie in the response."""
+        return (self.end - self.prompt) % self.block or self.block if self.shorter_last else self.block
 
     @property
     def end(self) -> int:

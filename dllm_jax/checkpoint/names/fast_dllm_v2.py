@@ -3,26 +3,20 @@
 Qwen2.5's decoder under block-causal attention, its head shifted (arXiv:2509.26328).
 """
 
-import dataclasses
 import functools
-import warnings
 
-from dllm_jax.checkpoint.config import Config, MaskTokenWarning
+from dllm_jax.checkpoint.config import Config
 from dllm_jax.checkpoint.names import as_llama
 from dllm_jax.checkpoint.names.family import Family, Tokens
+from dllm_jax.checkpoint.names.mask_token import with_a_mask
 from dllm_jax.options import PositiveInt
 
 
 def _with_a_mask(config: Config) -> Config:
     """A config.json that names the mask token, or has the vocabulary of a published model."""
-    vocab = config.read("vocab_size", PositiveInt)
-    named = (values.get("mask_token_id") for values in (config.values, config.generation))
-    if any(mask is not None for mask in named) or vocab in FAMILY.tokens:
+    if config.read("vocab_size", PositiveInt) in FAMILY.tokens:
         return config
-    message = f"{config.where} names no mask_token_id: the last id, {vocab - 1}, stands in for it; "
-    message += "model.replace_spec(mask_id=...) sets another"
-    warnings.warn(message, MaskTokenWarning, stacklevel=2)
-    return dataclasses.replace(config, values=config.values | {"mask_token_id": vocab - 1})
+    return with_a_mask(config, "|<MASK>|", {})
 
 
 # Row i of the raw logits predicts token i + 1, across the beginnings of blocks too; cos and sin are cast

@@ -26,6 +26,8 @@ FAMILY = Family(
     tokens={151936: Tokens(151669, 151643, 151645)},
     template=functools.partial(as_llama.template, "SDARForCausalLM"),
 )
+
+# Qwen3-MoE's experts, which RND1 has too.
 EXPERT_KEYS = {
     "count": "num_experts",
     "per_token": "num_experts_per_tok",
@@ -34,7 +36,8 @@ EXPERT_KEYS = {
 }
 
 
-def _sdar_experts(config: Config, fields: dict[str, Any]) -> dict[str, Any]:
+def qwen3_experts(config: Config, fields: dict[str, Any]) -> dict[str, Any]:
+    """The experts of config.json, and in which layers they are."""
     # A layer has experts unless it is listed, or is not one of every so many.
     step, listed = config.read("decoder_sparse_step", PositiveInt, 1), config.get("mlp_only_layers")
     if not isinstance(listed, list | None) or not all(type(layer) is int for layer in listed or ()):
@@ -43,7 +46,8 @@ def _sdar_experts(config: Config, fields: dict[str, Any]) -> dict[str, Any]:
     return {"experts": config.experts(EXPERT_KEYS, dense=dense)}
 
 
-def _sdar_layers(spec: ModelSpec) -> dict[str, Any]:
+def qwen3_layers(spec: ModelSpec) -> dict[str, Any]:
+    """The keys that say which layers have experts."""
     return {"mlp_only_layers": list(spec.experts.dense if spec.experts else ()), "decoder_sparse_step": 1}
 
 
@@ -53,7 +57,7 @@ FAMILY_MOE = dataclasses.replace(
     name="sdar-moe",
     model_type="sdar_moe",
     expert_keys=EXPERT_KEYS,
-    own=_sdar_experts,
-    more=_sdar_layers,
+    own=qwen3_experts,
+    more=qwen3_layers,
     template=functools.partial(as_llama.template, "SDARMoeForCausalLM"),
 )

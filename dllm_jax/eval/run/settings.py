@@ -58,7 +58,7 @@ class Decoding(Options):
         if self.length is not None:
             # Blocks and steps must fit the length, whatever the prompt.
             whole = self.whole(self.length)
-            Layout.of(1, whole, self.block, self.steps)
+            Layout.of(1, whole, self.block, self.steps, whole_blocks=self.sampler.whole_blocks)
             if self.steps is not None and self.steps > whole:
                 reason = f"must be at most length={whole}: a step decodes a token or more"
                 raise ValueError(f"steps={self.steps} {reason}")

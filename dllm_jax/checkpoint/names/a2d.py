@@ -1,0 +1,89 @@
+"""A2D checkpoints (dllm-hub/*-diffusion-{mdlm,bd3lm}-*): config.json; tensors are named as Llama's.
+
+Autoregressive models that became diffusion models (github.com/ZHZisZZ/dllm): the files are those of
+transformers' Qwen3, Qwen2 and Llama under another `model_type`; attention is bidirectional in all layers.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+from dllm_jax.checkpoint.config import Config, Requirement
+from dllm_jax.checkpoint.names import as_llama
+from dllm_jax.checkpoint.names.family import Family, Tokens
+from dllm_jax.checkpoint.names.mask_token import with_a_mask
+from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options import PositiveInt
+
+MASK = "<|mask|>"  # which the tokenizer adds to that of the autoregressive model
+ENDS = {151936: Tokens(eos=151645)}
+WINDOWS = "use_sliding_window", "sliding_window", "max_window_layers"
+SHIFT = "right_shift_logits"  # an option of the released samplers, for models that are trained so
+
+
+def _adjusted(published: dict[int, int], config: Config) -> Config:
+    """A config.json that names the mask and a head's width, without the windows of causal attention."""
+    values = {key: value for key, value in config.values.items() if key not in WINDOWS}
+    if isinstance(kinds := values.get("layer_types"), list):
+        values["layer_types"] = ["full_attention" if kind == "sliding_attention" else kind for kind in kinds]
+    return with_a_mask(dataclasses.replace(config, values=values), MASK, published)
+
+
+def _with_a_head(config: Config) -> Config:
+    """A config.json that names a head's width, by default the model's divided by the number of heads."""
+    if config.get("head_dim") is not None:
+        return config
+    width, heads = (config.read(key, PositiveInt) for key in ("hidden_size", "num_attention_heads"))
+    if width % heads:
+        raise ValueError(
+            f"{config.where}: hidden_size={width} must be a multiple of num_attention_heads={heads} where "
+            "no head_dim is given"
+        )
+    return dataclasses.replace(config, values=config.values | {"head_dim": width // heads})
+
+
+def _shift(config: Config, fields: dict[str, Any]) -> dict[str, Any]:
+    return {"shifted": config.read(SHIFT, bool, default=False)}
+
+
+def _shift_key(spec: ModelSpec) -> dict[str, Any]:
+    return {SHIFT: spec.shifted}
+
+
+# Row i predicts token i; padding is masked as keys only. Files of block diffusion (bd3lm) look like the
+# others (mdlm): the caller says `replace_spec(block_size=32)`.
+QWEN3 = Family(
+    name="a2d-qwen3",
+    model_type="a2d-qwen3",
+    names=as_llama.NAMES,
+    keys=as_llama.BLOCK_KEYS,
+    requirements=(*as_llama.REQUIREMENTS, Requirement("attention_bias", (False,))),
+    fixed={name: value for name, value in as_llama.NORMED.items() if name != "shifted"},
+    defaults=as_llama.DEFAULTS,
+    tokens=ENDS,
+    blocks=0,
+    adjusted=functools.partial(_adjusted, {151936: 151669}),
+    own=_shift,
+    more=_shift_key,
+    template=functools.partial(as_llama.template, "A2DQwen3LMHeadModel"),
+)
+QWEN2 = dataclasses.replace(
+    QWEN3,
+    name="a2d-qwen2",
+    model_type="a2d-qwen2",
+    requirements=as_llama.REQUIREMENTS,
+    fixed={**QWEN3.fixed, "qkv_bias": True, "qk_norm": False},
+    adjusted=lambda config: _with_a_head(_adjusted({151936: 151665}, config)),
+    template=functools.partial(as_llama.template, "A2DQwen2LMHeadModel"),
+)
+LLAMA = dataclasses.replace(
+    QWEN3,
+    name="a2d-llama",
+    model_type="a2d-llama",
+    requirements=(*QWEN3.requirements, Requirement("mlp_bias", (False,))),
+    fixed={**QWEN3.fixed, "qk_norm": False},
+    tokens={},
+    adjusted=lambda config: _with_a_head(_adjusted({}, config)),
+    template=functools.partial(as_llama.template, "A2DLlamaLMHeadModel"),
+)
+FAMILIES = QWEN3, QWEN2, LLAMA
