@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from dllm_jax.nn.attention import attention, weights
-from dllm_jax.nn.intervened import intervened
+from dllm_jax.nn.intervened import embedded, intervened
 from dllm_jax.nn.intervention import Intervention, for_sequences
 from dllm_jax.nn.layer import Layer, embed, walk
 from dllm_jax.nn.mask import Mask
