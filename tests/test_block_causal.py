@@ -38,25 +38,28 @@ REFUSING = (
 )
 
 
-def by_hand(pad: int, block: int) -> np.ndarray:
-    """[q, k]: whether the blocks of real positions let the one see the other; padding is never seen."""
+def by_hand(pad: int, block: int, first: int) -> np.ndarray:
+    """[q, k]: whether blocks that are counted from `first` let one see another; padding is never seen."""
     sees = np.zeros((LENGTH, LENGTH), bool)
     for i in range(pad, LENGTH):
         for j in range(pad, LENGTH):
-            sees[i, j] = (j - pad) // block <= (i - pad) // block
+            sees[i, j] = (j - first) // block <= (i - first) // block
     return sees
 
 
+@pytest.mark.parametrize("response", [None, 9])
 @pytest.mark.parametrize("block", [1, 4, 32])
-def test_the_mask_counts_blocks_from_the_first_real_position(block):
+def test_the_mask_counts_blocks_from_the_first_real_position_or_the_response(block, response):
     valid = jnp.asarray([np.arange(LENGTH) >= pad for pad in PADS])
-    described = spec("sdar", block_size=block)
+    described = spec("sdar", block_size=block, blocks_from="response" if response else "sequence")
     position = jnp.broadcast_to(jnp.arange(LENGTH), valid.shape)
-    mask = block_causal(key_mask(valid), described, position, valid, LENGTH)
-    for found, pad in zip(np.asarray(mask)[:, 0], PADS, strict=True):
-        np.testing.assert_array_equal(found[pad:], by_hand(pad, block)[pad:])
-    alone = block_causal(None, described, position[:1], None, LENGTH)
-    np.testing.assert_array_equal(alone[0, 0], by_hand(0, block))
+    for known in {response, 9 if response is None else None}:  # the other one changes nothing
+        first = [pad if known is None or response is None else response for pad in PADS]
+        mask = block_causal(key_mask(valid), described, position, valid, LENGTH, known)
+        for found, pad, begins in zip(np.asarray(mask)[:, 0], PADS, first, strict=True):
+            np.testing.assert_array_equal(found[pad:], by_hand(pad, block, begins)[pad:])
+        alone = block_causal(None, described, position[:1], None, LENGTH, known)
+        np.testing.assert_array_equal(alone[0, 0], by_hand(0, block, first[0]))
 
 
 def test_a_canvas_gives_each_computed_row_its_part_of_the_mask():
@@ -100,11 +103,12 @@ def test_padding_moves_no_block():
 def plainly(model: dj.Model, prompt: np.ndarray, length: int, threshold: float) -> tuple[np.ndarray, int]:
     """One pass over everything per step, block by block: the answer, and how many steps it took."""
     size, mask_id = model.spec.block_size, model.spec.mask_id
-    count, end = len(prompt), len(prompt) + length
-    canvas, steps = np.r_[prompt, np.full(-(-end // size) * size - count, mask_id)], 0
-    for start in range(count // size * size, end, size):
+    count, end, of_response = len(prompt), len(prompt) + length, model.spec.blocks_from == "response"
+    whole = end if of_response else -(-end // size) * size
+    canvas, steps = np.r_[prompt, np.full(whole - count, mask_id)], 0
+    for start in range(count if of_response else count // size * size, end, size):
         while (canvas[start : min(start + size, end)] == mask_id).any():
-            logits = np.asarray(dj.forward(model, jnp.asarray(canvas[None]))[0])
+            logits = np.asarray(dj.forward(model, jnp.asarray(canvas[None]), response=count)[0])
             logits = np.r_[logits[:1], logits[:-1]] if model.spec.shifted else logits
             belief = np.asarray(jax.nn.softmax(logits)) * (np.arange(model.spec.vocab) != mask_id)
             masked = start + np.flatnonzero(canvas[start : start + size] == mask_id)
@@ -121,15 +125,20 @@ SURE = samplers.Threshold(0.3)
 
 
 @matrix(
-    "shifted, lengths, sampler",
+    "shifted, lengths, sampler, begin",
     (False, True),
     TWO,
     (SURE, samplers.Confidence()),
-    today=[(True, TWO[0], SURE), (False, TWO[1], samplers.Confidence())],
+    ("sequence", "response"),
+    today=[
+        (True, TWO[0], SURE, "sequence"),
+        (False, TWO[1], samplers.Confidence(), "sequence"),
+        (False, TWO[0], SURE, "response"),
+    ],
 )
-def test_the_exact_decoder_computes_no_finished_block_again(shifted, lengths, sampler):
-    """It decodes as passes over everything do, of prompts whose ends share blocks with the answers."""
-    model, length = tiny("sdar", block_size=4, shifted=shifted), 10
+def test_the_exact_decoder_computes_no_finished_block_again(shifted, lengths, sampler, begin):
+    """It decodes as passes over everything do, of prompts whose ends share blocks with the answers or not."""
+    model, length = tiny("sdar", block_size=4, shifted=shifted, blocks_from=begin), 10
     prompt, mask = prompts(model, lengths)
     options, threshold = dict(prompt_mask=mask, sampler=sampler, trace=True), getattr(sampler, "threshold", 2)
     out = dj.generate(model, prompt, length=length, **options)

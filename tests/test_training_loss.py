@@ -164,6 +164,7 @@ def test_a_block_is_learnt_between_known_tokens_and_masks(family):
 BLOCK_CAUSAL = {
     "sdar": dict(block_size=4),
     "fast-dllm-v2": dict(block_size=4, qk_norm=False, qkv_bias=True, shifted=True),
+    "a2d": dict(block_size=4, blocks_from="response"),
     "experts": dict(block_size=3, experts=ExpertSpec(count=6, per_token=2, mlp_width=24)),
 }
 PADS, PROMPT, ANSWER = (0, 2, 5), 7, 9
@@ -182,10 +183,11 @@ def block_by_block(model: Model, tokens, batch: Batch) -> np.ndarray:
     for row, pad in enumerate(PADS):
         noised, length = np.asarray(tokens)[row, pad:], PROMPT - pad + known[row].sum()
         clean = np.concatenate([noised[: PROMPT - pad], batch.answer[row]])
-        for start in range(0, length, size):
+        first = PROMPT - pad if model.spec.blocks_from == "response" else 0
+        for start in range(first, length, size):
             end = min(start + size, length)
             seen = jnp.asarray(np.concatenate([clean[:start], noised[start:end]])[None])
-            log_p = np.asarray(jax.nn.log_softmax(forward(model, seen)[0]))
+            log_p = np.asarray(jax.nn.log_softmax(forward(model, seen, response=PROMPT - pad)[0]))
             for i in range(max(start, PROMPT - pad), end):
                 out[row, i + pad - PROMPT] = log_p[max(i - int(model.spec.shifted), 0), clean[i]]
     return out

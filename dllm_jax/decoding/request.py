@@ -74,7 +74,10 @@ def prepare(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions]
     suffix = None if asked.suffix is None else _suffix_ids(asked.suffix, batch, model.spec)
     given = 0 if suffix is None else suffix.shape[1]
     block, tail = blocks_of(asked.block, model.spec, given)
-    padded, whole = prompts.mask is not None, asked.sampler.whole_blocks
+    padded, whole = (
+        prompts.mask is not None,
+        asked.sampler.whole_blocks and not ends_within_a_block(model.spec),
+    )
     layout = Layout.of(width, asked.length, block, asked.steps, padded, given, tail, whole)
     tokens, valid = inputs.masked_response(prompts.ids, prompts.mask, layout.response, model.spec)
     tokens = tokens if suffix is None else inputs.with_suffix(tokens, suffix)
@@ -99,7 +102,7 @@ def prepare_infill(model: Model, tokens: inputs.Ids, **options: Unpack[InfillOpt
     if not fixed_at(asked.sampler.cfg_scale, 0):
         raise ValueError(f"cfg_scale={asked.sampler.cfg_scale}: infilling has no prompt to guide by; use 0")
     length, steps = tokens.shape[1], asked.steps
-    block, tail = blocks_of(block, model.spec)
+    block, tail = blocks_of(block, model.spec, infilled=True)
     valid = np.ones(tokens.shape, bool) if mask is None else mask
 
     # Blocks share the steps equally, however many masks each has: a step per position always suffices.
@@ -114,7 +117,7 @@ def prepare_infill(model: Model, tokens: inputs.Ids, **options: Unpack[InfillOpt
 
 
 def blocks_of(
-    block: int | Sliding | None, spec: ModelSpec, suffix: int = 0
+    block: int | Sliding | None, spec: ModelSpec, suffix: int = 0, infilled: bool = False
 ) -> tuple[int | Sliding | None, int]:
     """Positions decoded together, by default those of the model's own blocks; and the layout's tail.
 
@@ -122,6 +125,7 @@ def blocks_of(
       block: the user's.
       spec: the model, whose blocks begin where a sequence does: the last one may reach beyond an answer.
       suffix: positions given behind the response.
+      infilled: whether there is no prompt, so that blocks are counted from a sequence's beginning.
 
     Raises:
       ValueError: the model is block-causal, and the block does not divide its blocks, or something is given
@@ -134,7 +138,12 @@ def blocks_of(
     block = size if block is None else block
     if isinstance(block, Sliding) or size % check_argument("block", block, PositiveInt):
         raise ValueError(f"block={block} must divide the blocks of {spec.family}, block_size={size}")
-    return block, size - 1
+    return block, 0 if ends_within_a_block(spec) and not infilled else size - 1
+
+
+def ends_within_a_block(spec: ModelSpec) -> bool:
+    """Whether a response's last block has only the positions that are left: blocks begin where it does."""
+    return spec.block_size > 0 and spec.blocks_from == "response"
 
 
 def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: int) -> Request:

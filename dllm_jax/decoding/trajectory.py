@@ -82,6 +82,11 @@ def trajectory_log_probs(
       ValueError: a run without a trace, of another vocabulary, or an argument out of range.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
+    if model.spec.block_size and model.spec.blocks_from == "response":
+        reason = (
+            f"{model.spec.family} counts its blocks from the response, and a trace does not say where it is"
+        )
+        raise ValueError(f"blocks_from='response' is not supported here: {reason}")
     trace = _trace_of(run)
     temperature = check_argument("temperature", temperature, TracedPositiveFloat)
     check_argument("chunk", chunk, PositiveInt)

@@ -56,19 +56,24 @@ def _of_two_copies(model: Model, tokens, answer, valid, remat, layer_pass, embed
     """The residual stream where an answer's tokens are predicted, of a clean canvas and a noisy copy."""
     spec, (b, length), r = model.spec, tokens.shape, answer.shape[1]
     # What stands before the block of the answer's first token is the same in both copies, and there once.
-    first = max(length - r - (spec.block_size - 1), 0)
+    # Unless blocks are counted from the response, that block may begin in the prompt.
+    response = length - r
+    shared = spec.block_size - 1 if spec.blocks_from == "sequence" else 0
+    first = max(response - shared, 0)
     clean = jnp.concatenate([tokens[:, : length - r], answer], axis=1)
     both = lambda clean, noisy: jnp.concatenate([clean, noisy[:, first:]], axis=1)
     twice = lambda array: None if array is None else both(array, array)
     canvas, real, ours = both(clean, tokens), twice(valid), twice(embeds)
-    hidden = encode(model, canvas, real, remat, layer_pass, embeds=ours, copied=length - first)
+    hidden = encode(
+        model, canvas, real, remat, layer_pass, embeds=ours, copied=length - first, response=response
+    )
     if not spec.shifted:
         return hidden[:, -r:]
 
     # Of a shifted head, the left neighbour of a block's first token is the end of a finished block, which is
     # clean, as in decoding; that of other tokens is noisy. A token without a left neighbour predicts itself.
     position = jnp.broadcast_to(jnp.arange(length - r, length), (b, r))
-    begins = block_start(position, valid, spec) == position
+    begins = block_start(position, valid, spec, response) == position
     all_valid = jnp.ones((b, length), bool) if valid is None else valid
     left, noisy = predictors(all_valid, spec)[:, -r:], position + length - first
     source = jnp.where(begins & (left < position), left, noisy + left - position)

@@ -35,12 +35,14 @@ def block_causal(
     position: Int[Array, "b q"],
     valid: Bool[Array, "b l"] | None,
     length: int,
+    response: int | None = None,
 ) -> Mask | None:
     """The mask without keys of blocks behind the query's; the mask itself where every position sees all.
 
     With blocks of B positions the query at i attends to the key at j iff floor(j / B) <= floor(i / B), both
     counted from the first position that is not padding: a prompt's beginning is at 0 whatever stands beside
-    it (SDAR, arXiv:2510.06303; Fast-dLLM v2, arXiv:2509.26328; LLaDA2, arXiv:2512.15745).
+    it (SDAR, arXiv:2510.06303; Fast-dLLM v2, arXiv:2509.26328; LLaDA2, arXiv:2512.15745). Or both are counted
+    from where the response begins (`ModelSpec.blocks_from`).
 
     Args:
       mask: narrowed; None for all keys.
@@ -48,10 +50,11 @@ def block_causal(
       position: Canvas position of each query; any at padding.
       valid: False at left padding; None if there is none.
       length: positions of the canvas, which are the keys.
+      response: canvas position where the response begins; None if it is not known.
     """
     if not spec.block_size:
         return mask
-    end = block_start(position, valid, spec) + spec.block_size
+    end = block_start(position, valid, spec, response) + spec.block_size
     causal = (jnp.arange(length) < end[..., None])[:, None]
     return causal if mask is None else mask & causal
 
@@ -62,6 +65,7 @@ def with_noisy_copy(
     position: Int[Array, "b s"],
     valid: Bool[Array, "b s"] | None,
     length: int,
+    response: int | None = None,
 ) -> Mask:
     """The mask of a clean canvas with a noisy copy of its end behind it (Block Diffusion, arXiv:2503.09573).
 
@@ -74,8 +78,9 @@ def with_noisy_copy(
       position: Canvas position of each query and key; those of the copy occur twice.
       valid: False at left padding; None if there is none.
       length: positions of the canvas; the copy's are behind them.
+      response: canvas position where the response begins; None if it is not known.
     """
-    start = block_start(position[:1] if valid is None else position, valid, spec)
+    start = block_start(position[:1] if valid is None else position, valid, spec, response)
     query, key = start[:, :, None], start[:, None, :]
     noisy = jnp.arange(position.shape[1]) >= length
     of_clean = jnp.where(noisy[:, None], key < query, key <= query)
@@ -84,9 +89,18 @@ def with_noisy_copy(
 
 
 def block_start(
-    position: Int[Array, "b q"], valid: Bool[Array, "b l"] | None, spec: ModelSpec
+    position: Int[Array, "b q"],
+    valid: Bool[Array, "b l"] | None,
+    spec: ModelSpec,
+    response: int | None = None,
 ) -> Int[Array, "b q"]:
-    """The first position of the model's block that each position lies in; padding is in the first block."""
+    """The first position of the model's block that each position lies in; padding is in the first block.
+
+    Counted from the response, a prompt's first block may begin in front of the canvas. Where no response is
+    known, blocks are counted from the sequence's first position.
+    """
+    if spec.blocks_from == "response" and response is not None:
+        return position - (position - response) % spec.block_size
     first = 0 if valid is None else jnp.argmax(valid, axis=1).astype(jnp.int32)[:, None]
     return first + jnp.maximum(position - first, 0) // spec.block_size * spec.block_size
 

@@ -23,7 +23,7 @@ from dllm_jax.nn.mesh import AnyMesh, MeshRules, constrain, mesh_of, over_mesh
 from dllm_jax.nn.parameters import Params, count, describe
 from dllm_jax.nn.rope import Rope, rope_of
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import check_argument, shown
+from dllm_jax.options import NonNegativeInt, check_argument, shown
 from pallas_kernels.choice import Choice, check_implementation
 
 
@@ -124,17 +124,20 @@ Valid = Bool[Array, "b l"] | Bool[np.ndarray, "b l"]
 Embeds = Float[Array, "b l m"] | Float[np.ndarray, "b l m"]
 
 
-def full_pass(spec: ModelSpec, tokens, valid, copied: int = 0) -> tuple[Int[Array, "b l"], Mask | None, Rope]:
+def full_pass(
+    spec: ModelSpec, tokens, valid, copied: int = 0, response: int | None = None
+) -> tuple[Int[Array, "b l"], Mask | None, Rope]:
     """Positions, attention mask and rotary tables of a pass over the full canvas.
 
-    The last `copied` tokens are a noisy copy of the canvas's last ones, see `with_noisy_copy`.
+    The last `copied` tokens are a noisy copy of the canvas's last ones, see `with_noisy_copy`; `response` is
+    where the response begins, see `forward`.
     """
     length = tokens.shape[1] - copied
     order = jnp.arange(length, dtype=jnp.int32)
     order = jnp.concatenate([order, order[length - copied :]]) if copied else order
     position = jnp.broadcast_to(order, tokens.shape)
     mask = None if valid is None else padding_mask(valid, valid, spec)
-    mask = (with_noisy_copy if copied else block_causal)(mask, spec, position, valid, length)
+    mask = (with_noisy_copy if copied else block_causal)(mask, spec, position, valid, length, response)
     return position, mask, rope_of(spec, length)
 
 
@@ -144,6 +147,7 @@ def forward(
     valid: Valid | None = None,
     interventions: Sequence[Intervention] = (),
     embeds: Embeds | None = None,
+    response: int | None = None,
 ) -> Float[Array, "b l v"]:
     """Logits of every position, unshifted: Dream's output at i predicts token i + 1.
 
@@ -154,6 +158,8 @@ def forward(
       interventions: other values at named places, in the order in which they act; without `steps`.
       embeds: Inputs in place of embeddings where tokens are -1 (`dllm_jax.EMBEDS_PLACEHOLDER`), such as
         rows of images and soft prompts; None if there are none.
+      response: position where the response begins, from which some block-causal models count their blocks
+        (`ModelSpec.blocks_from`); None counts from each sequence's first position.
 
     Returns:
       logits in the model's dtype; over a mesh, split by sequence and vocabulary.
@@ -164,7 +170,8 @@ def forward(
     """
     _check_inputs(model, tokens, valid, embeds)
     fitting = checked(interventions, model.spec, *tokens.shape, steps=None)
-    return _result(_logits, "blv", model, tokens, valid, fitting, embeds)
+    response = check_argument("response", response, NonNegativeInt | None)
+    return _result(_logits, "blv", model, tokens, valid, fitting, embeds, response)
 
 
 def _check_inputs(model: Any, tokens: Any, valid: Any, embeds: Any):
@@ -202,7 +209,7 @@ def check_embeds(embeds: Any, shape: tuple[int, ...], name: str):
         )
 
 
-@functools.partial(jax.jit, static_argnames=("function", "axes"))
+@functools.partial(jax.jit, static_argnames=("function", "axes", "response"))
 def _result(
     function: Callable[..., Array],
     axes: str,
@@ -211,16 +218,17 @@ def _result(
     valid: Bool[Array, "b l"] | None,
     interventions: tuple[Intervention, ...],
     embeds: Float[Array, "b l m"] | None,
+    response: int | None,
 ) -> Float[Array, "..."]:
     """Runs a full pass and gives its result these axes."""
     # Explicit meshes want the type of a result; it is the one that XLA's partitioner would come to by itself.
     arrays = tokens.astype(jnp.int32), valid, interventions, embeds
     out = model.rules.of_results((model, tokens), axes, b=len(tokens), v=model.spec.vocab)
-    return over_mesh(function, model, *arrays, out=out)
+    return over_mesh(functools.partial(function, response=response), model, *arrays, out=out)
 
 
-def _logits(model: Model, tokens, valid, interventions, embeds) -> Float[Array, "b l v"]:
-    hidden = encode(model, tokens, valid, interventions=interventions, embeds=embeds)
+def _logits(model: Model, tokens, valid, interventions, embeds, response) -> Float[Array, "b l v"]:
+    hidden = encode(model, tokens, valid, interventions=interventions, embeds=embeds, response=response)
     return unembed(model.params, model.spec, hidden)
 
 
@@ -230,6 +238,7 @@ def hidden_states(
     valid: Valid | None = None,
     interventions: Sequence[Intervention] = (),
     embeds: Embeds | None = None,
+    response: int | None = None,
 ) -> Float[Array, "n_plus_1 b l m"]:
     """The residual stream: the embedding, then the output of every layer (before the final norm).
 
@@ -237,13 +246,14 @@ def hidden_states(
     """
     _check_inputs(model, tokens, valid, embeds)
     fitting = checked(interventions, model.spec, *tokens.shape, steps=None)
-    return _result(_stream, "nbl", model, tokens, valid, fitting, embeds)
+    response = check_argument("response", response, NonNegativeInt | None)
+    return _result(_stream, "nbl", model, tokens, valid, fitting, embeds, response)
 
 
-def _stream(model: Model, tokens, valid, interventions, embeds) -> Float[Array, "n_plus_1 b l m"]:
+def _stream(model: Model, tokens, valid, interventions, embeds, response) -> Float[Array, "n_plus_1 b l m"]:
     # The carry holds all states, so that one scan runs the layers; layer i reads entry i and writes i + 1.
     tokens = constrain(tokens, model.rules, "bl")
-    position, mask, rope = full_pass(model.spec, tokens, valid)
+    position, mask, rope = full_pass(model.spec, tokens, valid, response=response)
     step, x = jnp.zeros(len(tokens), jnp.int32), embed(model.params, tokens, embeds)
     spec, x = model.spec, embedded(interventions, x, position, step)
     stream = jnp.zeros((spec.layers + 1, *x.shape), x.dtype).at[0].set(x)
@@ -270,15 +280,17 @@ def encode(
     interventions: tuple[Intervention, ...] = (),
     embeds: Float[Array, "b l m"] | None = None,
     copied: int = 0,
+    response: int | None = None,
 ) -> Float[Array, "b l m"]:
     """The residual stream after the last layer, before the final norm.
 
     `remat` saves memory under grad; `within` allows fewer pairs of a query and a key than `valid` does;
     `embeds` are the inputs where tokens are negative. Interventions are those of a single pass, see
-    `dllm_jax.nn.intervention`. The last `copied` tokens are a noisy copy, see `full_pass`.
+    `dllm_jax.nn.intervention`. The last `copied` tokens are a noisy copy, see `full_pass`; `response` is
+    where the response begins, see `forward`.
     """
     tokens = constrain(tokens, model.rules, "bl")
-    position, mask, rope = full_pass(model.spec, tokens, valid, copied)
+    position, mask, rope = full_pass(model.spec, tokens, valid, copied, response)
     if within is not None:
         mask = within if mask is None else mask & within
     # A single pass is step 0 of every sequence, which is all that interventions can ask of it.

@@ -181,12 +181,15 @@ class ModelSpec(Options):
         or `max_position_embeddings`; NTK scaling multiplies it. None if the checkpoint does not say.
       qk_norm: queries and keys of each head are normed (RMSNorm) before they are rotated.
       rope_width: how much of a head is rotated, its beginning; None for all of it.
-      block_size: positions of a block of block-causal attention (`dllm_jax.nn.mask`), counted from the first
-        one that is not padding; 0 where every position attends to every other.
+      block_size: positions of a block of block-causal attention (`dllm_jax.nn.mask`); 0 where every position
+        attends to every other.
       experts: the mixture of experts in the place of MLPs, None where all layers have an MLP of `mlp_width`.
       rope_scaling: scaling of the rotary frequencies for longer contexts, None if there is none.
       stop_ids: token ids beside `eos_id` that end a response, as a list at `eos_token_id` names them; None if
         there are no others.
+      blocks_from: where blocks of `block_size` are counted from: "sequence", its first position that is not
+        padding, or "response", the first position behind the prompt, so that a prompt's first block may be
+        shorter.
     """
 
     family: str
@@ -215,6 +218,7 @@ class ModelSpec(Options):
     experts: Annotated[ExpertSpec | None, NoneMeans("dense MLPs")] = None
     rope_scaling: Annotated[RopeScaling | None, NoneMeans("unscaled")] = None
     stop_ids: Annotated[tuple[NonNegativeInt, ...] | None, MinLen(1), NoneMeans("no others")] = None
+    blocks_from: Literal["sequence", "response"] = "sequence"
 
     hidden, head = Renamed("hidden", "mlp_width"), Renamed("head", "head_dim")
 

@@ -187,7 +187,7 @@ class Canvas:
     @property
     def model_block(self) -> Int[Array, "b 1"]:
         """Where the model's own block begins that holds the current block."""
-        return block_start(self.block_start[:, None], self.valid, self.spec)
+        return block_start(self.block_start[:, None], self.valid, self.spec, self.layout.response_start)
 
     @property
     def enters_model_block(self) -> Bool[Array, "b 1"]:
@@ -257,7 +257,8 @@ class Canvas:
         else:
             mask = None if readable is None else key_mask(keys)
         real = self.valid if self.layout.padded else None
-        return block_causal(mask, self.spec, rows.index, real, self.layout.length)
+        response = self.layout.response_start
+        return block_causal(mask, self.spec, rows.index, real, self.layout.length, response)
 
 
 def begin(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec, layout: Layout) -> Canvas:
@@ -267,7 +268,7 @@ def begin(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec,
     start = jnp.full((batch,), layout.prompt, jnp.int32)
     if spec.block_size:
         # What a prompt has beyond whole blocks begins the first block.
-        start = block_start(start[:, None], valid, spec)[:, 0]
+        start = block_start(start[:, None], valid, spec, layout.response_start)[:, 0]
     canvas = Canvas(
         tokens=tokens.astype(jnp.int32),
         decoded_at=jnp.full(tokens.shape, -1, jnp.int32),

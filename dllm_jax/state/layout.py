@@ -92,6 +92,11 @@ class Layout(Options):
         return self.prompt + self.response
 
     @property
+    def response_start(self) -> int | None:
+        """The first position behind the prompt; None for infilling, where masks may be anywhere."""
+        return self.prompt or None
+
+    @property
     def blocks(self) -> int:
         """Number of blocks; a sliding one is one."""
         return 1 if self.sliding is not None else -(-(self.end - self.prompt) // self.block)

@@ -217,7 +217,7 @@ def model_blocks(batch: Checked, spec: ModelSpec) -> Int[Array, "b r"] | None:
     if not spec.block_size:
         return None
     (b, p), r = batch.prompt.shape, batch.answer.shape[1]
-    start = block_start(jnp.broadcast_to(jnp.arange(p, p + r), (b, r)), batch.valid, spec)
+    start = block_start(jnp.broadcast_to(jnp.arange(p, p + r), (b, r)), batch.valid, spec, response=p)
     return (start - start[:, :1]) // spec.block_size
 
 

@@ -26,6 +26,22 @@ def mdlm(case: Case):
     _compare(case, model, case.generate(model, sampler=sampler, **shape))
 
 
+def bd3lm(case: Case):
+    """Every step of block diffusion whose blocks begin with the response, without the padding before it."""
+    s, size = case.settings, case.settings["block_size"]
+    changes = dict(block_size=size, shifted=s["right_shift_logits"])
+    model, length = case.model(**changes), s["max_new_tokens"]
+    s.only("steps_per_block", *range(1, size + 1))
+    _confident(s)
+    s.describes("pad_token_id")
+    arrays, pad = case.arrays, s.pop("left_padding")
+    exactly("padding", (arrays["prompt"].shape[1] + pad) % size, 0)
+    arrays["tokens"] = arrays["tokens"][:, :, pad:]
+    steps = -(-length // size) * s["steps_per_block"]
+    sampler = samplers.Confidence(schedule="rounded")
+    _compare(case, model, case.generate(model, sampler=sampler, length=length, steps=steps))
+
+
 def rnd1(case: Case):
     """Every step that decodes something, and the last one's logits."""
     s, model = case.settings, case.model()
@@ -49,7 +65,8 @@ def _compare(case: Case, model: dj.Model, out: dj.Output):
     masked = np.asarray(trace.tokens)[:, 0] == case.mask_id
     exactly("tokens per step", -np.diff(masked.sum(axis=-1)), case.settings["tokens_per_step"])
     if not case.settings.get("cfg_scale"):
-        logits = dj.forward(model, jnp.asarray(arrays["tokens"][-2]))[0]
+        before, prompt = jnp.asarray(arrays["tokens"][-2]), arrays["prompt"].shape[1]
+        logits = dj.forward(model, before, response=prompt)[0, -len(arrays["last_logits"]) :]
         _largest_at_most_one("last logits", logits, arrays["last_logits"])
 
 
@@ -58,4 +75,4 @@ def _largest_at_most_one(name: str, ours, recorded):
     closely(name, np.asarray(ours) / scale, recorded / scale)
 
 
-METHODS = {"a2d-forward": forward, "a2d-mdlm": mdlm, "rnd1-generate": rnd1}
+METHODS = {"a2d-forward": forward, "a2d-mdlm": mdlm, "a2d-bd3lm": bd3lm, "rnd1-generate": rnd1}

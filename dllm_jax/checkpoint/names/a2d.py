@@ -58,7 +58,7 @@ QWEN3 = Family(
     names=as_llama.NAMES,
     keys=as_llama.BLOCK_KEYS,
     requirements=(*as_llama.REQUIREMENTS, Requirement("attention_bias", (False,))),
-    fixed={name: value for name, value in as_llama.NORMED.items() if name != "shifted"},
+    fixed={n: v for n, v in as_llama.NORMED.items() if n != "shifted"} | {"blocks_from": "response"},
     defaults=as_llama.DEFAULTS,
     tokens=ENDS,
     blocks=0,

@@ -142,8 +142,9 @@ class Likelihood(Answering[Pair]):
         model, spec = self.lm.model, self.lm.model.spec
         if spec.block_size:
             # Later blocks do not change the earlier ones, and a block is always decoded whole.
-            out = generate(model, prompt, prompt_mask=mask, length=rung, nonfinite="ignore")
-            return out, np.asarray(out.tokens)[:, prompt.shape[1] :]
+            whole = -(-rung // spec.block_size) * spec.block_size if spec.blocks_from == "response" else rung
+            out = generate(model, prompt, prompt_mask=mask, length=whole, nonfinite="ignore")
+            return out, np.asarray(out.tokens)[:, prompt.shape[1] :][:, :rung]
 
         # Elsewhere masks beyond the answer would change it: it ends the template.
         width = prompt.shape[1] + rung
