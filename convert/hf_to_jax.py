@@ -1,4 +1,4 @@
-"""Converts a Hugging Face checkpoint (LLaDA, Dream) for dllm_jax."""
+"""Converts a Hugging Face checkpoint for dllm_jax."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -20,17 +20,17 @@ def main(
     weights: Literal["int8"] | None = None,
     revision: str | None = None,
 ):
-    """Converts a Hugging Face checkpoint (LLaDA, Dream) for dllm_jax.
+    """Converts a Hugging Face checkpoint for dllm_jax.
 
     Args:
       source: Hugging Face directory, or a hub id such as GSAI-ML/LLaDA-8B-Instruct.
-      destination: directory to write; it appears only when complete.
-      dtype: of the parameters; default as stored.
-      rope_factor: multiply the rotary base (NTK scaling for long contexts).
-      overwrite: replace an existing destination; it stays until the new one is complete.
-      check_finite: refuse weights with NaN or infinity.
-      weights: matrices of the layers and the vocabulary head in int8; there is no way back.
-      revision: branch, tag or commit of a hub id; default its main branch.
+      destination: Directory to write; it appears only when complete.
+      dtype: Dtype of the parameters, such as bfloat16. Default: the stored one.
+      rope_factor: Factor of the rotary base (NTK scaling for long contexts).
+      overwrite: Replace an existing destination, which stays until the new one is complete.
+      check_finite: End with an error if a weight is NaN or infinite.
+      weights: Quantize the matrices of the layers and the vocabulary head to int8; they cannot be exported.
+      revision: Branch, tag or commit of a hub id. Default: its main branch.
     """
     with plain_errors():
         written = convert(

@@ -32,13 +32,13 @@ SHAPES = (
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """What still counts as the same logits.
+    """Tolerances within which logits count as equal.
 
     Attributes:
-      max_abs: largest difference of any logit.
+      max_abs: Largest accepted difference of a logit.
       kl: mean KL divergence of B's distribution from A's, in nats per position.
       agreement: smallest mean share of A's top k tokens that are B's top k too.
-      top_k: that k.
+      top_k: Number k of top tokens.
     """
 
     max_abs: float = 1e-4
@@ -70,14 +70,14 @@ class LogitDifference(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """What `verify` found.
+    """Result of `verify`.
 
     Attributes:
       spec: fields in which the specs differ.
       tensors: how many were compared; 0 if the shapes differ.
       differing: those whose bits differ.
       logits: None if not compared.
-      tolerance: what was allowed.
+      tolerance: Tolerances of the comparison.
     """
 
     spec: tuple[str, ...]
@@ -135,11 +135,11 @@ def verify(
     logits, for which the tolerance has to be as wide as the loss that is accepted.
 
     Args:
-      a: one checkpoint.
-      b: the other.
-      tokens: length of the random sequence whose logits are compared; 0 leaves them out.
-      seed: of the random tokens.
-      tolerance: what still counts as the same logits.
+      a: First checkpoint.
+      b: Second checkpoint.
+      tokens: Length of the random sequence whose logits are compared; 0 leaves logits out.
+      seed: Random seed of the tokens.
+      tolerance: Tolerances within which logits count as equal.
 
     Raises:
       FileNotFoundError, ValueError: see `load`; also for a negative number of tokens or top_k outside the
@@ -236,11 +236,11 @@ def main(
 
     Args:
       a: Hugging Face directory, converted directory or hub id.
-      b: the other one; without it the files of the first, a converted directory, are compared with their
-        hashes in provenance.json.
-      tokens: length of the random sequence whose logits are compared; 0 leaves logits out.
-      seed: of the random tokens.
-      tolerance: what still counts as the same logits.
+      b: Checkpoint to compare with. Without it the files of the first, a converted directory, are compared
+        with their hashes in provenance.json.
+      tokens: Length of the random sequence whose logits are compared; 0 leaves logits out.
+      seed: Random seed of the tokens.
+      tolerance: Tolerances within which logits count as equal.
     """
     with plain_errors():
         if b is None:

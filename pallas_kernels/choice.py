@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Which implementation is the best one known for some calls of an operation.
+    """Best known implementation for some calls of an operation.
 
     Attributes:
       operation: its name.
@@ -109,7 +109,7 @@ class Operation:
     """All implementations of an operation.
 
     Attributes:
-      name: of the operation.
+      name: Name of the operation.
       xla: defines the meaning and takes every shape.
       check: refuses arrays and options that do not go together, with a ValueError; called like `xla`.
       operands: axes of each array, a letter each (b sequences, h query heads, k kv heads; others are not
@@ -142,7 +142,7 @@ class Operation:
         Args:
           arrays: pytrees of arrays.
           options: static keywords.
-          implementation: see the docstring of this module.
+          implementation: Name of an implementation, evidence, or None (docstring of this module).
 
         Raises:
           ValueError: another implementation, or what `check` refuses.
@@ -180,7 +180,7 @@ class Operation:
     def explain(
         self, arrays: tuple[Any, ...], options: Mapping[str, Any], implementation: Choice
     ) -> dict[Platform, str]:
-        """What `run` takes on each platform for arrays (or their shapes), and why."""
+        """Explains which implementation `run` uses on each platform for arrays (or their shapes), and why."""
         check_implementation(implementation)
         forms = self._forms(implementation, arrays)
 
@@ -207,7 +207,7 @@ class Operation:
     def _decided(
         self, platform: Platform, implementation: Choice, arrays: tuple[Any, ...]
     ) -> tuple[Implementation | None, str]:
-        """What is to be taken for a call, and in brackets what says so, where it is evidence that decides."""
+        """Chooses the implementation of a call, with the evidence in brackets if it decides."""
         if not isinstance(implementation, tuple):
             return implementation, ""
         ours = (e for e in implementation if e.platform == platform and e.speaks_of(self, arrays))
@@ -215,7 +215,7 @@ class Operation:
         return (entry.implementation, f" ({entry.report})") if entry else (None, "")
 
     def _forms(self, implementation: Choice, arrays: tuple[Any, ...]) -> dict[Platform, Callable[..., Any]]:
-        """What platforms take instead of XLA's form where it supports the call."""
+        """Lists the implementations that platforms use instead of XLA's where they support the call."""
         # CPUs interpret the TPU's kernel, or the GPU's.
         on_cpu = functools.partial(self.kernels.get("tpu") or self.kernels["cuda"], interpret=True)
         kernels = {"cpu": on_cpu, **self.kernels}

@@ -1,4 +1,4 @@
-"""Which implementation is known to be right and fastest on a device, and what says so.
+"""Evidence about the correct and fastest implementation on a device.
 
 A model of `dllm_jax.load(..., implementation=None)` carries the entries that hold where its weights lie:
 those that `python -m dllm_jax check --record` wrote on this machine, then `SHIPPED`. None of them is believed
@@ -25,7 +25,7 @@ from pallas_kernels.operands import FAMILIES, Family, Operands
 SHIPPED: Evidence = (
     Entry(
         "attention", "cuda", "", "cudnn", ("bfloat16", "float16"), (1, sys.maxsize),
-        "docs/background/compiled.md: half of the bytes of XLA's full steps, compiled for H100, not run",
+        "docs/background/performance.md: half of the bytes of XLA's full steps, compiled for H100, not run",
     ),
 )  # fmt: skip
 
@@ -110,7 +110,7 @@ def platform_of(device: jax.Device) -> Platform | None:
 
 
 def recorded(path: Path) -> Evidence:
-    """What `check --record` wrote with this version of jax; nothing if there is no such file.
+    """Reads the entries that `check --record` wrote with this version of jax; none if there is no such file.
 
     Raises:
       ValueError: the file does not hold entries.
@@ -153,8 +153,8 @@ def deviation(
     Args:
       family: the operation.
       case: the operands.
-      implementation: what is compared.
-      reference: of the same operands, if it has been computed already.
+      implementation: Implementation to compare with XLA's.
+      reference: Result of XLA for the same operands, if it has been computed already.
 
     Raises:
       NotImplementedError: it does not support the call, and why.
@@ -184,7 +184,7 @@ def run(family: Family, case: Operands, implementation: Implementation, *arrays:
 
 @functools.cache
 def fault(operation: str, implementation: Implementation, dtype: str) -> str | None:
-    """What is wrong with an implementation on the default device: computed once per process, on few operands.
+    """Returns the fault of an implementation on the default device; runs small inputs, once per process.
 
     None if nothing is, or if it takes none of the small shapes.
     """

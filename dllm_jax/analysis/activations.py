@@ -19,26 +19,30 @@ from dllm_jax.state import host
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Capture:
-    """What a model computes of some canvases, on the host; None where it was not asked for.
+    """Captured activations of some canvases, on the host; None for arrays that were not captured.
 
     Axes (`AXES` names them): t captured steps, n captured layers, b sequences, j captured positions, l canvas
-    positions. Arrays have the model's dtype; attention is float32. What stands at padding is meaningless.
+    positions. Arrays have the model's dtype; attention is float32. Values at padding are meaningless.
 
     Attributes:
-      residual: the stream that enters each layer; of all layers, also what the last one returns (n + 1).
-      attention: weights of each query head, from the captured positions to all positions; 0 to padding.
-      attention_output: what the attention branch adds to the stream.
-      mlp_output: what the MLP branch adds to the stream.
-      k: keys, rotated, of each kv head.
-      v: values of each kv head.
-      steps: which canvases: i is the one before denoising step i, the last one the finished canvas.
-      layers: which layers, of all arrays but the residual stream.
-      stream: which places of the residual stream: i enters layer i, n leaves the last one.
-      positions: which positions of the canvas, padding counted.
+      residual: Residual stream at the input of each layer; if all layers are captured, also the output of the
+        last one (n + 1).
+      attention: Attention weights of each query head, from the captured positions to all positions; 0 at
+        padding.
+      attention_output: Output of the attention branch, which is added to the stream.
+      mlp_output: Output of the MLP branch, which is added to the stream.
+      k: Rotated keys of each KV head.
+      v: Values of each KV head.
+      steps: Indices of the captured canvases: i is the canvas before denoising step i, the last one the
+        finished canvas.
+      layers: Indices of the captured layers, for all arrays but the residual stream.
+      stream: Indices of the captured places of the residual stream: i is the input of layer i, n the output
+        of the last one.
+      positions: Captured positions of the canvas, padding counted.
       predicts: the position whose token the output at each of them predicts: itself, or its right neighbour
         where the head is shifted (Dream); l means none. (A first token, which has no left neighbour, is
         predicted at its own position as well, see `Canvas.predictor`.)
-      valid: which of them are not padding.
+      valid: Captured positions that are not padding.
       tokens: the canvases.
     """
 
@@ -86,7 +90,7 @@ def capture(
     interventions: Sequence[Intervention] = (),
     chunk: int = 8,
 ) -> Capture:
-    """What the network computes of the canvas at each denoising step, in full passes.
+    """Captures activations of each denoising step by full forward passes (exact decoding).
 
     Every chosen canvas goes through the network once, as the exact decoder would compute it, whatever policy
     decoded it. Layers, steps and positions are chosen before anything is stored: the devices hold what is
@@ -94,13 +98,14 @@ def capture(
     compile nothing anew.
 
     Args:
-      model: from `load`.
+      model: Model returned by `load`.
       source: an `Output` of `generate(.., trace=True)` or its trace, or token ids: Int[b l] (one canvas) or
         Int[t b l].
-      what: which of the arrays of `Capture`. Attention is the largest: h l numbers a position.
-      layers: which layers, from 0. "residual" alone has one more, n: what the last layer returns. None: all.
-      steps: which canvases, from 0; a trace of t steps has t + 1, the last being the finished one. None: all.
-      positions: which positions of the canvas, from 0, padding counted (for attention: of the queries).
+      what: Names of the arrays of `Capture` to capture. Attention is the largest: h l numbers per position.
+      layers: Layer indices to capture, from 0; "residual" also has n, the output of the last layer. None:
+        all.
+      steps: Indices of the canvases to capture, from 0; a trace of t steps has t + 1 canvases. None: all.
+      positions: Positions of the canvas to capture, from 0, padding counted (for attention: of the queries).
         Int[j], or Int[b j], each sequence its own. None: all.
       prompt_mask: Bool[b p] as given to `generate`: False at the left padding of the first p positions. A
         trace does not say what is padding.
@@ -156,7 +161,7 @@ def capture(
 
 
 def _names(what: Any) -> tuple[What, ...]:
-    """What is to be captured; raises ValueError for anything that there is not."""
+    """Checks the names of the arrays to capture; raises ValueError for an unknown one."""
     names = (what,) if isinstance(what, str) else what
     known = tuple(AXES)
     if not isinstance(names, tuple | list) or not names or any(name not in known for name in names):

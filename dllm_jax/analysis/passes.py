@@ -41,7 +41,7 @@ class Asked(NamedTuple):
     Attributes:
       layers: layers, distinct.
       stream: places of the residual stream, 0 .. n, n being behind the last layer, distinct.
-      positions: of each sequence; None: all.
+      positions: Positions to capture of each sequence; None: all.
       interventions: in the pass.
       taken: denoising steps that each sequence of each canvas has taken part in before.
     """
@@ -61,7 +61,7 @@ def captured(
     asked: Asked,
     what: tuple[What, ...],
 ) -> dict[What, Float[Array, "c n b ..."]]:
-    """What the exact decoder's pass computes of a chunk of canvases, by name.
+    """Captures activations of a full forward pass over a chunk of canvases, by name.
 
     Nothing is kept of layers that were not chosen, nor computed for them that their successors do not need.
 
@@ -70,7 +70,7 @@ def captured(
       tokens: the canvases.
       valid: False at padding.
       asked: layers, places of the stream and positions.
-      what: is kept.
+      what: Names of the arrays to keep.
     """
     count, batch, length = tokens.shape
     spec = model.spec

@@ -86,7 +86,7 @@ def _all(model: Model, source: Any) -> tuple[Int[np.ndarray, "t b l"], Int[np.nd
 
 
 def _valid(prompt_mask: ArrayLike | None, batch: int, length: int) -> Bool[np.ndarray, "b l"] | None:
-    """Which positions of the canvas are not padding; None if none is."""
+    """Marks canvas positions that are not padding; None if nothing is padded."""
     if prompt_mask is None:
         return None
     shape = np.shape(prompt_mask)[-1:]

@@ -86,8 +86,8 @@ class Config:
         """The fields of `ModelSpec` that stand at these keys, and the width of a head.
 
         Args:
-          keys: of config.json, by field.
-          **defaults: of absent keys, by field; otherwise there are as many kv heads as heads.
+          keys: Keys of config.json, by field.
+          **defaults: Values of absent keys, by field; otherwise there are as many KV heads as heads.
 
         Raises:
           ValueError: as `read`; or no key gives a head's width, and the heads do not divide the model's.
@@ -107,7 +107,7 @@ class Config:
         """The mixture of experts that these keys describe.
 
         Args:
-          keys: of config.json, by field of `ExpertSpec`; those with a default may be absent.
+          keys: Keys of config.json, by field of `ExpertSpec`; those with a default may be absent.
           **others: fields that no key holds alone.
 
         Raises:

@@ -213,7 +213,7 @@ def piece(axes: str, shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
     Args:
       axes: a letter per axis, as in `dllm_jax.nn.sharding.AXES`.
-      shape: of the array.
+      shape: Shape of the array.
       itemsize: bytes of a number.
     """
     # Axes that tensor parallelism splits are cut first, as fine as pieces may be; then the width, for fsdp.

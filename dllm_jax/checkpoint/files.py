@@ -32,7 +32,7 @@ def file_inside(folder: Path, name: str) -> Path:
 
     Args:
       folder: the directory.
-      name: of the file, relative to it.
+      name: Name of the file, relative to the directory.
 
     Raises:
       FileNotFoundError: there is no such file.

@@ -46,7 +46,7 @@ def load(
     revision: str | None = None,
     **unknown: Never,
 ) -> Model:
-    """Loads a LLaDA, LLaDA-V or Dream checkpoint; of LLaDA-V, the vision tower too (`Model.vision`).
+    """Loads a checkpoint from a Hugging Face directory, the hub or a converted directory.
 
     No weights are ever initialised, and besides the model only one layer (or the embedding, or the head) is
     in memory at a time. Each process reads only what its own devices hold (of matrices that become int8 while
@@ -69,17 +69,17 @@ def load(
       separate_layers: each layer in arrays of its own (True) or all stacked (False), the two forms of
         `dllm_jax.nn.parameters`; None takes what the devices read faster: stacked on TPUs unless there are
         experts, separate elsewhere. Tokens do not depend on it.
-      weights: "int8" holds the matrices of the layers and the vocabulary head in int8
-        (`dllm_jax.nn.int8`): programs read half of bfloat16's bytes, and answers change as rounding has it.
-        None keeps what is stored: a directory converted to int8 loads as int8, any other one in `dtype`.
-      rules: what each axis of the mesh splits, by its name; the default knows "dp", "data" and "batch"
-        (sequences), "tp", "model" and "tensor" (heads, MLP width, vocabulary) and "fsdp" (parameters and
-        sequences).
-      verify: first compare every file with the hash that was kept of it, see `check_integrity`. Takes as long
-        as reading all files once more (every process does, where several share a mesh).
-      vocab: keep so many ids: the first rows of embedding and head. The authors of LLaDA-V run it with those
-        that its tokenizer has, `len(tokenizer)` = 126349, so that softmax and arg-max see no others. None
-        keeps all rows of the checkpoint.
+      weights: "int8" quantizes the matrices of the layers and the vocabulary head to int8
+        (`dllm_jax.nn.int8`), which takes half the memory of bfloat16; outputs can differ slightly because of
+        rounding. None keeps the stored form: a directory converted to int8 loads as int8, any other one in
+        `dtype`.
+      rules: Sharding rules that say what each axis of the mesh splits; the default knows "dp", "data" and
+        "batch" (sequences), "tp", "model" and "tensor" (heads, MLP width, vocabulary) and "fsdp" (parameters
+        and sequences).
+      verify: Whether to compare every file with its stored hash first (`check_integrity`), which reads all
+        files once more.
+      vocab: Truncate the vocabulary to this size (first rows of the embedding and head). LLaDA-V is published
+        with `len(tokenizer)` = 126349. None keeps all rows of the checkpoint.
       revision: Branch, tag or commit of a hub id; None takes the main branch.
 
     Warns:
@@ -122,7 +122,7 @@ def load(
 
 
 def evidence_for(mesh: Mesh | None) -> Evidence | None:
-    """What is known of implementations where a model is put; None if that is nothing."""
+    """Returns the evidence about implementations on the devices of a model; None if there is none."""
     return known(default_device() if mesh is None else mesh.devices.flat[0]) or None
 
 

@@ -40,14 +40,14 @@ def named(names: Iterable[object], most: int = 8) -> str:
 
 
 def taken_for_another(file: Path) -> str:
-    """What a file is by its first bytes, as a message goes on behind its name; "" if that tells nothing."""
+    """Describes a file by its first bytes, to follow its name in a message; "" if unknown."""
     with file.open("rb") as opened:
         start = opened.read(32)
     return next((what for first, what in FIRST_BYTES.items() if start.lower().lstrip().startswith(first)), "")
 
 
 def what_else(folder: Path, adapter: bool = False) -> str:
-    """What a directory holds instead of a model, or of an adapter, as a message ends; "" if nothing known."""
+    """Describes a directory that holds no model or adapter, to end a message; "" if unknown."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     if "adapter_config.json" in names and not adapter:
         return (

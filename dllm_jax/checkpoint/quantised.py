@@ -70,7 +70,7 @@ def described(config: Config) -> str | None:
 
 
 def settings_of(config: Config) -> Any:
-    """What a config.json says of quantised weights; None if there are none."""
+    """Reads the quantization settings of a config.json; None if there are none."""
     return next((value for key in QUANTISED if (value := config.get(key)) is not None), None)
 
 

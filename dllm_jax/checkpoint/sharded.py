@@ -22,8 +22,8 @@ class Stored:
     """An array where it is stored.
 
     Attributes:
-      shape: of the whole array, in our layout.
-      dtype: that it is read in.
+      shape: Shape of the whole array, in our layout.
+      dtype: Dtype in which it is read.
       read: reads one part of it.
     """
 
@@ -93,9 +93,9 @@ def held(
     """A stored parameter as a model holds it; parts are changed as they are read.
 
     Args:
-      stored: what is an int8 matrix stays one.
+      stored: Stored array; an int8 matrix stays one.
       leaf: its name, a key of `dllm_jax.nn.sharding.AXES`.
-      dtype: of all arrays but int8 matrices and those that keep their own (`WIDE`).
+      dtype: Dtype of all arrays but int8 matrices and those that keep their own (`WIDE`).
       weights: "int8" makes int8 of matrices, from the stored numbers.
       where: tensor and checkpoint, for messages.
 

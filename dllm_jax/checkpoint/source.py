@@ -121,7 +121,7 @@ def opened(
 
     Args:
       source: the checkpoint.
-      dtype: of all arrays but int8 matrices.
+      dtype: Dtype of all arrays but int8 matrices.
       weights: "int8" makes matrices int8, from the stored numbers; None leaves them as they are, so that
         those of an int8 checkpoint stay int8.
 

@@ -27,14 +27,15 @@ Matrix = Literal["q", "k", "v", "o", "gate", "up", "down", "head"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoRA(Options):
-    """Which matrices have an update, and of which size.
+    """Configuration of a LoRA adapter: the matrices to update, rank and scale.
 
     Attributes:
-      rank: r, width of the update.
-      alpha: the update is scaled by alpha / rank.
-      matrices: names of `dllm_jax.nn.sharding.OUTPUTS`: the projections of attention, the MLP's three, and
-        the vocabulary head (unless it is tied to the embedding). Queries and values are the paper's choice
-        (section 7.1); d1 and most recipes for LLaDA take all seven of the layers.
+      rank: Rank r of the update.
+      alpha: Scale of the update, which is multiplied by alpha / rank.
+      matrices: Matrices to update (`target_modules` in PEFT), names of `dllm_jax.nn.sharding.OUTPUTS`: the
+        projections of attention, the MLP's three, and the vocabulary head (unless it is tied to the
+        embedding). Queries and values are the paper's choice (section 7.1); d1 and most recipes for LLaDA
+        take all seven of the layers.
     """
 
     rank: PositiveInt = 8
@@ -64,7 +65,7 @@ def attach(model: Model, lora: LoRA, key: Key[Array, ""], dtype: Any = None) -> 
       model: float or int8 (whose matrices stay as they are and cannot be trained or merged).
       lora: which matrices, rank and alpha.
       key: draws A.
-      dtype: of the factors; default the model's. `train` keeps float32 masters either way.
+      dtype: Dtype of the factors. Default: the model's. `train` keeps float32 master weights either way.
 
     Raises:
       ValueError: no model, options or key; adapters that are attached already; a head that is tied; the MLP
@@ -159,7 +160,7 @@ def _placed(model: Model, factor: Array, axes: str) -> Array:
 
 
 def trainable(params: Params) -> PyTree[bool]:
-    """What `train(trainable=lora.trainable)` trains: the factors, nothing else."""
+    """Marks the factors, and nothing else, for `train(trainable=lora.trainable)`."""
     frozen = lambda leaf: jax.tree.map(lambda _: False, leaf)
     # `alpha` is static: a tree of labels must have the same one.
     label = lambda leaf: (

@@ -75,7 +75,7 @@ def read_scale(config: Config) -> tuple[int, float]:
 
 
 def _fault(key: str, value: Any) -> str:
-    """What is wrong with a key's value and what to do; "" if nothing is."""
+    """Describes the fault of a key's value and its fix; "" if there is none."""
     what = f"{key}={shown(value)[:100]}"
     if key == "init_lora_weights":
         return _fault_of_initialisation(what, value)

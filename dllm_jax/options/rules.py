@@ -30,9 +30,9 @@ def check_argument(name: str, value: Any, annotation: Any, example: str = "") ->
     """Checks an argument of a function as if it were a field: `check_argument("batch", batch, PositiveInt)`.
 
     Args:
-      name: of the argument.
-      value: what was given.
-      annotation: of a kind that `dllm_jax.options` lists.
+      name: Name of the argument.
+      value: Value to check.
+      annotation: Annotation of a kind that `dllm_jax.options` lists.
       example: for a class, how to get an instance of it, as the message ends: ", such as Confidence()".
 
     Returns:

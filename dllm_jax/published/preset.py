@@ -78,7 +78,7 @@ def parse(text: str, name: str) -> dict[str, Preset]:
 
     Args:
       text: TOML.
-      name: of the file, for error messages.
+      name: Name of the file, for error messages.
 
     Raises:
       ValueError: a field or class that is not there, a value that is refused, a name given twice.

@@ -30,19 +30,20 @@ def abstract(
     weights: Weights | None = None,
     rules: MeshRules = MeshRules(),
 ) -> Model:
-    """The model that `load` would return, as shapes and placements: nothing is read or allocated.
+    """Describes the model that `load` would return, as shapes and placements; nothing is read or allocated.
 
     `warmup` compiles for it. On the mesh of a described topology
-    (`jax.experimental.topologies.get_topology_desc`) that needs no device; see docs/background/compiled.md.
+    (`jax.experimental.topologies.get_topology_desc`) that needs no device; see
+    docs/background/performance.md.
 
     Args:
       shape: a spec, the name of a published model ("llada-8b", "dream-7b"), or a checkpoint as in `load`.
       dtype: float32 or bfloat16; None is that of the checkpoint, and bfloat16 if there is none.
-      mesh: as in `load`; a mesh of one device is that device.
-      implementation: as in `load`.
-      separate_layers: as in `load`.
-      weights: as in `load`.
-      rules: as in `load`.
+      mesh: Mesh to place the model on, or None (`load`); a mesh of one device is that device.
+      implementation: Kernels to use (`load`).
+      separate_layers: Whether layers are separate arrays rather than stacked (`load`).
+      weights: "int8" for int8 weight quantization (`load`).
+      rules: Sharding rules of the mesh (`load`).
 
     Raises:
       FileNotFoundError, ValueError: as `load`.

@@ -20,7 +20,7 @@ SETTINGS_ONLY = {
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """Who asks the questions of a task.
+    """Benchmark that asks the questions of a task.
 
     Attributes:
       name: in the file; of LongBench's tasks also theirs.
@@ -29,7 +29,7 @@ class Benchmark:
       samples: questions of all parts together.
       parts: sub-tasks of lm_eval's task.
       runs_code: answers are programs, which are run.
-      missing: why nobody asks them here.
+      missing: Reason why the benchmark is not available here.
     """
 
     name: str
@@ -47,9 +47,9 @@ class Cell:
 
     Attributes:
       model: a checkpoint of `dj.presets`, such as "llada-8b-instruct".
-      method: as printed, with what tells it from its neighbours.
+      method: Method as printed, with the settings that distinguish its rows.
       task: the column, a task of `dj.presets`, or several whose average is printed.
-      benchmarks: who asks it, one for each task that is averaged.
+      benchmarks: Benchmarks of the cell, one for each averaged task.
       shots: examples before each question; None: those of the benchmark.
       accuracy: in percent, None where it is not printed.
       speed: tokens per second, None where it is not printed.
@@ -132,8 +132,8 @@ def table(name: str, text: str | None = None) -> Table:
     """Looks up a table, such as "dkv-cache/1".
 
     Args:
-      name: of the table.
-      text: of the form that `tables.toml` describes; None: that file's.
+      name: Name of the table.
+      text: Text in the form that `tables.toml` describes; None: that file.
 
     Raises:
       ValueError: there is no such table, or a row has not one number for each task.

@@ -1,4 +1,4 @@
-"""What a generation must cost: bytes, FLOPs and milliseconds predicted from shapes alone.
+"""Predicts the cost of a generation from shapes alone: bytes, FLOPs, milliseconds and memory.
 
     import dllm_jax as dj
 

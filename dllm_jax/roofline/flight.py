@@ -17,9 +17,9 @@ class Throughput(NamedTuple):
     """Sequences per second, upper bounds at the full rates of the hardware.
 
     Attributes:
-      in_flight: of `generate_many`.
-      in_batches: of batches in order of arrival, in which all sequences begin their blocks together, and none
-        leaves before the slowest has ended.
+      in_flight: Sequences per second of `generate_many` (continuous batching).
+      in_batches: Sequences per second of fixed batches in order of arrival, which wait for their slowest
+        sequence.
     """
 
     in_flight: float
@@ -38,8 +38,8 @@ def throughput(
 
     Args:
       spec: the model.
-      policy: what is recomputed and cached; a block begins with a full step.
-      layout: of every request.
+      policy: Cache policy; a block begins with a full step.
+      layout: Layout of every request.
       requests: denoising steps of each block of each request, in order of arrival.
       slots: sequences in flight, or of a batch.
       hardware: whose rates count.

@@ -71,7 +71,7 @@ class StepCount(NamedTuple):
     Attributes:
       step: what it is.
       count: how many there are; fractional where a part of the steps was assumed.
-      cost: of one.
+      cost: Cost of one such step.
     """
 
     step: Step
@@ -122,16 +122,17 @@ def work(
     assumed: Assumed = Assumed(),
     views: int = 0,
 ) -> Work:
-    """What a generation with a fixed schedule has to do.
+    """Predicts the work of a generation with a fixed schedule.
 
     Args:
       spec: the model.
       policy: one of `dllm_jax.policies`.
       layout: the geometry; `layout.steps` denoising steps, none left out by end-of-text.
       batch: sequences, all of this layout.
-      dtype: of parameters, activations and storage.
-      assumed: what the data decides.
-      views: of each sequence's images, see `images`, whose positions are part of `layout.prompt`.
+      dtype: Dtype of parameters, activations and storage.
+      assumed: Assumptions about data-dependent decisions.
+      views: Number of views of each sequence's images (`images`), whose positions are part of
+        `layout.prompt`.
 
     Raises:
       ValueError: batch is not positive, or the policy refuses the model or layout; views of a model without a
@@ -162,7 +163,7 @@ def work(
 def memory(
     spec: ModelSpec, policy: Policy, layout: Layout, batch: int, dtype: Any, steps: dict[Step, float]
 ) -> MemoryUse:
-    """What a generation holds at once; arguments as in `work`."""
+    """Predicts the memory of a generation; arguments as in `work`."""
     itemsize = jnp.dtype(dtype).itemsize
     tables = spec.vocab * spec.width * (1 if spec.tied else 2) + spec.width
     count = spec.experts.count if spec.experts else 0

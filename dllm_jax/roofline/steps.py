@@ -1,4 +1,4 @@
-"""What one denoising step moves and computes, and what of that the data decides."""
+"""Bytes and FLOPs of one denoising step, and assumptions about data-dependent parts."""
 
 import dataclasses
 from typing import Annotated
@@ -47,7 +47,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Assumed(Options):
-    """What the data decides during a run.
+    """Assumptions about data-dependent decisions of a run.
 
     Attributes:
       widened: fraction of the layers that Elastic-Cache recomputes in full after drift, averaged over its
@@ -103,12 +103,12 @@ class Cost:
     Attributes:
       weights: bytes of the layers and the vocabulary head, streamed once; of experts those that a position is
         expected to be sent to, of the embedding the vectors of the computed tokens.
-      dense_flops: of all products with weights.
-      attention_flops: of scores and weighted values, and `Step.products`.
+      dense_flops: FLOPs of all products with weights.
+      attention_flops: FLOPs of scores and weighted values, and `Step.products`.
       pairs: bytes of keys and values read and written, copies of them included.
       branches: bytes of stored branch outputs.
       logits: bytes of float32 logits, written once.
-      wide_flops: of products that are float32 at any dtype, those of routers included.
+      wide_flops: FLOPs of products that are float32 in every dtype, including routers.
     """
 
     weights: float
@@ -185,10 +185,10 @@ def pair_size(spec: ModelSpec) -> int:
 
 
 def cost(step: Step, spec: ModelSpec, batch: int, itemsize: int) -> Cost:
-    """What a step of `batch` sequences costs.
+    """Computes the cost of a step of `batch` sequences.
 
     Args:
-      step: per sequence.
+      step: Step of one sequence.
       spec: the model.
       batch: sequences.
       itemsize: bytes of a parameter, activation or stored scalar.

@@ -1,4 +1,4 @@
-"""What images of a prompt cost: positions and views by their sizes, and the tower's pass over the views."""
+"""Cost of a prompt's images: positions and views by image size, and the vision tower's pass."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -45,14 +45,14 @@ def images(
 
 
 def tower_cost(spec: ModelSpec, views: int, itemsize: int, at_once: int = AT_ONCE) -> Cost:
-    """What the tower and the projector move and compute for the views of a batch, before its first step.
+    """Computes the cost of the tower and the projector for the views of a batch, before its first step.
 
     Pixels are read once and features written once, counted with the weights; activations in between are
     not, as in a step.
 
     Args:
       spec: a model with a tower.
-      views: of all images of the batch.
+      views: Number of views of all images of the batch.
       itemsize: bytes of a parameter or feature.
       at_once: views in one program: each streams the weights once; black views fill up the last.
     """

@@ -1,4 +1,4 @@
-"""What the layers of the library's policies move and compute besides the positions that `select` names.
+"""Extra bytes and FLOPs of policies' layers, in addition to the positions that `select` returns.
 
 One function per method that does more than write K/V over a dense cache and attend to it; a policy that is
 not listed costs what its selection costs.
@@ -30,7 +30,7 @@ def extra_traffic(policy: p.Policy, at: Setting, step: Step, index: int) -> Step
 
 @functools.singledispatch
 def assumed_statistics(policy: p.Policy, shared: Any) -> Any:
-    """What `select` finds in `Cache.shared`, in place of statistics that a network would have given."""
+    """Fills `Cache.shared` with assumed statistics, for the simulation of `select`."""
     return shared
 
 
@@ -65,7 +65,7 @@ def _sparse(policy: p.SparseDLLM, at: Setting, step: Step, index: int) -> Step:
 
 @dataclasses.dataclass(frozen=True)
 class StoreCost:
-    """What dLLM-Cache's layer attends to between prompt refreshes, and the refresh that renews it.
+    """Cost of the KV pairs that dLLM-Cache's layer attends to, and of the refresh that renews them.
 
     Attributes:
       slots: pairs.

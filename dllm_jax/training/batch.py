@@ -43,7 +43,7 @@ class Batch(NamedTuple):
       t_min: noise levels are t ~ U[t_min, 1), t_min in (0, 1]. Larger values leave out the levels with few
         masks and large weights, which carry most of the gradient's variance and, where an answer follows
         from the prompt alone, little to learn; the loss is then no longer a bound of the likelihood.
-      images: of prompts that hold `dllm_jax.EMBEDS_PLACEHOLDER` (-1) in the place of image tokens
+      images: Images of prompts that hold `dllm_jax.EMBEDS_PLACEHOLDER` (-1) in place of image tokens
         (`dllm_jax.vision.Processor.batch`); None of text alone.
     """
 
@@ -69,7 +69,7 @@ class Checked(NamedTuple):
       prompt_mask: False at padding; None if nothing is padded.
       answer_mask: False at answer tokens that do not count; None if all count.
       t_min: smallest noise level.
-      images: of the prompts.
+      images: Images of the prompts; None for text.
     """
 
     prompt: Int[AnyArray, "b p"]

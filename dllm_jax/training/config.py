@@ -38,8 +38,8 @@ class TrainConfig(Options):
     """Options of a run; frozen and hashable, a static jit argument.
 
     Attributes:
-      steps: optimiser steps in all.
-      learning_rate: the peak.
+      steps: Total number of optimizer steps.
+      learning_rate: Peak learning rate.
       muon: peak learning rate of Muon (K. Jordan, 2024; `optax.contrib.muon`) for the matrices of the layers,
         AdamW with Nesterov momentum for the rest; None uses AdamW for everything. Tiny models trained from
         scratch learn look-ups in far fewer steps with it.
@@ -53,7 +53,7 @@ class TrainConfig(Options):
       clip: largest norm of the gradient; larger ones are scaled down to it.
       accumulate: micro-batches that a batch is computed in, one after the other; their gradients are summed
         in float32, so that the step is that of the whole batch up to rounding.
-      remat: see `masked_diffusion_loss`.
+      remat: Whether activations are recomputed in the backward pass to save memory.
       prompt_isolation: probability, for each example, that its prompt does not see its answer, see
         `masked_diffusion_loss`.
       blocks: lengths of answers' blocks, one of which is drawn for each example, and of its blocks one to be
@@ -63,7 +63,7 @@ class TrainConfig(Options):
       master_weights: keep trained parameters of narrower models (bfloat16), and with them the optimiser's
         state, in float32; every step computes with a copy in the model's dtype. Without, steps that are
         smaller than the spacing of bfloat16 numbers (1/256 of a weight) are lost.
-      seed: of the masks drawn.
+      seed: Random seed of the masks.
       review_every: steps between calls of the source's `review`.
       save_every: steps between checkpoints, a multiple of review_every; one is also written at the end.
     """

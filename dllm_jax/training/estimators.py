@@ -144,7 +144,7 @@ def response_log_probs(
         parameters.
       batch: prompts and answers. Tokens that do not count (`answer_mask`, -100) are not attended to either;
         to weigh tokens only, let all count and weigh the result. `t_min` has no meaning here.
-      masks: of this batch.
+      masks: Masks drawn for this batch.
       chunk: draws evaluated at once; memory grows with b * chunk.
       remat: recompute each layer in the backward pass instead of keeping its activations.
 

@@ -25,7 +25,7 @@ ISOLATION, BLOCKS = 2, 3  # what a batch's key is folded with to draw `prompt_is
 
 
 class Metrics(NamedTuple):
-    """What one optimiser step reports, as scalars.
+    """Metrics of one optimizer step, as scalars.
 
     Attributes:
       loss: the loss, an upper bound of the negative log-likelihood per answer token, in nats.
@@ -47,7 +47,7 @@ class Masked(NamedTuple):
       learnt: answer positions that count: all, or those of one block.
       valid: tokens that are attended to; None means all.
       isolated: examples whose prompt does not see the answer; None means none.
-      images: of the prompts, see `Batch`.
+      images: Images of the prompts (`Batch`).
     """
 
     tokens: Int[Array, "b l"]
@@ -61,7 +61,7 @@ class Masked(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What the metrics of one or several parts of a batch are made of.
+    """Sums from which the metrics of one or several parts of a batch are made.
 
     Attributes:
       loss: mean over the part's examples; of several parts, the sum of their means.

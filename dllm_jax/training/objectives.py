@@ -23,7 +23,7 @@ ClipRange = Annotated[float, Interval(gt=0, lt=1)]
 
 
 class PreferenceMetrics(NamedTuple):
-    """What a preference objective reports, as scalars.
+    """Metrics of a preference objective, as scalars.
 
     Attributes:
       loss: the loss, in nats.
@@ -37,7 +37,7 @@ class PreferenceMetrics(NamedTuple):
 
 
 class PolicyMetrics(NamedTuple):
-    """What a policy-gradient objective reports, as scalars over the tokens that count.
+    """Metrics of a policy-gradient objective, as scalars over the tokens that count.
 
     Attributes:
       loss: the loss.
@@ -68,9 +68,9 @@ def dpo_loss(
 
     Args:
       chosen: log-probability of each preferred response under the policy, in nats.
-      rejected: of the other response to the same prompt.
-      reference_chosen: under the reference, without a gradient.
-      reference_rejected: likewise.
+      rejected: Log-probability of the other response to the same prompt, in nats.
+      reference_chosen: Log-probability of the preferred response under the reference, without a gradient.
+      reference_rejected: Log-probability of the other response under the reference, without a gradient.
       beta: how strongly the policy is held to the reference, positive.
 
     Returns:
@@ -120,14 +120,14 @@ def vrpo_loss(
       chosen: prompts with the preferred responses.
       rejected: the same prompts with the other responses, which may be padded to another length.
       key: draws levels and masks.
-      beta: see `dpo_loss`.
+      beta: Strength with which the policy is held to the reference, positive (`dpo_loss`).
       supervised: weight of an added loss, the policy's negative ELBO per token of the chosen responses
         (arXiv:2404.19733, equation 2, with the ELBO for the log-likelihood). Preferences alone pull the pair
         apart, and may do so while both responses become unlikely.
-      draws: see `elbo_masks`.
-      masks_per_level: see `elbo_masks`.
-      chunk: see `response_log_probs`.
-      remat: see `response_log_probs`.
+      draws: Number of masks per response (`elbo_masks`).
+      masks_per_level: Number of masks per noise level (`elbo_masks`).
+      chunk: Number of draws in memory at once (`response_log_probs`).
+      remat: Whether layers are recomputed in the backward pass (`response_log_probs`).
 
     Returns:
       the loss, twice (alone for `jax.grad`, and among the metrics).

@@ -57,7 +57,7 @@ def attention(
       v: values.
       mask: True where a query may attend; None means everywhere.
       lengths: each kv head may read its first `lengths` slots; None means all. With a mask, both must allow.
-      implementation: see `pallas_kernels.choice`.
+      implementation: Implementation to use, or None for the default (`pallas_kernels.choice`).
 
     Raises:
       ValueError: shapes that do not go together, or another implementation.
@@ -80,10 +80,10 @@ def received(
       q: queries.
       k: keys.
       lse: log-sum-exp of the scaled scores, from `attention`.
-      weight: of each query position.
-      mask: as given to `attention`, like the rest.
+      weight: Weight of each query position.
+      mask: Mask given to `attention`.
       lengths: each kv head may read its first `lengths` slots.
-      implementation: see `pallas_kernels.choice`.
+      implementation: Implementation to use, or None for the default (`pallas_kernels.choice`).
 
     Raises:
       ValueError: shapes that do not go together, or another implementation.

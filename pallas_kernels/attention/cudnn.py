@@ -32,7 +32,7 @@ def attention(
       k: keys.
       v: values.
       mask: the same for all heads.
-      lengths: of one kv head only.
+      lengths: Number of slots of the only KV head; None with several.
       library: "xla" computes the same without cuDNN, for tests.
 
     Raises:

@@ -155,7 +155,7 @@ def received(
 
 
 def _received(q_ref, lse_ref, weight_ref, k_ref, ends_ref, *rest, query_tile):
-    """What the keys of one tile receive, summed over all tiles of queries."""
+    """Sums the attention that the keys of one tile receive, over all tiles of queries."""
     *mask_ref, out_ref = rest
     b, h, j = (pl.program_id(axis) for axis in range(3))
     k, visible = _keys(b, h, j, k_ref, ends_ref, mask_ref)
@@ -226,7 +226,7 @@ def _head_mean(q_ref, lse_ref, k_ref, ends_ref, *rest, kv_heads):
 
 
 def _slots(b, h, j, ends_ref, mask_ref):
-    """Which slots of tile j are visible to kv head h, [t], and where they lie.
+    """Marks the slots of tile j that are visible to KV head h, [t], and locates them.
 
     `mask_ref` is a list of one reference, or empty where there is no mask.
     """

@@ -7,8 +7,8 @@ class Shape(NamedTuple):
     """One call.
 
     Attributes:
-      batch, queries, heads, kv_heads, head: of the queries [b q h d].
-      slots: of the keys and values [b s k d].
+      batch, queries, heads, kv_heads, head: Sizes of the queries [b q h d].
+      slots: Number of slots s of the keys and values [b s k d].
       visible: what restricts the slots: nothing, a mask [b 1 1 s], one per kv head [b k 1 s], lengths [b k],
         or both.
     """

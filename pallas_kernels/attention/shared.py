@@ -1,4 +1,4 @@
-"""What the attention kernels of all platforms share: their operands, the products, and the online softmax.
+"""Shared parts of the attention kernels of all platforms: operands, products, and the online softmax.
 
 Kernels see the queries grouped by the kv head that they read, [b k n d]: n counts the query heads of a kv
 head times the query positions, so that the keys and values of a kv head are loaded once for all of them.

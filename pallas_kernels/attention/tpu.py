@@ -294,7 +294,7 @@ def _head_mean(ends_ref, q_ref, k_ref, lse_ref, *rest, tile, heads):
 
 
 def _visible(left, mask_ref, tile):
-    """Which slots of a tile are visible, as a line [1 t]; `left` of them come before the end.
+    """Marks the visible slots of a tile, as a row [1 t]; `left` of them come before the end.
 
     `mask_ref` is a list of one reference, or empty where there is no mask.
     """
@@ -303,7 +303,7 @@ def _visible(left, mask_ref, tile):
 
 
 def _as_column(left, visible, mask_ref, tile):
-    """What `_visible` says as a column [t 1]; Mosaic transposes no booleans, and whole tiles only."""
+    """Converts `_visible` to a column [t 1]; Mosaic transposes no booleans, and whole tiles only."""
     if not mask_ref:
         return jax.lax.broadcasted_iota(jnp.int32, (tile, 1), 0) < left
     return jnp.broadcast_to(visible.astype(jnp.float32), (LANES, tile)).T[:, :1] != 0

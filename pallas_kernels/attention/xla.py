@@ -124,12 +124,12 @@ def received(
     which receive 0.
 
     Args:
-      q: queries, as given to `attention`.
-      k: keys, as given to `attention`.
+      q: Queries given to `attention`.
+      k: Keys given to `attention`.
       lse: log-sum-exp of the scaled scores, from `attention`.
-      weight: of each query position, float32.
-      mask: as given to `attention`.
-      lengths: as given to `attention`.
+      weight: Weight of each query position, float32.
+      mask: Mask given to `attention`.
+      lengths: Lengths given to `attention`.
       chunk: queries at a time; None means as many as `queries_at_once` says.
     """
 
@@ -212,11 +212,11 @@ def queries_at_once(queries: int, batch: int, heads: int, slots: int, score_byte
     padding.
 
     Args:
-      queries: of each sequence.
+      queries: Number of queries per sequence.
       batch: sequences.
       heads: query heads.
-      slots: of each sequence.
-      score_bytes: of the float32 scores.
+      slots: Number of slots per sequence.
+      score_bytes: Maximum bytes of the float32 scores.
     """
     # float32 scores: 4 bytes for each head, query and slot.
     room = score_bytes // max(4 * batch * heads * slots, 1)
@@ -244,7 +244,7 @@ def _pair_bytes(k: Float[Array, "b s k d"]) -> int:
 
 
 def both(mask: Mask | None, lengths: Int[Array, "b k"] | None, k: Float[Array, "b s k d"]) -> Mask | None:
-    """What both the mask and the lengths allow; None if neither is given."""
+    """Combines the mask and the lengths; None if neither is given."""
     if lengths is None:
         return mask
     within = length_mask(lengths, k.shape[1])
@@ -272,7 +272,7 @@ def _exponentials(
 def _normaliser(
     top: Float[Array, "b k g q 1"], total: Float[Array, "b k g q 1"]
 ) -> tuple[Float[Array, "b k g q 1"], Float[Array, "b k g q 1"]]:
-    """What to divide by, and the log-sum-exp of the scores: 1 and -inf where all of them are -inf."""
+    """Returns the divisor and the log-sum-exp of the scores: 1 and -inf where all of them are -inf."""
     safe = jnp.where(total > 0, total, 1.0)
     return safe, jnp.where(total > 0, top + jnp.log(safe), -jnp.inf)
 
@@ -331,7 +331,7 @@ def _in_chunks(
     """`function(mask, q, *arrays)`, or `combine` of its results for chunks of the queries.
 
     Args:
-      function: of a mask and arrays of some queries.
+      function: Function of a mask and arrays of some queries.
       combine: takes the results of all chunks, stacked [n ...].
       chunk: queries at a time; None means as many as the platform has room for.
       k: keys that every query reads.
@@ -360,7 +360,7 @@ def _over_chunks(
     """`function(mask, *arrays)` for each chunk of the queries, results stacked [n ...].
 
     Args:
-      function: of a mask and arrays of `chunk` queries.
+      function: Function of a mask and arrays of `chunk` queries.
       chunk: queries at a time; the last chunk is padded with zeros that may attend to nothing.
       mask: queries on axis 2, or 1 for all of them; None stays None.
       *arrays: queries on axis 1.

@@ -36,7 +36,7 @@ class Tiles(NamedTuple):
 
     Attributes:
       order: numbers of all rows, sorted by expert.
-      expert: of each tile.
+      expert: Expert of each tile.
       first: its first row's place in `order`.
       end: the place behind its last one.
     """
@@ -48,7 +48,7 @@ class Tiles(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What a program holds at once: rows, columns of each matrix, and how deep a product is at a time."""
+    """Sizes that a program holds at once: rows, columns of each matrix, and depth of a product."""
 
     rows: int
     columns: int

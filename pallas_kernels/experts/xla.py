@@ -37,12 +37,12 @@ def experts(
       tokens: inputs.
       chosen: each token's experts; their number in the place of one that is not here.
       weight: theirs, float32.
-      gate: all experts' matrices, as `up` and `down` in the tokens' dtype or int8.
-      up: as `gate`.
-      down: as `gate`, from the experts' width back.
-      gate_scale: of an int8 `gate`, float32, as those of the others; None otherwise.
-      up_scale: of `up`.
-      down_scale: of `down`.
+      gate: Gate matrices of all experts; like `up` and `down` in the tokens' dtype or int8.
+      up: Up matrices of all experts.
+      down: Down matrices of all experts, from the experts' width to the model's.
+      gate_scale: Float32 scales of an int8 `gate`; None otherwise.
+      up_scale: Float32 scales of an int8 `up`; None otherwise.
+      down_scale: Float32 scales of an int8 `down`; None otherwise.
 
     Raises:
       ValueError: shapes or dtypes that do not go together.

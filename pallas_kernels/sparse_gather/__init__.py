@@ -35,7 +35,7 @@ def sparse_gather(
       v: values, in the same dtype.
       index: slot of each copy, by kv head or one list for all of them; s where there is none, which writes
         zeros.
-      implementation: see `pallas_kernels.choice`.
+      implementation: Implementation to use, or None for the default (`pallas_kernels.choice`).
 
     Raises:
       ValueError: shapes that do not go together, or another implementation.

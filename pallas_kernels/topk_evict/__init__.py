@@ -34,7 +34,7 @@ def topk_evict(
       score: importance of each position for each kv head, float32; larger is kept first, -inf never.
       count: how many each head keeps; at most `width` are.
       width: static width of the result.
-      implementation: see `pallas_kernels.choice`.
+      implementation: Implementation to use, or None for the default (`pallas_kernels.choice`).
 
     Raises:
       ValueError: an invalid width, scores that are not float32, or another implementation.

@@ -1,4 +1,4 @@
-"""Which entries of each line are its best, by XLA and without a sort.
+"""Finds the best entries of each row in XLA, without a sort.
 
 A sort of 1000 entries takes the TPU compiler several seconds, in every step variant of a program.
 """

@@ -1,4 +1,4 @@
-"""What `topk_evict` means, in plain jnp: two sorts."""
+"""Reference implementation of `topk_evict` in plain jnp: two sorts."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int

@@ -1,4 +1,4 @@
-"""What most families share with Llama: tensor names and keys of config.json.
+"""Tensor names and keys of config.json that most families share with Llama.
 
 The table has all that any of them has: which lines a checkpoint has, its spec says.
 """

@@ -1,4 +1,4 @@
-"""What a family's checkpoints have in common: how its config.json is read, and written."""
+"""Description of a family of checkpoints: how its config.json is read and written."""
 
 import dataclasses
 import warnings
@@ -31,11 +31,11 @@ class Family:
       name: `ModelSpec.family`.
       model_type: config.json's `model_type`.
       names: its tensors.
-      keys: of config.json, by the field of `ModelSpec` that they hold; read and written by the same table.
+      keys: Keys of config.json, by the field of `ModelSpec` that they hold, for reading and writing.
       expert_keys: the same of `ExpertSpec`; none of dense models.
       requirements: keys that hold no field, and what this library supports of them.
       fixed: fields of `ModelSpec` that all its models share.
-      defaults: of keys that published files leave out, by field.
+      defaults: Values of keys that published files leave out, by field.
       tokens: ids of special tokens, by the vocabulary size of published models whose config.json does not
         name them.
       blocks: block size of all published models of a family none of whose config.json names it.

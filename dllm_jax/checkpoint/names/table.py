@@ -61,7 +61,7 @@ class TensorName:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """What is read and written at once, so that memory stays bounded: a layer, or a lone parameter.
+    """Unit that is read and written at once, so that memory stays bounded: a layer, or a single parameter.
 
     Attributes:
       name: "embed", "norm", "head" or "layer_007"; of a vision tower "vision_007", and "vision" for what is
@@ -125,11 +125,11 @@ def layers_in_all(spec: ModelSpec) -> int:
 
 
 class Tensor(NamedTuple):
-    """A tensor of a checkpoint, and what it holds.
+    """A tensor of a checkpoint and the parameters that it holds.
 
     Attributes:
-      name: of the tensor.
-      shape: of the tensor.
+      name: Name of the tensor.
+      shape: Shape of the tensor.
       parts: the lines of the parameters in it, one behind the other along an axis.
       axis: that axis: the first one, behind that of fused experts.
     """
@@ -174,7 +174,7 @@ def hf_ranges(
     Args:
       spec: the model.
       entry: the tensor.
-      ranges: of our parameter, start and stop along each axis.
+      ranges: Start and stop along each axis of our parameter.
 
     Returns:
       the ranges of the tensor that hold it, and the part's ranges within what `to_ours` makes of these. Of
