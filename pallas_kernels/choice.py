@@ -41,12 +41,12 @@ class Entry:
 
     Attributes:
       operation: its name.
-      platform: that programs are lowered for.
-      device: how `jax.Device.device_kind` begins; "" is every device of the platform.
+      platform: Platform that programs are lowered for.
+      device: Prefix of `jax.Device.device_kind`; "" matches every device of the platform.
       implementation: "xla", "pallas" or "cudnn".
-      dtypes: of the first operand; none are all.
+      dtypes: Dtypes of the first operand; empty means all.
       positions: fewest and most of `Operation.positions`.
-      report: what says so.
+      report: Source of the entry.
     """
 
     operation: str

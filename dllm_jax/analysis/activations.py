@@ -109,7 +109,7 @@ def capture(
         Int[j], or Int[b j], each sequence its own. None: all.
       prompt_mask: Bool[b p] as given to `generate`: False at the left padding of the first p positions. A
         trace does not say what is padding.
-      interventions: other values at named places, as in `generate`: what is captured is what they leave. The
+      interventions: Values to set or change at named places (`generate`), before capturing. The
         steps are those that a sequence took part in, as it counts them; of token arrays, the index t.
       chunk: canvases computed at once; memory grows with b * chunk.
 

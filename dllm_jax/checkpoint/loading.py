@@ -53,21 +53,21 @@ def load(
     they are read, all that the channels it holds sum over).
 
     Args:
-      path: a Hugging Face directory (config.json, safetensors), one written by `convert`, or a hub id
-        "org/name". Which one is told by its content.
+      path: Hugging Face directory (config.json, safetensors), directory written by `convert`, or hub id
+        "org/name". The format is detected from the files.
       dtype: float32 or bfloat16, by name ("bf16", "fp32" and "f32" too) or as `jnp.bfloat16`; None keeps
         the stored one: of several that of the matrices, bfloat16 in the place of float16. Weights that other
         tools quantised (fp8, GPTQ, AWQ, compressed-tensors) are dequantised while they are read.
-      mesh: the devices that share the model and its batches; its axes may be Auto or Explicit. None takes the
-        mesh of `jax.set_mesh`, and without one puts everything on the default device.
-      rope_factor: multiplies the rotary base (NTK scaling, LongLLaDA arXiv:2506.14429), and with it the
-        positions that the model is good for.
-      check_finite: look at every weight for NaN and infinity.
-      implementation: of attention, eviction and experts, see `Model`, or of each by its name,
-        `{"attention": "cudnn", "experts": "pallas"}`, and XLA's of those without; None takes what is known to
-        be right and fastest on the devices, see `pallas_kernels.evidence`.
-      separate_layers: each layer in arrays of its own (True) or all stacked (False), the two forms of
-        `dllm_jax.nn.parameters`; None takes what the devices read faster: stacked on TPUs unless there are
+      mesh: Mesh of devices that share the model and its batches, with Auto or Explicit axes. None uses the
+        mesh of `jax.set_mesh`, or the default device.
+      rope_factor: Factor of the rotary base (NTK scaling, LongLLaDA arXiv:2506.14429), which scales the
+        maximum context length by the same factor.
+      check_finite: Whether to check every weight for NaN and infinity.
+      implementation: Kernels of attention, eviction and experts ("xla", "pallas" or "cudnn", see `Model`), or
+        of each by its name, `{"attention": "cudnn", "experts": "pallas"}`, and XLA's of those without; None
+        takes what is known to be right and fastest on the devices, see `pallas_kernels.evidence`.
+      separate_layers: Whether each layer has its own arrays (True) or all are stacked (False), the two forms
+        of `dllm_jax.nn.parameters`; None takes what the devices read faster: stacked on TPUs unless there are
         experts, separate elsewhere. Tokens do not depend on it.
       weights: "int8" quantizes the matrices of the layers and the vocabulary head to int8
         (`dllm_jax.nn.int8`), which takes half the memory of bfloat16; outputs can differ slightly because of

@@ -34,7 +34,7 @@ RULE = 'must be messages {"role": "user", "content": "..."}, or a list of such c
 
 @runtime_checkable
 class Processor(Protocol):
-    """What makes prompts of conversations that are not text alone, such as `dllm_jax.vision.Processor`."""
+    """Interface of processors for conversations with images, such as `dllm_jax.vision.Processor`."""
 
     @property
     def tokenizer(self) -> Any:

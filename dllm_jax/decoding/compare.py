@@ -24,7 +24,7 @@ class Compared(NamedTuple):
     """One row of a comparison; of a batch, means over its sequences.
 
     Attributes:
-      name: of the policy, or as the caller named it.
+      name: Name of the policy, or the caller's name.
       equal: fraction of sequences whose response is that of the first row, token for token.
       nfe: network forwards.
       computed: positions fed through the network, summed over forwards.
@@ -33,7 +33,7 @@ class Compared(NamedTuple):
       compile_seconds: wall time of tracing and compiling; near 0 if the program was cached on disk.
       memory: bytes that the program needs besides arguments and results, as the compiler reports them; -1 if
         it does not.
-      output: of `generate`.
+      output: Output of `generate`.
     """
 
     name: str
@@ -91,12 +91,12 @@ def compare(
     Every program is compiled first; then all of them run in turns, `repeats` times, each waited for.
 
     Args:
-      model: from `load`.
-      prompt: as in `generate`.
+      model: Model returned by `load`.
+      prompt: Prompt of `generate`.
       policies: policies, or the options of `generate` in which they differ, such as
         {"policy": DualCache(), "sampler": Threshold(0.9)} or a preset's `options()`; by name, or in a list.
-      repeats: timed runs of each.
-      **options: of `generate`, for all of them.
+      repeats: Number of timed runs of each policy.
+      **options: Arguments of `generate`, for all policies.
 
     Returns:
       a row for each.

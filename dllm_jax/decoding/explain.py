@@ -1,4 +1,4 @@
-"""Which implementation attention, eviction and experts take in a generation, by `pallas_kernels.choice`."""
+"""Explains the kernels of attention, eviction and experts in a generation, by `pallas_kernels.choice`."""
 
 import dataclasses
 import functools
@@ -102,15 +102,15 @@ class Recorded(Model):
 
 @number_modes()
 def explain_kernels(model: Model, batch: int, layout: Layout, policy: Policy | None = None) -> Explanation:
-    """Which implementation attention, eviction and experts take in a generation on each platform.
+    """Lists the kernels that attention, eviction and experts use in a generation, on each platform.
 
     Every kind of step is traced and the calls of its layers are recorded; nothing is computed or compiled.
 
     Args:
-      model: from `load`; its `implementation` is respected.
+      model: Model returned by `load`; its `implementation` is respected.
       batch: sequences, twice as many with guidance.
       layout: geometry of the generation.
-      policy: None is the exact decoder.
+      policy: Cache policy. Default: exact decoding.
 
     Returns:
       a table.
@@ -143,7 +143,7 @@ def explain_kernels(model: Model, batch: int, layout: Layout, policy: Policy | N
 
 
 def _calls(model: Model, batch: int, layout: Layout, policy: Policy, width: int | None) -> list[Call]:
-    """What the layers call in a step over `width` rows, or over the whole canvas (None)."""
+    """Records the operations that the layers call in a step over `width` rows, or the whole canvas (None)."""
     calls: list[Call] = []
 
     def layers(model: Model, tokens: Int[Array, "b l"], valid: Bool[Array, "b l"]) -> Any:

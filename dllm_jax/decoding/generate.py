@@ -18,97 +18,92 @@ from dllm_jax.state import inputs
 def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions]) -> Output:
     """Decodes `length` tokens (`max_new_tokens`, `gen_length`) after each prompt by iterative denoising.
 
-    One compiled program per (shapes, layout, policy, sampler), whatever the traced numbers of policy and
-    sampler (`dllm_jax.traced`); nothing leaves the device inside. May itself be jitted over model, prompt,
-    prompt_mask, prompt_embeds, key, policy and sampler, and mapped over their numbers; then only shapes are
-    checked.
+    Compiles once per combination of shapes, layout, policy and sampler. Numeric options such as thresholds
+    are runtime arguments and do not recompile. There is no host transfer inside the loop. `generate` can be
+    called under `jax.jit` and `jax.vmap`; argument values are then not validated.
 
     Args:
-      model: from `load`.
-      prompt: token ids Int[b p] (or [p]), or lists of any lengths, which are padded on the left with
-        end-of-text; an empty one has a response of its own. Arrays are left-padded if lengths differ.
-      prompt_mask: Bool[b p], False (or 0) at the padding; None means none.
-      prompt_embeds: Float[b p m] (or [p m]), inputs in the place of embeddings: images
-        (`dllm_jax.vision`), soft prompts. A row is read where `prompt` holds
-        `dllm_jax.EMBEDS_PLACEHOLDER` (-1), which stays in the output. Other rows are ignored.
-      suffix: token ids Int[s], or Int[b s], that stand behind the response from the start, so that it leads
-        up to them; they end the output. None means none.
-      length: response positions.
-      block: positions decoded together, left to right; default `length` (non-autoregressive order).
-        `Sliding(32)` slides over the response instead.
-      steps: denoising steps in all, a multiple of length / block; by default and sensibly at most `length`
-        (one token each). Samplers that decode until a block is done (`Threshold`, `Factor`, `EBSampler`,
-        `KLASS`, `WINO`; `CertaintyPrior` with a threshold or tokens_per_step) ignore it; `D2Cache` sizes its
-        set by it all the same.
-      policy: what is recomputed and cached; the default is exact.
-      sampler: which tokens are decoded when.
-      key: a jax.random key, or one per sequence ([b], so that its draws do not depend on its batch mates);
-        needed if the sampler draws.
-      noise: recorded draws instead of a key.
-      stop_at_eos: finish a sequence when everything up to an end-of-text is decoded. Masks that remain behind
-        it are filled with it; tokens that were decoded there before stay. Everything up to that end-of-text
-        equals the run without.
-      stop: sequences of token ids, such as those of stop strings. Once one of them is decoded in a response,
-        only positions before it are still decoded, and the sequence is finished when none is left; from where
-        the stop begins, the output holds end-of-text. As in LLaDA-V's released code, the first of the list
-        that is found counts, and later only the first of the list can move the end further to the left.
-      trace: record tokens, computed sets and scores of every step; cut on the host to the steps that ran.
-      buckets: pad prompts to the next rung of this ladder (see `dllm_jax.buckets`), so that requests of all
-        lengths share few programs; changes speed, never tokens, and leaves no padding in the output. The
-        padding is taken off on the host: the call returns when the tokens are there.
-      nonfinite: what to do about sequences whose logits held NaN or infinity. They end at that step
-        (`Stats.finite`), their batch mates go on. "warn" and "raise" look at the statistics, so the call
-        returns when they are there; "ignore" returns at once. Inside of `jit` nothing is told.
-      interventions: other values at named places of the network (`Intervention`), in the order in which they
-        act. Data of the program: other values, layers, positions or steps compile nothing anew.
-      progress: draw a bar on standard error while it runs; the loop then runs in pieces, as `stream` runs it,
-        with the same results.
+      model: Model returned by `load`.
+      prompt: Token ids Int[b p] (or [p]), or lists of any lengths, which are left-padded with end-of-text.
+        Arrays of prompts of different lengths must be left-padded. The result of a tokenizer works too.
+      prompt_mask: Bool[b p], False (or 0) at padding (`attention_mask` in transformers). Default: no padding.
+      prompt_embeds: Float[b p m] (or [p m]), inputs in place of embeddings (`inputs_embeds`): images
+        (`dllm_jax.vision`) or soft prompts. Rows are used where `prompt` holds
+        `dllm_jax.EMBEDS_PLACEHOLDER` (-1), which stays in the output.
+      suffix: Token ids Int[s] or Int[b s] that follow the response. The response leads up to them.
+      length: Number of tokens to generate (`max_new_tokens` in transformers, `gen_length` in LLaDA).
+      block: Block length (`block_length` in LLaDA). Blocks are decoded from left to right. Default: `length`,
+        one block. `Sliding(32)` slides over the response instead.
+      steps: Number of denoising steps, a multiple of length / block. Default: `length`, one token per step.
+        Samplers that decode in parallel until a block is done (such as `Threshold`) ignore it.
+      policy: Cache policy, which selects the tokens to recompute at each step. Default: exact decoding.
+      sampler: Remasking strategy, which selects the tokens to unmask at each step. Default: LLaDA's
+        low-confidence remasking.
+      key: A `jax.random` key, or one per sequence [b]. Required if the sampler draws, for example with a
+        temperature.
+      noise: Recorded draws instead of a key.
+      stop_at_eos: Whether a sequence ends when everything up to an end-of-text is unmasked. Remaining masks
+        are then filled with end-of-text. Tokens up to it do not change.
+      stop: Sequences of token ids at which a response ends, such as those of stop strings. The output holds
+        end-of-text from the start of the stop on. As in LLaDA-V's reference implementation, the first entry
+        of the list that is found counts; later only the first entry can move the end to the left.
+      trace: Whether to record tokens, computed positions and scores of every step (`output_history` in
+        Dream).
+      buckets: Bucket lengths (`dllm_jax.buckets`) to which prompts are padded, so that requests of all
+        lengths share few programs. Changes speed, never tokens. The padding is not part of the output.
+      nonfinite: Action for sequences whose logits hold NaN or infinity: "warn", "raise" or "ignore". They end
+        at that step (`Stats.finite`); other sequences continue. "ignore" does not wait for the statistics.
+      interventions: Values to set or change at named places of the network (`Intervention`), in order. They
+        are runtime arguments.
+      progress: Whether to draw a progress bar on standard error. Results do not change.
       group: Advanced. Maximum number of sequences that run a full step together, per device. Default: enough
         to saturate the device (`dllm_jax.engine.group`). Changes speed and memory, never tokens.
       widths: Advanced. Static widths of partial steps. Default: the policy's. Changes speed, never tokens.
 
+    Returns:
+      The tokens, the statistics of each sequence, and the trace if one was recorded.
+
     Raises:
-      ValueError: for any input that breaks a rule, with the value and the rule.
-      FloatingPointError: logits held NaN or infinity, with nonfinite="raise".
+      ValueError: An argument breaks a rule; the message names the argument, its value and the rule.
+      FloatingPointError: Logits held NaN or infinity, with nonfinite="raise".
 
     Warns:
-      dllm_jax.engine.nonfinite.NonFiniteWarning: they did, with nonfinite="warn"; which sequences.
-      dllm_jax.state.inputs.PositionsWarning: the canvas is longer than what the model was made for.
-      dllm_jax.state.inputs.IdleStepsWarning: there are more steps than tokens to decode, or steps of
-        a sampler of your own had nothing to decode.
+      dllm_jax.engine.nonfinite.NonFiniteWarning: Logits held NaN or infinity, with nonfinite="warn".
+      dllm_jax.state.inputs.PositionsWarning: Prompt and response exceed the model's context length.
+      dllm_jax.state.inputs.IdleStepsWarning: There are more steps than tokens to unmask.
     """
     return _answered(model, prepare(model, prompt, **options), prompt)
 
 
 @shows(InfillOptions)
 def infill(model: Model, tokens: inputs.Ids, **options: Unpack[InfillOptions]) -> Output:
-    """Fills the mask ids of a template, wherever they stand; everything else stays.
+    """Fills the mask ids of a template, wherever they stand; other tokens stay.
 
-    The whole template is the canvas: there is no prompt part, so policies treat all of it as response, and
-    the unconditional stream of classifier-free guidance has nothing to hide (cfg_scale is refused).
+    The whole template is the canvas. Policies treat all of it as response, and classifier-free guidance has
+    no prompt to hide, so `cfg_scale` raises `ValueError`.
 
     Args:
-      model: from `load`.
-      tokens: template ids Int[b l] with mask ids where to fill, left-padded if lengths differ; or lists of
-        any lengths.
-      token_mask: Bool[b l], False at the padding.
-      block: positions decoded together, left to right; default all of them.
-      steps: denoising steps in all; default the largest number of masks in any sequence, or one step per
+      model: Model returned by `load`.
+      tokens: Template ids Int[b l] with mask ids at the positions to fill, left-padded if lengths differ; or
+        lists of any lengths.
+      token_mask: Bool[b l], False at padding. Default: no padding.
+      block: Block length. Blocks are decoded from left to right. Default: one block.
+      steps: Number of denoising steps. Default: the largest number of masks in any sequence, or one step per
         position if there are several blocks.
-      policy: as in `generate`.
-      sampler: as in `generate`.
-      key: as in `generate`.
-      noise: as in `generate`.
-      trace: as in `generate`.
-      nonfinite: as in `generate`.
-      interventions: as in `generate`.
-      progress: as in `generate`.
-      group: as in `generate`.
-      widths: as in `generate`.
+      policy: Cache policy (`generate`).
+      sampler: Remasking strategy (`generate`).
+      key: Random key, required if the sampler draws (`generate`).
+      noise: Recorded draws instead of a key.
+      trace: Whether to record every step.
+      nonfinite: Action for sequences with NaN or infinite logits (`generate`).
+      interventions: Values to set or change at named places of the network (`generate`).
+      progress: Whether to draw a progress bar on standard error.
+      group: Advanced. Maximum number of sequences that run a full step together (`generate`).
+      widths: Advanced. Static widths of partial steps (`generate`).
 
     Raises:
-      ValueError: for any input that breaks a rule, or a template without masks.
-      FloatingPointError: as in `generate`.
+      ValueError: An argument breaks a rule, or the template has no masks.
+      FloatingPointError: Logits held NaN or infinity, with nonfinite="raise".
     """
     return _answered(model, prepare_infill(model, tokens, **options), tokens)
 

@@ -73,40 +73,40 @@ def generate_many(
     progress: bool = False,
     **options: Unpack[ManyOptions],
 ) -> "Answers":
-    """Answers many prompts, several at a time, and yields each answer as soon as it is there.
+    """Answers many prompts by continuous batching, and yields each answer as soon as it is finished.
 
-    Tokens, trace and statistics but `executed` of every request are those of `generate(model, [prompt], ..)`,
-    whatever is in flight beside it. A sequence that ends makes room for the next one between two steps, and
-    none waits for another; while the caller looks at answers, the devices go on.
+    Each output equals `generate(model, [prompt], ...)`, except for `stats.executed_tokens`, regardless of the
+    other requests. A finished sequence makes room for the next prompt between two steps. While the caller
+    looks at answers, the devices continue.
 
-    Prompts are padded to rungs of a ladder. Those of one rung, and of the same static options, are in flight
-    together, and shorter ones on that rung when no other waits for a slot that is free; those of another rung
-    follow when the slots are empty, at the latest after `TURN` times as many requests as there are slots.
+    Prompts are padded to bucket lengths. Requests of one bucket and of the same static options decode
+    together, and shorter ones join them when no other request waits. Other buckets follow when the slots are
+    empty, at the latest after `TURN` times as many requests as there are slots.
 
     Args:
-      model: from `load`.
-      prompts: any iterable, such as a generator: `AHEAD` prompts per slot are read ahead. Each one is the
-        token ids of one prompt, or a dict of them as "prompt" and any of `OF_A_REQUEST`, which go before the
-        options of all.
-      slots: sequences that are in flight at a time.
-      errors: what becomes of a request that is refused, or ends for want of finite logits with
-        nonfinite="raise": "raise" raises its error, which names its index, when its turn has come, and the
-        iterator goes on after it; "return" yields the error in the place of an output.
-      buckets: as in `generate`; None compiles a program for each length of prompts.
-      key: a jax.random key; request i draws by `jax.random.fold_in(key, i)` unless it has a key of its own.
-        Keys of other implementations become threefry keys first, see `dllm_jax.nn.keys`.
-      progress: draw a bar on standard error.
-      **options: of `generate`, for all requests, but for `prompt_mask`, `prompt_embeds` and `noise`.
+      model: Model returned by `load`.
+      prompts: Iterable of prompts, for example a generator; `AHEAD` prompts per slot are read ahead. Each one
+        is the token ids of a prompt, or a dict with "prompt" and any of `OF_A_REQUEST`, which override the
+        common options.
+      slots: Maximum number of sequences that decode together (`max_num_seqs` in vLLM).
+      errors: How to report an invalid request, or one with non-finite logits under `nonfinite="raise"`.
+        "raise" raises the exception, after which the iterator continues; "return" yields it in place of an
+        output.
+      buckets: Bucket lengths for prompts. None compiles a program for each prompt length.
+      key: A `jax.random` key. Request i draws by `jax.random.fold_in(key, i)` unless it has its own key. Keys
+        of other implementations become threefry keys first (`dllm_jax.nn.keys`).
+      progress: Whether to draw a progress bar on standard error.
+      **options: Arguments of `generate` for all requests, except for `prompt_mask`, `prompt_embeds` and
+        `noise`.
 
     Returns:
-      an iterator over (index, Output of one sequence, whose arrays are NumPy's), in the order in which they
-      are answered. It may be
-      interrupted (`KeyboardInterrupt`) and goes on where it was; `close()`, or the end of its `with` block,
-      frees the slots; `cancel(index)` takes a request back.
+      An iterator over (index, Output of one sequence with NumPy arrays), in the order in which requests
+      finish. It can be resumed after `KeyboardInterrupt`. `close()`, or the end of its `with` block, frees
+      the slots; `cancel(index)` removes a request.
 
     Raises:
-      ValueError: at the call, options that no request could have; inside of `jit`.
-      TypeError: an option that `generate` does not have.
+      ValueError: Invalid options, or a call inside of `jit`.
+      TypeError: An option that `generate` does not have.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
     arrays = prompts if isinstance(prompts, list | tuple | jax.Array) else None

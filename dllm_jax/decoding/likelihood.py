@@ -95,7 +95,7 @@ def log_likelihood(
 def token_log_likelihoods(
     model: Model, prompt: inputs.Ids, answer: inputs.Ids, **options: Unpack[LikelihoodOptions]
 ) -> Float[Array, "b r"]:
-    """What each token of the answer contributes to `log_likelihood`, which is the sum over tokens.
+    """Computes the contribution of each answer token to `log_likelihood`, which is their sum.
 
     A draw that masks x of r tokens contributes r/x log p(token | prompt, tokens that are not masked) for each
     masked one and 0 for the others; the result is the mean over draws. With masks of one's own these are

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class Output(NamedTuple):
-    """The result of a generation.
+    """Result of a generation.
 
     Attributes:
-      tokens: prompt (padding included) and response, a suffix included.
-      stats: cost per sequence, see `Stats`.
-      trace: every step if asked for, see `Trace`; else None.
+      tokens: Token ids [b l] of prompt (padding included), response and suffix.
+      stats: Statistics of each sequence (`Stats`).
+      trace: History of every step (`Trace`), if `trace=True`; otherwise None.
     """
 
     tokens: Int[Array, "b l"]
@@ -40,7 +40,7 @@ class Output(NamedTuple):
 
         Args:
           tokenizer: the checkpoint's; None shows token ids.
-          sequence: which of the batch.
+          sequence: Index of the sequence in the batch.
 
         Returns:
           the page as text; in a notebook it shows itself.
@@ -112,12 +112,12 @@ def show(
     What is wider than the terminal is printed in parts, each with the lines of the steps that change it.
 
     Args:
-      output: of `generate` or `infill`, with trace=True.
+      output: Output of `generate` or `infill` with trace=True.
       tokenizer: the checkpoint's; None shows token ids. Special tokens, such as end-of-text, are shown as ∎.
-      sequence: which of the batch.
+      sequence: Index of the sequence in the batch.
       confidence: colour tokens by the confidence with which they were decoded (blue sure, orange unsure)
         instead of by the step (blue first, orange last).
-      console: of rich, to print to; None is the terminal.
+      console: Console of rich to print to; None is the terminal.
 
     Raises:
       ValueError: the run was not recorded, no such sequence, no tokenizer.

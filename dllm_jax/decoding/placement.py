@@ -65,9 +65,9 @@ def place(model: Model, request: Request, prompt: Any = None) -> Placed:
     """The request on the devices of the model, or on those of its prompt.
 
     Args:
-      model: of arrays, traced or described (`dllm_jax.abstract`); the request is then described too.
-      request: from `prepare`.
-      prompt: as the user passed it, whose mesh counts if the model is on none.
+      model: Model of arrays, traced or described (`dllm_jax.abstract`); the request is then described too.
+      request: Request made by `prepare`.
+      prompt: Prompt as passed by the user, whose mesh counts if the model has none.
     """
     mesh = current_mesh((model.params, prompt))
     arrays = request.inputs
@@ -95,9 +95,9 @@ def collect(placed: Placed, tokens: Any, stats: Stats, trace: Trace | None) -> O
 
     Args:
       placed: the request.
-      tokens: as programs return them, as are `stats` and `trace`.
-      stats: of the same sequences.
-      trace: with room for more steps than ran; None if none was recorded.
+      tokens: Tokens as returned by programs.
+      stats: Statistics of the same sequences.
+      trace: Trace with room for more steps than ran; None if none was recorded.
     """
     own, right = slice(placed.batch), placed.shown
     tokens = part(tokens, own, right, batch=0)
@@ -193,7 +193,7 @@ def not_split(model: Model, mesh: AnyMesh | None, arrays: PyTree) -> PyTree:
 
 
 def _platform(model: Model) -> str:
-    """What the program will run on, as jax calls it; the default in a traced program, which does not know."""
+    """Returns the platform of a program, as jax calls it; the default one inside traced programs."""
     sharding = None if isinstance(model.params["embed"], Tracer) else model.params["embed"].sharding
     return jax.default_backend() if sharding is None else next(iter(sharding.device_set)).platform
 
@@ -241,9 +241,9 @@ def part(array: Any, *index: slice, batch: int) -> Any:
     """`array[index]`; waits for the array and takes it to the host and back, unless that is all of it.
 
     Args:
-      array: of one device, or split by sequence over a mesh, or on the host, as the result then is.
-      *index: of its axes.
-      batch: which axis is that of sequences; a result with fewer of them is replicated over the mesh.
+      array: Array on one device, split by sequence over a mesh, or on the host (like the result).
+      *index: Index along its axes.
+      batch: Axis of the sequences; a result with fewer of them is replicated over the mesh.
     """
     if isinstance(array, np.ndarray):
         return array[index]

@@ -18,10 +18,10 @@ def report(stats: Stats, sampler: Sampler, how: NonFinite, stacklevel: int):
     Nothing is told inside of a traced program, whose values are not known.
 
     Args:
-      stats: of the generation. All processes must call this if they are global.
-      sampler: that decoded.
+      stats: Statistics of the generation. All processes must call this if they are global.
+      sampler: Sampler of the generation.
       how: warn, raise, or say nothing.
-      stacklevel: of a warning, as `warnings.warn` counts from here.
+      stacklevel: Stack level of a warning, as `warnings.warn` counts from here.
 
     Raises:
       FloatingPointError: sequences ended for want of finite logits, and `how` is to raise.

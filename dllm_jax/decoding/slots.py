@@ -39,11 +39,11 @@ NOTHING = Cache((), (), None)  # in the place of a cache that is not looked at
 
 
 class Seen(NamedTuple):
-    """What the host looks at when a sequence has ended, the same on all devices.
+    """State for the host when a sequence has ended, equal on all devices.
 
     Attributes:
       goes_on: slots whose sequences have not ended.
-      tokens: as a sequence that has ended leaves them.
+      tokens: Tokens as left by an ended sequence.
       stats: so far.
     """
 
@@ -61,7 +61,7 @@ class Slots:
         Args:
           model: the model.
           request: one of those that will enter; all have its shapes and its plan.
-          count: of slots; a mesh that splits the batch may have some more.
+          count: Number of slots; a mesh that splits the batch may need some more.
         """
         self._run = with_auto_axes(place(model, repeated(request, count)))
         self._inputs = self._run.inputs
@@ -87,7 +87,7 @@ class Slots:
             )
 
     def ended(self) -> Seen | None:
-        """What there is once the steps that ran are done, on the host; None if none ran since the last."""
+        """Waits for the running steps and returns their results on the host; None if nothing ran."""
         if self._seen is None:
             return None
         seen, self._seen = jax.tree.map(host.everywhere, self._seen), None
@@ -149,11 +149,11 @@ def enter(
 
     Args:
       model: the model.
-      inputs: of all slots, donated.
-      plan: what the user decided.
-      state: of all slots, donated.
+      inputs: Inputs of all slots, donated.
+      plan: Options of the run.
+      state: State of all slots, donated.
       new: inputs of the new sequence.
-      slot: which one.
+      slot: Index of the slot.
     """
 
     def entered(model, inputs, plan, state, new, slot):
@@ -175,9 +175,9 @@ def until_one_ends(model: Model, inputs: Inputs, plan: Plan, state: State) -> tu
 
     Args:
       model: the model.
-      inputs: of all slots.
-      plan: what the user decided.
-      state: of all slots, donated.
+      inputs: Inputs of all slots.
+      plan: Options of the run.
+      state: State of all slots, donated.
     """
 
     def piece(model: Model, inputs: Inputs, plan: Plan, state: State) -> tuple[State, Seen]:

@@ -62,11 +62,11 @@ def stream(
     that is closed (`close()`, or a `for` that is left) computes at most one piece beyond what it showed.
 
     Args:
-      model: from `load`.
-      prompt: as in `generate`.
+      model: Model returned by `load`.
+      prompt: Prompt of `generate`.
       every: most denoising steps of a sequence between two snapshots; another one follows when the slowest
         sequence has finished its block. None: these alone.
-      **options: of `generate`, but for `progress`.
+      **options: Arguments of `generate`, except for `progress`.
 
     Yields:
       the generation so far; `output` is there in the last one.

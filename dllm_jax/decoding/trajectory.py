@@ -26,7 +26,7 @@ from dllm_jax.traced import Number, argument
 
 
 class Trajectory(NamedTuple):
-    """What a model thinks of the tokens that a run decoded.
+    """Log-probabilities of the tokens that a run unmasked.
 
     Attributes:
       log_prob: float32, in nats; 0 where no step of the run decoded the token (prompt, padding, masks that
@@ -118,7 +118,7 @@ def _trace_of(run: Any) -> Trace:
 
 
 def _padding(mask: ArrayLike | None, trace: Trace) -> Bool[AnyArray, "b l"] | None:
-    """Which positions are not padding; None if all are."""
+    """Marks positions that are not padding; None if nothing is padded."""
     batch, length = trace.tokens.shape[1:]
     if mask is None:
         return None

@@ -48,10 +48,11 @@ def warmup(
 
     Args:
       model: the model that will be used; its shapes, dtype and sharding count.
-      ladder: the rungs to compile for.
+      ladder: Bucket lengths to compile for.
       batch: sequences per request.
-      slots: of `generate_many`, whose programs are compiled instead, by a request of padding alone.
-      **options: of `generate`, but for prompts and `buckets`; a `key` is needed if the sampler draws.
+      slots: Number of slots of `generate_many`, whose programs are compiled instead.
+      **options: Arguments of `generate`, except for prompts and `buckets`; a `key` is needed if the sampler
+        draws.
 
     Raises:
       ValueError: as `generate`; no ladder, or no such batch.

@@ -1,4 +1,4 @@
-"""What a generation is made of: the one value that no step changes, and the one that every step does."""
+"""Values of a generation: constants, and the state that every step changes."""
 
 import dataclasses
 from typing import NamedTuple
@@ -19,11 +19,11 @@ from dllm_jax.state.canvas import Canvas, repeat
 
 
 class Generation(NamedTuple):
-    """What is constant while the loop runs: what the user gave, and what follows from it once.
+    """Constants of the loop: the request, and values derived from it.
 
     Attributes:
       model: the model.
-      plan: what the user decided; its interventions are those of all streams' sequences.
+      plan: Decisions of the user; its interventions are those of all streams' sequences.
       noise: source of random numbers; None if the sampler draws none.
       embeds: inputs in the place of embeddings, for all positions of the canvas and all streams; None if
         there are none.

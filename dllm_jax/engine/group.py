@@ -1,8 +1,8 @@
-"""Which sequences a step runs: of a full step a group of few, of a partial step all whose positions fit.
+"""Selects the sequences that a step runs.
 
-At a thousand positions one canvas fills the matrix units of an accelerator: a full step of more sequences
-than need one only takes longer. So each begins its blocks when it has come so far, and no other pays for it.
-Where a mesh splits the batch, the sequences of a device are a share, and each share runs a group of its own.
+A full step runs a small group, because one long sequence already saturates the device. A partial step runs
+every sequence whose tokens fit the compiled width. A sequence can therefore start a block without forcing a
+full step on the others. If a mesh splits the batch, each device runs a group of its own sequences.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ def group_size(policy: Policy, layout: Layout, platform: str) -> int:
       policy: without reuse every step is a full one, so that groups are never short of sequences, and more of
         them read the weights once.
       layout: the geometry.
-      platform: of the devices, as jax calls it.
+      platform: Platform of the devices, as jax calls it.
     """
     # Positions from which on arithmetic limits a step rather than reading weights: peak FLOP/s over bytes/s
     # of bfloat16 are 295 on an H100, 560 on a v6e, some tens on the cores of a CPU.
@@ -131,11 +131,11 @@ def by_array(function: Callable[..., Array], plan: Plan, axes: Cache, *states: S
     """A state made of others array by array.
 
     Args:
-      function: of how many entries a sequence has side by side (one, or one per stream), along which axis,
-        and of the arrays.
-      plan: whose states they are.
-      axes: of `axes_of_sequences`.
-      *states: of any numbers of sequences.
+      function: Function of the number of entries per sequence (one, or one per stream), of the axis, and of
+        the arrays.
+      plan: Plan of the states.
+      axes: Axes returned by `axes_of_sequences`.
+      *states: States of any numbers of sequences.
     """
     own = lambda *trees, axis=0: jax.tree.map(functools.partial(function, 1, axis), *trees)
     of_streams = functools.partial(function, plan.streams)

@@ -121,14 +121,14 @@ def scope(variant: int | None) -> str:
 
 
 class Piece(NamedTuple):
-    """What the host looks at after some steps.
+    """State of a generation for the host, after some steps.
 
     Attributes:
       tokens: after them; those of the finished generation after the last ones.
       confidence: with which each position was decoded, infinity where no step did (NaN would end a
         program under `jax_debug_nans`).
       stats: so far.
-      steps: that each sequence has taken.
+      steps: Number of steps of each sequence.
       block: index of the block that the slowest sequence was in.
       running: whether further steps follow.
     """
@@ -163,9 +163,9 @@ def resume(
 
     Args:
       model: the model.
-      inputs: as `begin` took them.
+      inputs: Inputs given to `begin`.
       plan: what the user decided; with `confidence`.
-      state: of `begin` or of the last piece; it is donated.
+      state: State returned by `begin` or by the last piece; it is donated.
       steps: int32.
     """
 

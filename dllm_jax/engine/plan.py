@@ -1,4 +1,4 @@
-"""What a program takes besides a model: the arrays of a request, and what a user decides about a run."""
+"""Arguments of a program besides the model: arrays of a request, and options of a run."""
 
 import dataclasses
 from typing import NamedTuple
@@ -35,22 +35,22 @@ class Inputs(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Everything that a user decides about a run: static, but for the numbers of policy and sampler.
+    """Options of a run: static, except for the runtime arguments of policy and sampler.
 
     A pytree whose leaves are these numbers (`dllm_jax.traced`): a program takes a plan as an argument.
 
     Attributes:
-      policy: decides which positions are recomputed and what is cached.
-      sampler: decides which tokens are decoded.
+      policy: Cache policy, which selects the tokens to recompute.
+      sampler: Remasking strategy, which selects the tokens to unmask.
       layout: the geometry, padding of a bucket included.
       widths: static widths of the partial steps to compile, ascending.
-      group: how many sequences of each share a full step runs (`engine.group`); None runs all.
-      shares: of neighbouring sequences, into which a mesh splits the batch.
+      group: Number of sequences per share that a full step runs (`engine.group`); None runs all.
+      shares: Number of groups of neighbouring sequences into which a mesh splits the batch.
       stop_at_eos: finish a sequence once all positions up to an end-of-text are decoded.
       trace: record every step.
       confidence: record the confidences with which positions are decoded.
       interventions: other values at named places of the network; data, as the numbers are.
-      constants: what methods of policy and sampler read outside of their classes (`engine.closures`).
+      constants: Values that methods of policy and sampler read outside of their classes (`engine.closures`).
       stop: sequences of token ids at which a response ends.
     """
 

@@ -52,14 +52,14 @@ class Record(NamedTuple):
     """Running sums for `Stats`, and the trace.
 
     Attributes:
-      computed_tokens: see `Stats`.
-      executed_tokens: see `Stats`.
-      widened_tokens: see `Stats`.
-      refreshes: see `Stats`.
-      finite: see `Stats`.
+      computed_tokens: Running sum of `Stats.computed_tokens`.
+      executed_tokens: Running sum of `Stats.executed_tokens`.
+      widened_tokens: Running sum of `Stats.widened_tokens`.
+      refreshes: Running sum of `Stats.refreshes`.
+      finite: Value of `Stats.finite` so far.
       trace: its steps so far; None if no trace is recorded.
       confidence: with which each position was decoded, infinity where no step did; None records none.
-      idle: see `Stats`.
+      idle: Running sum of `Stats.idle`.
     """
 
     computed_tokens: Int[Array, "b"]

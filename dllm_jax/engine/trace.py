@@ -68,14 +68,14 @@ def add(
     """The steps and one more of each active sequence, written in place since the loop carries them.
 
     Args:
-      steps: so far.
+      steps: Steps recorded so far.
       who: the places of these sequences among those of `steps`; None if they are all.
       before: the canvas before the step.
       after: the canvas after it.
-      computed: see `Trace`.
-      read: see `Trace`.
-      widened: see `Trace`.
-      proposal: what the sampler was offered.
+      computed: Computed positions of the step (`Trace`).
+      read: Positions attended to (`Trace`).
+      widened: Extra computed positions by layer (`Trace`).
+      proposal: Candidates offered to the sampler.
     """
     flagged = proposal.token << 2 | read << 1 | computed
     score = jax.lax.bitcast_convert_type(proposal.score, jnp.int32)

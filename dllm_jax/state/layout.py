@@ -9,20 +9,20 @@ from dllm_jax.state.sliding import Sliding
 
 @dataclasses.dataclass(frozen=True)
 class Layout(Options):
-    """How many positions there are and how they are scheduled; hashable, a static jit argument.
+    """Geometry and schedule of a generation; hashable, a static jit argument.
 
     Attributes:
-      prompt: prompt positions (0 for infilling, where masks may be anywhere).
-      response: response positions; the canvas is prompt + response.
-      block: positions decoded together; blocks go left to right. block == response is the
-        non-autoregressive ("NAR") order, smaller blocks are semi-autoregressive. That of `sliding`, if given.
-      steps: denoising steps in all, for samplers with a fixed schedule.
-      padded: some sequences have left padding, so attention needs a mask.
-      suffix: positions at the end of the response that hold given text from the start; no block has them.
-      tail: positions at the end of the response that only complete the last block of a block-causal model,
-        whose blocks are aligned to the beginning of a sequence; no answer has them.
-      sliding: the schedule of a block that slides; None has fixed blocks.
-      shorter_last: the last block may have fewer positions than the others.
+      prompt: Number of prompt positions (0 for infilling).
+      response: Number of response positions. The canvas is prompt + response.
+      block: Block length. Blocks are decoded from left to right (semi-autoregressive); block == response is
+        non-autoregressive. With `sliding`, that of the sliding block.
+      steps: Number of denoising steps, for samplers with a fixed schedule.
+      padded: Whether some sequences have left padding, so that attention needs a mask.
+      suffix: Number of positions at the end of the response that hold given text.
+      tail: Number of positions at the end of the response that only complete the last block of a block-causal
+        model. They are not returned.
+      sliding: Schedule of a sliding block; None has fixed blocks.
+      shorter_last: Whether the last block may have fewer positions than the others.
     """
 
     prompt: NonNegativeInt

@@ -81,8 +81,9 @@ class Subject:
 
         Args:
           prompt: Prompt of `generate`; None takes `batch`.
-          mask: `prompt_mask`.
-          **options: of `generate`, in place of the subject's; and `keys`, which of the keys are drawn from.
+          mask: Prompt mask of `generate`.
+          **options: Arguments of `generate`, in place of the subject's; and `keys`, the indices of the keys
+            to use.
         """
         if prompt is None:
             prompt, mask = prompts(self.model, LENGTHS)

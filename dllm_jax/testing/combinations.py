@@ -1,8 +1,8 @@
-"""What goes with what: policies, samplers, block schedules and families, as the engine itself decides it.
+"""Tests which policies, samplers, block schedules and families are compatible, by asking the engine.
 
     python -m dllm_jax.testing.combinations
 
-prints the tables of docs/policies/samplers.md.
+prints the tables of docs/compatibility.md.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ class Combination:
 
 
 def tables() -> str:
-    """What goes with what, in Markdown: policies, samplers that do not go everywhere, and why not."""
+    """Writes the compatibility tables in Markdown: policies, restricted samplers, and reasons."""
     reasons: list[str] = []
 
     def refused(policy: policies.Policy, sampler: samplers.Sampler, place: str) -> str:

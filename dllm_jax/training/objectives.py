@@ -163,7 +163,7 @@ def group_advantages(
     """Advantages relative to the group: (reward - mean) / standard deviation (GRPO, arXiv:2402.03300, 4.1.2).
 
     Args:
-      rewards: of responses, those to one prompt next to each other.
+      rewards: Reward of each response; responses to one prompt are adjacent.
       group: responses per prompt, at least 2.
       normalise: divide by the group's standard deviation; d1 (arXiv:2504.12216) leaves that out, as Dr. GRPO
         does (arXiv:2503.20783). A group of equal rewards has advantages of 0 either way.
@@ -207,13 +207,14 @@ def grpo_loss(
     the tokens' probabilities at the steps that decoded them.
 
     Args:
-      log_prob: of each response token under the policy, in nats; differentiable.
-      old: under the policy that made the responses, by the same estimator and masks; no gradient.
-      advantage: of each response, see `group_advantages`; no gradient.
+      log_prob: Log-probability of each response token under the policy, in nats; differentiable.
+      old: Log-probability under the policy that made the responses, by the same estimator and masks; no
+        gradient.
+      advantage: Advantage of each response (`group_advantages`); no gradient.
       counted: tokens that count, such as `until_end`; None means all. A response without any adds 0.
-      reference: under the reference, by the same estimator and masks; no gradient.
-      clip: how far the ratio may move, in (0, 1).
-      kl: weight of the KL divergence from the reference.
+      reference: Log-probability under the reference, by the same estimator and masks; no gradient.
+      clip: Maximum change of the ratio, in (0, 1).
+      kl: Weight of the KL divergence from the reference.
 
     Returns:
       the loss, twice (alone for `jax.grad`, and among the metrics).

@@ -88,7 +88,7 @@ def moments(placement: Placement, params: PyTree, shardings: PyTree, state: PyTr
     Args:
       placement: the mesh.
       params: the trained parameters (or their shapes).
-      shardings: of them.
+      shardings: Shardings of the trained parameters.
       state: the optimiser's state (or its shapes). An array mirrors the parameter of its shape at the end of
         its path, which is how the states of optax's transformations are built.
     """
@@ -146,7 +146,7 @@ def layer_pass(
 
 
 def _all_but_gathered(primitive: Any, *_, **__) -> bool:
-    """What the backward pass keeps: if it kept gathered weights, every device would hold all layers."""
+    """Keeps everything for the backward pass except gathered weights, which would fill every device."""
     return primitive.name != "sharding_constraint"
 
 

@@ -1,4 +1,4 @@
-"""What a run writes to its directory, and reads when it resumes: checkpoints (Orbax), a log (JSON lines).
+"""Directory of a training run: checkpoints (Orbax) and a log (JSON lines), written and read on resuming.
 
 A checkpoint holds the run's configuration, a `Record`, with which that of a resumed run is compared.
 """
@@ -130,7 +130,7 @@ class RunDirectory:
 
 
 def _saved(state: TrainState) -> dict[str, Any]:
-    """What a checkpoint holds of a state: all but what is frozen, the key as its numbers."""
+    """Selects the state that a checkpoint holds: all but frozen parameters, with the key as numbers."""
     held = state._replace(key=jax.random.key_data(state.key))._asdict()
     return {name: part for name, part in held.items() if name != "frozen"}
 
@@ -147,9 +147,9 @@ def record_of(model: Model, setup: Setup, trainable: Trainable | None, replaced:
     """The configuration as JSON: options, optimizer, what is trained, and the model.
 
     Args:
-      model: to be trained.
-      setup: of the run.
-      trainable: as `prepare` got it.
+      model: Model to train.
+      setup: Setup of the run.
+      trainable: Parameters to train, as given to `prepare`.
       replaced: whether the optimizer is another one than the config describes.
     """
     params = parameters(model)
@@ -172,8 +172,8 @@ def check_unchanged(old: Record, new: Record, step: int, allowed: Collection[str
     """Compares the configuration of a checkpoint with the one that goes on from it.
 
     Args:
-      old: of the checkpoint.
-      new: of the run.
+      old: Configuration of the checkpoint.
+      new: Configuration of the run.
       step: optimiser steps done.
       allowed: names that may differ.
 

@@ -1,4 +1,4 @@
-"""What stays the same during a training run, as one static argument of its programs.
+"""Constants of a training run, as one static argument of its programs.
 
 With it, which parameters are trained, and by which transformation: masks and labels over their tree.
 """
@@ -35,14 +35,14 @@ Optimizer = optax.GradientTransformation | Mapping[str, optax.GradientTransforma
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What `train_step` does; made by `prepare`. Hashable: equal setups share their programs.
+    """Configuration of `train_step`, made by `prepare`. Hashable: equal setups share their programs.
 
     Attributes:
       spec: the model.
       config: options.
       optimizer: the transformation; it sees the trained parameters alone, None in place of the others.
       trained: for each parameter, in the order of the tree's leaves, whether it is trained.
-      dtypes: of each parameter in the model.
+      dtypes: Dtype of each parameter in the model.
       placement: the mesh, or None for one device.
     """
 
@@ -214,7 +214,7 @@ def assigned(
     """The mask of what is trained, and the one transformation that trains it.
 
     Args:
-      labels: see `labels`.
+      labels: Label of each parameter (`labels`).
       optimizer: a transformation for all that is True; or, for names, a mapping from them to transformations,
         None for what is frozen.
 

@@ -102,7 +102,7 @@ def train_step(state: TrainState, batch: Batch, setup: Setup) -> tuple[TrainStat
     Args:
       state: donated, all but what is frozen: use the one returned.
       batch: examples, as many as the mesh and `accumulate` divide; they are put on the mesh.
-      setup: see `prepare`.
+      setup: Setup made by `prepare`.
 
     Raises:
       ValueError: another number of examples, or a batch that does not fit the model.

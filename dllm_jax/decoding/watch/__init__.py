@@ -1,1 +1,1 @@
-"""What a recorded generation looks like: a grid for terminals, a page for browsers and notebooks."""
+"""Pictures of a recorded generation: a grid for terminals, a page for browsers and notebooks."""

@@ -24,7 +24,7 @@ def grid(
     """A picture with one line per step of what a generation fills.
 
     Args:
-      recording: of one sequence.
+      recording: Recording of one sequence.
       tokenizer: the checkpoint's; special tokens, such as end-of-text, are shown as END. None shows ids.
       width: columns of the terminal: what is longer is cut into parts, each of which has the lines of the
         steps that change it. None is as wide as it needs.

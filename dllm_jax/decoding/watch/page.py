@@ -52,7 +52,7 @@ def page(panels: list[Panel], tokenizer: Any) -> Page:
 
     Args:
       panels: at least one.
-      tokenizer: of all of them; None shows token ids.
+      tokenizer: Tokenizer of all panels; None shows token ids.
     """
     style, script = (_part(name) for name in ("page.css", "page.js"))
     data = {"panels": [_panel(panel, tokenizer) for panel in panels]}
@@ -74,7 +74,7 @@ def _part(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """What a content policy calls an inline script or style by."""
+    """Computes the hash by which a content policy names an inline script or style."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
@@ -85,7 +85,7 @@ def _json(data: Any) -> str:
 
 
 def _panel(panel: Panel, tokenizer: Any) -> dict[str, Any]:
-    """What the script draws a generation from; positions and token ids are numbers."""
+    """Collects the data from which the script draws a generation; positions and token ids are numbers."""
     record = panel.recording
     known = pieces(
         tokenizer, np.unique(np.concatenate([record.tokens.ravel(), record.proposed.ravel()])).tolist()

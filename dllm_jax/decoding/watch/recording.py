@@ -1,4 +1,4 @@
-"""What a trace tells of one sequence, as arrays on the host that pictures are drawn from."""
+"""Trace of one sequence as arrays on the host, from which pictures are drawn."""
 
 import dataclasses
 import operator
@@ -170,7 +170,7 @@ def check_tokenizer(tokenizer: Any, *needed: str):
 
 
 def _text(tokenizer: Any, token: int) -> str:
-    """What a token decodes to; its name where that is nothing or part of a character.
+    """Decodes a token; returns its name if it decodes to nothing or to a part of a character.
 
     A checkpoint may have more embeddings than its tokenizer has tokens, which have no name.
     """
