@@ -72,12 +72,12 @@ def matrix(names: str, *axes: Iterable, today: Iterable[tuple]) -> pytest.MarkDe
     return pytest.mark.parametrize(names.split(", "), list(cases), ids=name)
 
 
-ONE_STEP = dict(length=8, block=8, steps=1)
-ONE_STEP_PER_BLOCK = dict(length=8, block=2, steps=4)
-ONE_TOKEN_PER_STEP = dict(length=8, block=4, steps=8)
 # Of limits that are exact by any schedule: the run that other checks look at, and its program where settings
-# differ in traced numbers only.
+# differ in traced numbers only. With other thresholds it decodes one token per step, or a block.
 AS_OTHER_CHECKS = dict(length=LENGTH, block=BLOCK, sampler=SEVERAL_AT_ONCE, widths=None)
+ONE_TOKEN_PER_STEP = AS_OTHER_CHECKS | dict(sampler=samplers.Threshold(1.0))
+ONE_STEP_PER_BLOCK = AS_OTHER_CHECKS | dict(sampler=samplers.Threshold(0.0))
+ONE_STEP = dict(length=8, block=8, steps=1)
 
 CASES: dict[type[policies.Policy], PolicyCase] = {
     policies.PrefixCache: PolicyCase(
@@ -117,7 +117,8 @@ CASES: dict[type[policies.Policy], PolicyCase] = {
         policies.DKVDecode(), policies.DKVDecode(refresh_every=1), AS_OTHER_CHECKS, policies.DKVDecode()
     ),
     policies.DKVGreedy: PolicyCase(
-        policies.DKVGreedy(), policies.DKVGreedy(refresh_every=1), ONE_TOKEN_PER_STEP, None,
+        policies.DKVGreedy(), policies.DKVGreedy(refresh_every=1),
+        dict(length=LENGTH, block=BLOCK, widths=None), None,
         "scores of a random order are no outputs of the model; see test_policy_dkv_greedy.py",
         random_order=True, family="dream",
     ),
