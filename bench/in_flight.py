@@ -61,7 +61,7 @@ class Planned(Sampler):
     def transfer(self, candidates, canvas, noise) -> Bool[Array, "b c"]:
         return jnp.zeros(candidates.score.shape, bool)
 
-    def finished(self, canvas: Canvas) -> Bool[Array, "b"]:  # noqa: F821
+    def finished(self, canvas: Canvas) -> Bool[Array, "b"]:
         block = (canvas.block_start - canvas.layout.prompt) // canvas.layout.block
         first = jnp.argmax(canvas.valid, axis=1)
         seed = jnp.take_along_axis(canvas.tokens, first[:, None], axis=1)[:, 0]

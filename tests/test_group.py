@@ -11,7 +11,7 @@ import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.decoding.request import prepare
 from dllm_jax.engine import step
-from dllm_jax.engine.group import coming, group_size, taking_part
+from dllm_jax.engine.group import group_size, next_variant, takes_part
 from dllm_jax.testing.runs import assert_same_run, assert_same_stats, of_sequence
 from tests.kernel_cases import some
 from tests.models import prompts, separate, tiny
@@ -84,10 +84,10 @@ def test_groups_come_before_partial_steps_and_a_whole_batch_after_them():
     need = state.need.at[1:, :].set(jnp.arange(9 + LENGTH) < 4)
     mixed = state._replace(need=need)
     full, partial = len(plan.widths), 0
-    assert int(coming(plan, mixed)) == partial
-    assert int(coming(dataclasses.replace(plan, group=1), mixed)) == full
-    assert taking_part(plan, None, mixed).tolist() == [True, False, False]
-    assert taking_part(plan, plan.widths[0], mixed).tolist() == [False, True, True]
+    assert int(next_variant(plan, mixed)) == partial
+    assert int(next_variant(dataclasses.replace(plan, group=1), mixed)) == full
+    assert takes_part(plan, None, mixed).tolist() == [True, False, False]
+    assert takes_part(plan, plan.widths[0], mixed).tolist() == [False, True, True]
 
 
 def test_the_size_of_a_group_saturates_the_device():

@@ -14,7 +14,7 @@ import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.decoding.placement import place, with_auto_axes
 from dllm_jax.decoding.request import prepare
-from dllm_jax.engine.group import first, of_full_step
+from dllm_jax.engine.group import choose_group, full_step_batch
 from dllm_jax.engine.loop import begin, denoise
 from dllm_jax.nn.mesh import ReplicationWarning
 from dllm_jax.testing.runs import compilations
@@ -94,8 +94,8 @@ def test_each_device_runs_a_group_of_its_own(policy, mesh):
     state = begin(placed.model, placed.inputs, placed.plan)
     ways, batch = placed.plan.shares, len(prompt)
     part = jnp.arange(batch) % 2 == 1
-    assert first(part, state.canvas, placed.plan).tolist() == list(range(1, batch, 2))
-    assert of_full_step(placed.plan, batch) == ways == batch // 2
+    assert choose_group(part, state.canvas, placed.plan).tolist() == list(range(1, batch, 2))
+    assert full_step_batch(placed.plan, batch) == ways == batch // 2
     if isinstance(policy, policies.D2Cache):  # whose rollout gathers queries of partial steps
         return
     text = denoise.lower(placed.model, placed.inputs, placed.plan).compile().as_text()

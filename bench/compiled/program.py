@@ -18,7 +18,7 @@ from bench.shared.models import PIXELS, policies_named, shape
 from dllm_jax import roofline
 from dllm_jax.check.steps import held
 from dllm_jax.decoding.placement import Placed, place
-from dllm_jax.engine.group import of_full_step
+from dllm_jax.engine.group import full_step_batch
 from dllm_jax.engine.loop import denoise, scope
 from dllm_jax.policies.parts.control import REFRESH, UPDATE
 from dllm_jax.roofline.steps import experts_read
@@ -174,7 +174,7 @@ def _steps(case: Case, placed: Placed) -> dict[str, tuple[int | None, roofline.C
     plan, batch = placed.plan, -(-case.batch // case.dp)
     kinds: dict[str, tuple[int | None, roofline.Cost]] = {}
     # A full step runs a group of few sequences, a reuse step all.
-    for name, sequences in (("full", of_full_step(plan, batch)), ("reuse", batch)):
+    for name, sequences in (("full", full_step_batch(plan, batch)), ("reuse", batch)):
         work = roofline.work(case.spec, plan.policy, plan.layout, sequences, case.dtype)
         kinds_of = [kind for kind in work.steps if kind.step.full == (name == "full")]
         if kinds_of:

@@ -12,7 +12,7 @@ from dllm_jax.check.timing import Time, seconds
 from dllm_jax.decoding.placement import Placed
 from dllm_jax.decoding.request import Request
 from dllm_jax.engine.generation import Generation
-from dllm_jax.engine.loop import begin, coming, denoise
+from dllm_jax.engine.loop import begin, denoise, next_variant
 from dllm_jax.engine.plan import Inputs, Plan
 from dllm_jax.engine.step import State, step
 from dllm_jax.nn.model import Model
@@ -54,7 +54,7 @@ def step_times(model: Model, request: Request, repeats: int) -> StepTimes:
         for _ in range(min(plan.layout.steps - 1, LEADING)):
             state = full(state)
             # The width that the engine would give the coming step, none for the whole canvas.
-            if width := dict(enumerate(plan.widths)).get(int(coming(plan, state))):
+            if width := dict(enumerate(plan.widths)).get(int(next_variant(plan, state))):
                 return state, width
         return state, None
 

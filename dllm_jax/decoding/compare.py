@@ -15,7 +15,7 @@ from dllm_jax.decoding.report import report
 from dllm_jax.decoding.request import prepare
 from dllm_jax.engine.loop import denoise
 from dllm_jax.nn.model import Model
-from dllm_jax.options import PositiveInt, call, check_argument, shown
+from dllm_jax.options import PositiveInt, call, check_argument, check_names, shown
 from dllm_jax.policies.base import Policy
 from dllm_jax.state import host, inputs
 

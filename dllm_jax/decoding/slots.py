@@ -23,11 +23,17 @@ from dllm_jax.decoding.placement import (
 )
 from dllm_jax.decoding.request import Request, repeated
 from dllm_jax.engine.generation import Generation, State
-from dllm_jax.engine.group import axes_of_sequences, by_array, put, streams_of, taken
-from dllm_jax.engine.loop import finished, run
+from dllm_jax.engine.group import (
+    axes_of_sequences,
+    gather_sequences,
+    map_arrays,
+    scatter_sequences,
+    stream_index,
+)
+from dllm_jax.engine.loop import final_tokens, run
 from dllm_jax.engine.plan import Inputs, Plan
 from dllm_jax.engine.stats import Stats
-from dllm_jax.engine.step import initial, split_cache
+from dllm_jax.engine.step import initial_state, split_cache
 from dllm_jax.engine.trace import Trace
 from dllm_jax.nn.mesh import constrain, over_mesh
 from dllm_jax.nn.model import Model
@@ -133,8 +139,8 @@ def vacant(model: Model, inputs: Inputs, plan: Plan) -> State:
 
         # A single sequence says how large everything is; nothing of it is computed.
         one = jax.tree.map(lambda array: array[:1], inputs)
-        fresh = initial(Generation.of(model, one, plan), one)
-        state = by_array(zeros, plan, _axes(model, inputs, plan), fresh)
+        fresh = initial_state(Generation.of(model, one, plan), one)
+        state = map_arrays(zeros, plan, _axes(model, inputs, plan), fresh)
         canvas = dataclasses.replace(state.canvas, done=jnp.ones_like(state.canvas.done))
         return _split(model, plan, state._replace(canvas=canvas))
 
@@ -158,11 +164,11 @@ def enter(
 
     def entered(model, inputs, plan, state, new, slot):
         def into(copies: int, axis: int, array, one):
-            return put(array, one, slot if copies == 1 else streams_of(slot, plan), axis)
+            return scatter_sequences(array, one, slot if copies == 1 else stream_index(slot, plan), axis)
 
-        fresh = initial(Generation.of(model, new, plan), new)
-        state = by_array(into, plan, _axes(model, inputs, plan), state, fresh)
-        inputs = jax.tree.map(lambda array, one: put(array, one, slot, 0), inputs, new)
+        fresh = initial_state(Generation.of(model, new, plan), new)
+        state = map_arrays(into, plan, _axes(model, inputs, plan), state, fresh)
+        inputs = jax.tree.map(lambda array, one: scatter_sequences(array, one, slot, 0), inputs, new)
         inputs = jax.tree.map(lambda array: constrain(array, model.rules, "b"), inputs)
         return inputs, _split(model, plan, state)
 
@@ -186,7 +192,7 @@ def until_one_ends(model: Model, inputs: Inputs, plan: Plan, state: State) -> tu
         after = run(Generation.of(model, inputs, plan), state, together)
 
         # Arrays of their own: the next piece overwrites the state's while the host still reads these.
-        seen = Seen(after.canvas.active, finished(plan, after), after.record.stats(after.canvas))
+        seen = Seen(after.canvas.active, final_tokens(plan, after), after.record.stats(after.canvas))
         everywhere = lambda array: jnp.copy(constrain(array, model.rules, ""))
         return _split(model, plan, after), jax.tree.map(everywhere, seen)
 
@@ -198,11 +204,11 @@ def traced(model: Model, plan: Plan, state: State, slot: Int[Array, "1"]) -> Tra
     """The trace of the sequence in a slot, the same on all devices."""
 
     def of_slot(model: Model, plan: Plan, state: State, slot: Int[Array, "1"]) -> Trace | None:
-        of_one = lambda copies, axis, array: constrain(taken(array, slot, axis), model.rules, "")
+        of_one = lambda copies, axis, array: constrain(gather_sequences(array, slot, axis), model.rules, "")
         small = state._replace(
             cache=NOTHING, need=state.canvas.valid, memory=()
         )  # nothing of them is looked at
-        one = by_array(of_one, plan, NOTHING, small)
+        one = map_arrays(of_one, plan, NOTHING, small)
         return one.record.completed(one.canvas)
 
     return over_mesh(of_slot, model, plan, state, slot, out=None)
@@ -215,7 +221,7 @@ def _axes(model: Model, inputs: Inputs, plan: Plan):
 def _split(model: Model, plan: Plan, state: State) -> State:
     """The state as a mesh splits it, whichever program made it, so that the next one is compiled once."""
     batch = len(state.need)
-    rest = by_array(
+    rest = map_arrays(
         lambda copies, axis, array: constrain(array, model.rules, "n" * axis + "b"),
         plan,
         NOTHING,

@@ -15,7 +15,7 @@ from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.placement import Placed, collect, numbers, on_mesh, place, runs_on, with_auto_axes
 from dllm_jax.decoding.report import report
 from dllm_jax.decoding.request import prepare
-from dllm_jax.engine.loop import Piece, begin, resume, traced
+from dllm_jax.engine.loop import Piece, begin, recorded_steps, resume
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument, check_names
 from dllm_jax.state import host, inputs
@@ -125,7 +125,7 @@ def _snapshots(placed: Placed, every: int) -> Generator[Snapshot, None, None]:
         if not running:
             # A finished generation takes no more steps: the trace behind the next piece is that of this one.
             with runs_on(run):
-                trace = traced(state)
+                trace = recorded_steps(state)
             results = on_mesh((piece.tokens, piece.stats, trace), placed.mesh)
             snapshot = snapshot._replace(output=collect(placed, *results))
         yield snapshot

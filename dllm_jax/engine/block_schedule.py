@@ -89,11 +89,11 @@ def block_finished(canvas: Canvas, policy: Policy, sampler: Sampler) -> Bool[Arr
     wanted; Elastic-Cache may leave masks behind an end-of-text for good.
     """
     schedule_over = canvas.schedule_step >= canvas.layout.steps_per_block
-    nothing_offered = ~jnp.any(offered(policy, canvas), axis=1)
+    nothing_offered = ~jnp.any(offered_positions(policy, canvas), axis=1)
     return _settled(sampler.finished(canvas) | (schedule_over & nothing_offered), canvas)
 
 
-def offered(policy: Policy, canvas: Canvas) -> Bool[Array, "b l"]:
+def offered_positions(policy: Policy, canvas: Canvas) -> Bool[Array, "b l"]:
     """The positions that may be decoded in the coming step: those the policy offers, in front of a stop."""
     eligible = policy.eligible(canvas)
     return eligible if canvas.stop is None else eligible & (canvas.position < canvas.stop[:, None])

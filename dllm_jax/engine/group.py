@@ -49,7 +49,7 @@ def needs_full(plan: Plan, need: Bool[Array, "streams_b l"]) -> Bool[Array, "b"]
     return jnp.all(need, axis=1) | (jnp.sum(need, axis=1) > plan.widths[-1])
 
 
-def coming(plan: Plan, state: State) -> Int[Array, ""]:
+def next_variant(plan: Plan, state: State) -> Int[Array, ""]:
     """The variant of the coming step: an index into `plan.widths`, or their number for a full step.
 
     Groups are run as soon as there is a sequence for one, so that partial steps have the company of all; of
@@ -60,18 +60,18 @@ def coming(plan: Plan, state: State) -> Int[Array, ""]:
     partial = active & ~whole
     width = narrowest(plan.widths, stream(state.need, 0, plan.streams) & partial[:, None])
     full = ~jnp.any(partial)
-    if of_full_step(plan, len(active)) < len(active):
+    if full_step_batch(plan, len(active)) < len(active):
         some = lambda part: jnp.any(part.reshape(plan.shares, -1), axis=1)
         full |= jnp.all(some(active & whole) | ~some(active))
     return jnp.where(full, len(plan.widths), width)
 
 
-def of_full_step(plan: Plan, batch: int) -> int:
+def full_step_batch(plan: Plan, batch: int) -> int:
     """How many of the sequences a full step runs, of all shares."""
     return batch if plan.group is None else min(plan.group * plan.shares, batch)
 
 
-def taking_part(plan: Plan, width: int | None, state: State) -> Bool[Array, "b"]:
+def takes_part(plan: Plan, width: int | None, state: State) -> Bool[Array, "b"]:
     """The sequences that a step of this variant is for."""
     whole = needs_full(plan, state.need)
     return state.canvas.active & (whole if width is None else ~whole)
@@ -80,54 +80,56 @@ def taking_part(plan: Plan, width: int | None, state: State) -> Bool[Array, "b"]
 # -- a state of few sequences ----------------------------------------------------------------------------
 
 
-def first(part: Bool[Array, "b"], canvas: Canvas, plan: Plan) -> Int[Array, "g"]:
+def choose_group(part: Bool[Array, "b"], canvas: Canvas, plan: Plan) -> Int[Array, "g"]:
     """The sequences of each share's group: those that take part and have made the fewest steps, else any."""
     # Another one that fills the group takes no part in the step.
     behind = jnp.where(part, canvas.step, jnp.iinfo(jnp.int32).max)
-    size = of_full_step(plan, len(part))
+    size = full_step_batch(plan, len(part))
     if plan.shares == 1:
         return jax.lax.top_k(-behind, size)[1].astype(jnp.int32)
     within = jax.lax.top_k(-behind.reshape(plan.shares, -1), size // plan.shares)[1]
-    return (within + starts(plan.shares, len(part))).reshape(-1).astype(jnp.int32)
+    return (within + share_starts(plan.shares, len(part))).reshape(-1).astype(jnp.int32)
 
 
-def constants_of(generation: Generation, who: Int[Array, "g"]) -> Generation:
+def gather_constants(generation: Generation, index: Int[Array, "g"]) -> Generation:
     """The constants of the group's sequences."""
     model, plan, noise, embeds, rope = generation
-    both = streams_of(who, plan)
+    both = stream_index(index, plan)
     return Generation(
         model,
         dataclasses.replace(plan, interventions=interventions_of(plan.interventions, both)),
-        None if noise is None else noise.of_sequences(who),
-        None if embeds is None else taken(embeds, both, 0, plan.shares),
+        None if noise is None else noise.of_sequences(index),
+        None if embeds is None else gather_sequences(embeds, both, 0, plan.shares),
         rope,
     )
 
 
-def state_of(generation: Generation, state: State, who: Int[Array, "g"], axes: Cache) -> State:
+def gather_state(generation: Generation, state: State, index: Int[Array, "g"], axes: Cache) -> State:
     """The state of the group's sequences; the trace is that of all, which a step writes to by sequence."""
     plan = generation.plan
-    places = {1: who, plan.streams: streams_of(who, plan)}
-    of_group = lambda copies, axis, array: taken(array, places[copies], axis, plan.shares)
-    few = by_array(of_group, plan, axes, untraced(state))
-    return few._replace(record=few.record._replace(trace=state.record.trace))
+    places = {1: index, plan.streams: stream_index(index, plan)}
+    of_group = lambda copies, axis, array: gather_sequences(array, places[copies], axis, plan.shares)
+    group_state = map_arrays(of_group, plan, axes, without_trace(state))
+    return group_state._replace(record=group_state.record._replace(trace=state.record.trace))
 
 
-def put_back(generation: Generation, state: State, few: State, who: Int[Array, "g"], axes: Cache) -> State:
+def write_back(
+    generation: Generation, state: State, group_state: State, index: Int[Array, "g"], axes: Cache
+) -> State:
     """The state of all sequences after a step of the group's."""
     plan = generation.plan
-    places = {1: who, plan.streams: streams_of(who, plan)}
-    back = lambda copies, axis, array, part: put(array, part, places[copies], axis, plan.shares)
-    whole = by_array(back, plan, axes, untraced(state), untraced(few))
-    return whole._replace(record=whole.record._replace(trace=few.record.trace))
+    places = {1: index, plan.streams: stream_index(index, plan)}
+    back = lambda copies, axis, array, part: scatter_sequences(array, part, places[copies], axis, plan.shares)
+    whole = map_arrays(back, plan, axes, without_trace(state), without_trace(group_state))
+    return whole._replace(record=whole.record._replace(trace=group_state.record.trace))
 
 
-def untraced(state: State) -> State:
-    """The state without its trace."""
+def without_trace(state: State) -> State:
+    """Returns the state without its trace."""
     return state._replace(record=state.record._replace(trace=None))
 
 
-def by_array(function: Callable[..., Array], plan: Plan, axes: Cache, *states: State) -> State:
+def map_arrays(function: Callable[..., Array], plan: Plan, axes: Cache, *states: State) -> State:
     """A state made of others array by array.
 
     Args:
@@ -152,21 +154,21 @@ def by_array(function: Callable[..., Array], plan: Plan, axes: Cache, *states: S
     )
 
 
-def streams_of(who: Int[Array, "g"], plan: Plan) -> Int[Array, "streams_g"]:
+def stream_index(index: Int[Array, "g"], plan: Plan) -> Int[Array, "streams_g"]:
     """The places of the group's sequences among those of all streams."""
-    return (who[:, None] * plan.streams + jnp.arange(plan.streams)).reshape(-1)
+    return (index[:, None] * plan.streams + jnp.arange(plan.streams)).reshape(-1)
 
 
-def taken(
-    array: Shaped[Array, "..."], who: Int[Array, "g"], axis: int, shares: int = 1
+def gather_sequences(
+    array: Shaped[Array, "..."], index: Int[Array, "g"], axis: int, shares: int = 1
 ) -> Shaped[Array, "..."]:
     """The array of these sequences; of a single one by a slice, which XLA makes in place of a gather."""
-    if len(who) > shares:
-        several = lambda array, who: jnp.take(array, who, axis=axis, mode="clip")
-        return by_share(several, axis, shares, who, array)
+    if len(index) > shares:
+        several = lambda array, index: jnp.take(array, index, axis=axis, mode="clip")
+        return map_shares(several, axis, shares, index, array)
     slices = lambda array, at: jax.lax.dynamic_slice_in_dim(array, jnp.squeeze(at), 1, axis)
-    one = lambda array, at: by_share(slices, axis, shares, at, array)
-    at = who[0] if shares == 1 else who
+    one = lambda array, at: map_shares(slices, axis, shares, at, array)
+    at = index[0] if shares == 1 else index
     if array.ndim < 3:
         return one(array, at)
 
@@ -177,34 +179,34 @@ def taken(
     return jax.lax.platform_dependent(array, at, cpu=apart, default=one)
 
 
-def put(
-    array: Shaped[Array, "..."], new: Shaped[Array, "..."], who: Int[Array, "g"], axis: int, shares: int = 1
+def scatter_sequences(
+    array: Shaped[Array, "..."], new: Shaped[Array, "..."], index: Int[Array, "g"], axis: int, shares: int = 1
 ) -> Shaped[Array, "..."]:
     """The array with new values of these sequences; a place behind the last is none."""
-    if len(who) == 1:
-        return jax.lax.dynamic_update_slice_in_dim(array, new, who[0], axis)
-    own = lambda array, new, who: array.at[(slice(None),) * axis + (who,)].set(new, mode="drop")
-    return by_share(own, axis, shares, who, array, new)
+    if len(index) == 1:
+        return jax.lax.dynamic_update_slice_in_dim(array, new, index[0], axis)
+    own = lambda array, new, index: array.at[(slice(None),) * axis + (index,)].set(new, mode="drop")
+    return map_shares(own, axis, shares, index, array, new)
 
 
-def by_share(
+def map_shares(
     function: Callable[..., Array],
     axis: int,
     shares: int,
-    who: Int[Array, "*g"],
+    index: Int[Array, "*g"],
     *arrays: Shaped[Array, "..."],
 ) -> Shaped[Array, "..."]:
-    """`function(*arrays, who)` of each share by itself, by places within it: nothing leaves its device."""
+    """`function(*arrays, index)` of each share by itself, by places within it: nothing leaves its device."""
     if shares == 1:
-        return function(*arrays, who)
+        return function(*arrays, index)
     before, count, behind = arrays[0].shape[:axis], arrays[0].shape[axis], arrays[0].shape[axis + 1 :]
     split = (array.reshape(*before, shares, -1, *behind) for array in arrays)
-    within = who.reshape(shares, -1) - starts(shares, count)
+    within = index.reshape(shares, -1) - share_starts(shares, count)
     of_each = jax.vmap(function, (*[axis] * len(arrays), 0), axis)(*split, within)
     return of_each.reshape(*before, -1, *behind)
 
 
-def starts(shares: int, count: int) -> Int[Array, "shares 1"]:
+def share_starts(shares: int, count: int) -> Int[Array, "shares 1"]:
     """The first place of each share, of so many places."""
     return jnp.arange(shares, dtype=jnp.int32)[:, None] * (count // shares)
 

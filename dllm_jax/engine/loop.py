@@ -24,10 +24,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.engine.block_schedule import slowest
 from dllm_jax.engine.generation import Generation, State
-from dllm_jax.engine.group import coming
+from dllm_jax.engine.group import next_variant
 from dllm_jax.engine.plan import Inputs, Plan
 from dllm_jax.engine.stats import Stats
-from dllm_jax.engine.step import initial, split_cache, step
+from dllm_jax.engine.step import initial_state, split_cache, step
 from dllm_jax.engine.trace import Trace
 from dllm_jax.nn.mesh import over_mesh
 from dllm_jax.nn.model import Model
@@ -56,8 +56,8 @@ def denoise(model: Model, inputs: Inputs, plan: Plan) -> tuple[Int[Array, "b l"]
 
 def _denoise(model: Model, inputs: Inputs, plan: Plan) -> tuple[Int[Array, "b l"], Stats, Trace | None]:
     generation = Generation.of(model, inputs, plan)
-    state = run(generation, initial(generation, inputs))
-    tokens = finished(plan, state)[:, : plan.layout.shown]
+    state = run(generation, initial_state(generation, inputs))
+    tokens = final_tokens(plan, state)[:, : plan.layout.shown]
     return tokens, state.record.stats(state.canvas), state.record.completed(state.canvas)
 
 
@@ -78,7 +78,9 @@ def run(
         return goes_on if wanted is None else goes_on & wanted(state)
 
     def comes_next(variant: int | None, state: State) -> Bool[Array, ""]:
-        return coming(plan, state) == (len(plan.widths) if variant is None else plan.widths.index(variant))
+        return next_variant(plan, state) == (
+            len(plan.widths) if variant is None else plan.widths.index(variant)
+        )
 
     # Profiles and compiled programs show which step an operation belongs to.
     def one(variant: int | None, state: State) -> State:
@@ -98,7 +100,7 @@ def run(
     return jax.lax.while_loop(running, runs_of_each, state)
 
 
-def finished(plan: Plan, state: State) -> Int[Array, "b l"]:
+def final_tokens(plan: Plan, state: State) -> Int[Array, "b l"]:
     """The tokens of a generation that is finished."""
     # A sequence that was stopped early has masks behind its end-of-text. Masks that remain for want of finite
     # logits are no answer that has ended.
@@ -145,12 +147,12 @@ class Piece(NamedTuple):
 def begin(model: Model, inputs: Inputs, plan: Plan) -> State:
     """The state before the first step; arguments as in `loop.denoise`, on a mesh with Auto axes."""
 
-    def first(model: Model, inputs: Inputs, plan: Plan) -> State:
-        state = initial(Generation.of(model, inputs, plan), inputs)
+    def start(model: Model, inputs: Inputs, plan: Plan) -> State:
+        state = initial_state(Generation.of(model, inputs, plan), inputs)
         # An argument that is returned as it is would be the caller's array, which the next piece overwrites.
         return state._replace(canvas=jax.tree.map(jnp.copy, state.canvas))
 
-    return over_mesh(first, model, inputs, plan, out=None)
+    return over_mesh(start, model, inputs, plan, out=None)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
@@ -176,7 +178,7 @@ def resume(
         after = run(Generation.of(model, inputs, plan), state, wanted)
         after = after._replace(cache=split_cache(after.cache, model, after.need.shape[0]))
         running = jnp.any(after.canvas.active)
-        tokens = jnp.where(running, after.canvas.tokens, finished(plan, after))
+        tokens = jnp.where(running, after.canvas.tokens, final_tokens(plan, after))
         # A block that a prompt's end shares is the first one too.
         block = jnp.maximum(-((plan.layout.prompt - start) // plan.layout.block), 0)
         confidence = after.record.confidence
@@ -194,6 +196,6 @@ def resume(
 
 
 @jax.jit
-def traced(state: State) -> Trace | None:
+def recorded_steps(state: State) -> Trace | None:
     """The trace of a state's steps so far; None if none is recorded."""
     return state.record.completed(state.canvas)

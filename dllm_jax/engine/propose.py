@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.engine.block_schedule import offered
+from dllm_jax.engine.block_schedule import offered_positions
 from dllm_jax.engine.generation import Generation
 from dllm_jax.engine.plan import Plan
 from dllm_jax.engine.shadow import decoded_in_block, place_in_shadow
@@ -80,7 +80,7 @@ def _positions(plan: Plan, canvas: Canvas, rows: Rows, verify: bool) -> Int[Arra
     predicted = jnp.take_along_axis(rows.mask(), canvas.predictor, axis=1)
     rule = sampler.early_commit
     response_scored = "response" in (policy.scored, sampler.scored) or rule is not None
-    scored = canvas.masked if response_scored else offered(policy, canvas)
+    scored = canvas.masked if response_scored else offered_positions(policy, canvas)
 
     # Masks outside of the block are candidates only if the response is scored, or if earlier blocks were left
     # with masks.

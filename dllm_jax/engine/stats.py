@@ -102,7 +102,7 @@ class Record(NamedTuple):
         extra: Float[Array, "b n"] | None,
         finite: Bool[Array, "b"],
         proposal: Proposal,
-        who: Int[Array, "b"] | None = None,
+        sequences: Int[Array, "b"] | None = None,
     ) -> "Record":
         """Counts one step of the sequences that were active.
 
@@ -115,7 +115,7 @@ class Record(NamedTuple):
           extra: positions that layers computed beyond the selection (`Cache.extra_positions`).
           finite: sequences whose logits were finite in this step.
           proposal: what the sampler was offered.
-          who: their places in the trace, which is that of the whole batch; None where these are all.
+          sequences: their places in the trace, which is that of the whole batch; None where these are all.
         """
         # Padding is never counted, though a full step computes it along.
         counted = computed & before.valid
@@ -132,7 +132,7 @@ class Record(NamedTuple):
             finite=self.finite & finite,
             trace=None
             if self.trace is None
-            else trace.add(self.trace, who, before, after, computed, read, widened, proposal),
+            else trace.add(self.trace, sequences, before, after, computed, read, widened, proposal),
             confidence=None
             if self.confidence is None
             else _decoded_with(self.confidence, before, after, proposal),

@@ -7,16 +7,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.engine import nonfinite
-from dllm_jax.engine.block_schedule import advance, find_stop, offered
+from dllm_jax.engine.block_schedule import advance, find_stop, offered_positions
 from dllm_jax.engine.generation import Generation, State
 from dllm_jax.engine.group import (
     axes_of_sequences,
-    constants_of,
-    first,
-    of_full_step,
-    put_back,
-    state_of,
-    taking_part,
+    choose_group,
+    full_step_batch,
+    gather_constants,
+    gather_state,
+    takes_part,
+    write_back,
 )
 from dllm_jax.engine.plan import Inputs, Plan
 from dllm_jax.engine.propose import propose
@@ -34,7 +34,7 @@ from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import Rows, compact_rows, full_rows, gather, places, spread
 
 
-def initial(generation: Generation, inputs: Inputs) -> State:
+def initial_state(generation: Generation, inputs: Inputs) -> State:
     """The state before the first step."""
     model, plan = generation.model, generation.plan
     tokens, valid = (constrain(array, model.rules, "bl") for array in (inputs.tokens, inputs.valid))
@@ -54,11 +54,11 @@ def initial(generation: Generation, inputs: Inputs) -> State:
     x = embed(model.params, _inputs(plan, streams), generation.embeds)
     cache = plan.policy.before_first_step(cache, streams, model, x)
     cache = split_cache(cache, model, streams_b)
-    extra, cache = counted(cache, plan.streams)
+    extra, cache = take_extra_positions(cache, plan.streams)
     traced = plan.step_limit if plan.trace else None
     record = Record.begin(canvas, traced, plan.confidence, extra, plan.sampler.may_idle)
     memory = jax.tree.map(lambda array: constrain(array, model.rules, "b"), plan.sampler.init(canvas))
-    return State(canvas, cache, needed(generation, cache, canvas), record, memory)
+    return State(canvas, cache, select_positions(generation, cache, canvas), record, memory)
 
 
 def split_cache(cache: Cache, model: Model, batch: int) -> Cache:
@@ -84,14 +84,14 @@ def empty_cache(model: Model, policy: Policy, layout: Layout, batch: int) -> Cac
     return cache.separate() if model.layers_are_separate else cache
 
 
-def counted(cache: Cache, streams: int) -> tuple[Float[Array, "b n"] | None, Cache]:
+def take_extra_positions(cache: Cache, streams: int) -> tuple[Float[Array, "b n"] | None, Cache]:
     """The extra positions of the conditional stream, and the cache with their count at zero."""
     if (extra := cache.extra_positions) is None:
         return None, cache
     return stream(extra, 0, streams), cache._replace(extra_positions=jnp.zeros_like(extra))
 
 
-def needed(generation: Generation, cache: Cache, canvas: Canvas) -> Bool[Array, "streams_b l"]:
+def select_positions(generation: Generation, cache: Cache, canvas: Canvas) -> Bool[Array, "streams_b l"]:
     """The policy's selection for the coming step, empty in inactive sequences.
 
     With guidance both streams compute what the conditional one selects: they predict the same positions.
@@ -111,27 +111,28 @@ def step(generation: Generation, width: int | None, state: State) -> State:
       state: before the step.
     """
     plan = generation.plan
-    part = taking_part(plan, width, state)
-    if width is not None or of_full_step(plan, len(part)) == len(part):
-        return _step(generation, width, _of(state, part, plan))
-    who, axes = first(part, state.canvas, plan), axes_of_sequences(generation.model, plan, len(state.need))
-    few = _of(state_of(generation, state, who, axes), part[who], plan)
-    after = _step(constants_of(generation, who), None, few, who)
+    part = takes_part(plan, width, state)
+    if width is not None or full_step_batch(plan, len(part)) == len(part):
+        return _step(generation, width, _only(state, part, plan))
+    group = choose_group(part, state.canvas, plan)
+    axes = axes_of_sequences(generation.model, plan, len(state.need))
+    group_state = _only(gather_state(generation, state, group, axes), part[group], plan)
+    after = _step(gather_constants(generation, group), None, group_state, group)
 
     # What only fills the group is not written back, whatever a policy's layer does to it.
-    return put_back(generation, state, after, jnp.where(part[who], who, len(part)), axes)
+    return write_back(generation, state, after, jnp.where(part[group], group, len(part)), axes)
 
 
-def _of(state: State, part: Bool[Array, "b"], plan: Plan) -> State:
+def _only(state: State, part: Bool[Array, "b"], plan: Plan) -> State:
     """The state in which only these sequences are active, and need anything."""
     canvas = dataclasses.replace(state.canvas, active=part)
     return state._replace(canvas=canvas, need=state.need & repeat(part, plan.streams)[:, None])
 
 
 def _step(
-    generation: Generation, width: int | None, state: State, who: Int[Array, "b"] | None = None
+    generation: Generation, width: int | None, state: State, sequences: Int[Array, "b"] | None = None
 ) -> State:
-    """A step of all sequences of a state that are active; `who` they are in the trace."""
+    """Runs a step of the active sequences of a state, whose places in the trace are `sequences`."""
     canvas, plan = state.canvas, generation.plan
     policy, sampler = plan.policy, plan.sampler
     streams = repeat(canvas, plan.streams)
@@ -144,7 +145,7 @@ def _step(
     own = dataclasses.replace(rows, index=stream(rows.index, 0, plan.streams))
     candidates, finite, committed = propose(generation, canvas, own, hidden)
     index, _, score, _ = candidates
-    eligible = gather(offered(policy, canvas), index)
+    eligible = gather(offered_positions(policy, canvas), index)
     masks = candidates._replace(score=jnp.where(eligible, score, -jnp.inf))
     chosen, memory, revoked, keeps_block = sampler.decide(masks, state.memory, canvas, generation.noise)
     if committed is not None:
@@ -175,11 +176,11 @@ def _step(
     after = advance(after, policy, sampler, plan.stop_at_eos)
 
     # Statistics count the conditional stream alone; then the policy selects for the coming step.
-    extra, cache = counted(cache, plan.streams)
+    extra, cache = take_extra_positions(cache, plan.streams)
     ran = jnp.sum(canvas.valid) if width is None else width * len(canvas.tokens)
     read = stream(policy.reads(state.cache, streams) & streams.valid, 0, plan.streams)
-    record = state.record.add(canvas, after, own.mask(), ran, read, extra, finite, proposal, who)
-    return State(after, cache, needed(generation, cache, after), record, memory)
+    record = state.record.add(canvas, after, own.mask(), ran, read, extra, finite, proposal, sequences)
+    return State(after, cache, select_positions(generation, cache, after), record, memory)
 
 
 def computed_rows(need: Bool[Array, "b l"], width: int | None) -> Rows:

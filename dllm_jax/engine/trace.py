@@ -57,7 +57,7 @@ def begin(canvas: Canvas, limit: int) -> Steps:
 
 def add(
     steps: Steps,
-    who: Int[Array, "b"] | None,
+    sequences: Int[Array, "b"] | None,
     before: Canvas,
     after: Canvas,
     computed: Bool[Array, "b l"],
@@ -69,7 +69,7 @@ def add(
 
     Args:
       steps: Steps recorded so far.
-      who: the places of these sequences among those of `steps`; None if they are all.
+      sequences: the places of these sequences among those of `steps`; None if they are all.
       before: the canvas before the step.
       after: the canvas after it.
       computed: Computed positions of the step (`Trace`).
@@ -80,10 +80,10 @@ def add(
     flagged = proposal.token << 2 | read << 1 | computed
     score = jax.lax.bitcast_convert_type(proposal.score, jnp.int32)
     row = jnp.concatenate([after.tokens, flagged, score, widened << 1 | 1], axis=1)
-    who = jnp.arange(len(row)) if who is None else who
+    sequences = jnp.arange(len(row)) if sequences is None else sequences
     # Of a sequence that takes no part the step is beyond the trace, and nothing is written.
     step = jnp.where(before.active, before.step + 1, len(steps))
-    return steps.at[step, who].set(row, mode="drop")
+    return steps.at[step, sequences].set(row, mode="drop")
 
 
 def completed(steps: Steps, canvas: Canvas) -> Trace:

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 import dllm_jax as dj
 from dllm_jax import eviction
-from dllm_jax.engine.loop import traced
+from dllm_jax.engine.loop import recorded_steps
 from dllm_jax.nn.attention import attention
 from dllm_jax.nn.layer import embed, unembed, walk
 from dllm_jax.nn.mask import key_mask
@@ -83,7 +83,7 @@ def maskkv(case: Case):
     stale = np.stack([log.stale for log in logs])
     exactly("response_rows", stale[..., layout.prompt :], arrays["response_rows"])
     exactly("refresh_prompt", stale[:, 0, 0, 0], arrays["refresh_prompt"])
-    score = np.asarray(traced(run[-1]).score)[: len(run), :, layout.prompt :]
+    score = np.asarray(recorded_steps(run[-1]).score)[: len(run), :, layout.prompt :]
     eligible = np.isfinite(arrays["confidence"]) & np.isfinite(score)
     closely("confidence", score, arrays["confidence"], where=eligible)
     for which, at in enumerate(arrays["selection_steps"]):

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float
 import dllm_jax as dj
 from dllm_jax.decoding.request import prepare
 from dllm_jax.engine.generation import Generation
-from dllm_jax.engine.loop import begin, coming
+from dllm_jax.engine.loop import begin, next_variant
 from dllm_jax.engine.plan import Inputs, Plan
 from dllm_jax.engine.step import State, step
 from dllm_jax.nn.arithmetic import cosine
@@ -90,7 +90,7 @@ def states(model: dj.Model, prompt, **options) -> Iterator[State]:
     state = begin(model, inputs, plan)
     yield state
     while bool(state.canvas.active.any()):
-        variant = int(coming(plan, state))
+        variant = int(next_variant(plan, state))
         width = None if variant == len(plan.widths) else plan.widths[variant]
         state = _step(model, inputs, plan, width, state)
         yield state
