@@ -8,8 +8,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = "dllm_jax", "pallas_kernels", "convert", "bench"
 LONGEST = 35  # words of a sentence on a page for readers
 # At most: docstrings and entries that begin wrongly, longer sentences, mean words of all and of one page's
-# sentences, words of README and docs without docs/dev and docs/reference.
-BARS = {"headless": 57, "dangling": 105, "long": 5, "mean": 18, "worst": 22, "words": 26_200}
+# sentences, words (with a letter) of README and docs without docs/dev and
+# docs/reference.
+BARS = {"headless": 57, "dangling": 105, "long": 4, "mean": 18, "worst": 22, "words": 20_310}
 TERMS = (
     "continuous batching", "max_new_tokens", "gen_length", "semi-autoregressive", "parallel decoding",
     "KV pairs", "quantization",
@@ -75,7 +76,8 @@ def measured() -> tuple[dict[Path, tuple[int, list[int]]], list[str]]:
     for page in pages():
         text = page.read_text()
         found = sentences(text)
-        counted[page] = len(text.split()), [words(sentence) for sentence in found]
+        size = sum(bool(re.search("[A-Za-z]", word)) for word in text.split())
+        counted[page] = size, [words(sentence) for sentence in found]
         long += [f"{page.relative_to(ROOT)}: {one}" for one in found if words(one) > LONGEST]
     return counted, long
 

@@ -99,9 +99,9 @@ def test_without_a_window_and_with_fixed_blocks_it_is_the_dual_cache(family):
 
 def test_what_rests_on_blocks_that_stay_is_refused():
     for policy in (policies.SparseDLLM(), policies.D2Cache(), policies.SuffixDropout()):
-        with pytest.raises(ValueError, match=rf"block=Sliding\(block=6.* slides, but {short(policy)}"):
+        with pytest.raises(ValueError, match=rf"block=Sliding\(block=6.* not supported by {short(policy)}"):
             generated(policy=policy, block=GREEDY, **SHAPE)
-    with pytest.raises(ValueError, match="slides, but WINO looks again at what it has decoded"):
+    with pytest.raises(ValueError, match="is not supported by WINO: it revises tokens"):
         generated(sampler=WINO(), block=GREEDY, **SHAPE)
     for options in (dict(block=0), dict(longest=0)):
         with pytest.raises(ValueError, match="must be a whole number of at least 1"):

@@ -373,7 +373,7 @@ def test_the_table_the_figure_and_the_description_show_every_setting(found):
         ({"policies": [policies.DKVGreedy()]}, "candidate DKVGreedy"),
         (
             {"policies": [Candidate(policies.D2Cache(), block=dj.Sliding(2))]},
-            "candidate D2Cache.* slides, but",
+            "candidate D2Cache.* is not supported by",
         ),
         ({"block": 2.5}, "block=2.5 must be a whole number of at least 1 or a Sliding, or None for all"),
         ({"model": 3}, "model=3 must be"),

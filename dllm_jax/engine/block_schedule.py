@@ -61,14 +61,13 @@ def check_schedule(layout: Layout, policy: Policy, sampler: Sampler):
         return
     if not policy.only_sets:
         raise ValueError(
-            f"block={layout.sliding!r} slides, but {type(policy).__name__} stores or drops positions by the "
-            "block in which a round begins: use a policy that only says which positions are computed, such "
-            "as SlidingCache(), DualCache() or DKVDecode()"
+            f"block={layout.sliding!r} is not supported by {type(policy).__name__}: it caches or drops "
+            "positions by fixed blocks. Use an integer block, or SlidingCache(), DualCache() or DKVDecode()."
         )
     if sampler.revises:
         raise ValueError(
-            f"block={layout.sliding!r} slides, but {type(sampler).__name__} looks again at what it has "
-            "decoded in a block: use another sampler, such as Threshold()"
+            f"block={layout.sliding!r} is not supported by {type(sampler).__name__}: it revises "
+            "tokens of the current block. Use an integer block, or Threshold()."
         )
 
 

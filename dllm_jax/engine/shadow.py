@@ -31,10 +31,9 @@ def check_policy(sampler: Sampler, policy: Policy):
     """
     if sampler.verifies and not policy.only_sets:
         raise ValueError(
-            f"{type(sampler).__name__} verifies tokens against the keys and values of all positions, which "
-            f"{type(policy).__name__} does not keep where the default layer does: use a policy that only "
-            "says which positions are computed and read, such as Policy, PrefixCache, DualCache, DKVDecode "
-            "or DKVPD"
+            f"{type(sampler).__name__} is not supported by {type(policy).__name__}: it verifies tokens "
+            "against the KV pairs of all positions. Use Policy(), PrefixCache(), DualCache(), DKVDecode() or "
+            "DKVPD()."
         )
 
 

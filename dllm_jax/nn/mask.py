@@ -106,19 +106,24 @@ def block_start(
 
 
 def require_full_attention(
-    spec: ModelSpec, what: str, does: str = "lets all positions of a step attend to the same keys"
+    spec: ModelSpec,
+    what: str,
+    does: str = "lets all tokens of a step attend to the same keys",
+    fix: str = "Use Policy() or DualCache()",
 ):
-    """Refuses a block-causal model for what rests on positions of all blocks attending to each other.
+    """Raises ValueError for a block-causal model, where a method needs all blocks to attend to each other.
 
     Args:
       spec: the model.
-      what: the name of what is refused.
-      does: what it does that has no meaning there.
+      what: Name of the method or option.
+      does: The step of the method that has no meaning there.
+      fix: Sentence that names an alternative.
 
     Raises:
       ValueError: the model attends within blocks.
     """
     if spec.block_size:
         raise ValueError(
-            f"{what} {does}; {spec.family} attends causally between blocks of block_size={spec.block_size}"
+            f"{what} does not support block-causal models ({spec.family}, block_size={spec.block_size}): "
+            f"it {does}. {fix}."
         )

@@ -59,7 +59,7 @@ class DLLMCache(Policy):
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Dense K and V, and both branch outputs of the response."""
-        require_full_attention(spec, type(self).__name__, "refreshes the prompt, and the response as a whole")
+        require_full_attention(spec, type(self).__name__, "refreshes prompt and response as a whole")
         return Cache(BranchStore.zeros(spec, layout, batch, layout.length, dtype), shared=())
 
     @override

@@ -90,9 +90,14 @@ class SuffixDropout(Policy):
 
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
-        require_full_attention(spec, "SuffixDropout", "drops masks behind the block, which it reads")
+        require_full_attention(
+            spec, "SuffixDropout", "drops masks after the block, which are not attended to there"
+        )
         if layout.sliding is not None:
-            raise ValueError(f"block={layout.sliding!r} slides, but SuffixDropout keeps a set for each block")
+            raise ValueError(
+                f"block={layout.sliding!r} is not supported by SuffixDropout: it keeps a set of masks "
+                "for each block. Use an integer block."
+            )
         under = self.policy.init(spec, layout, batch, dtype)
         return under._replace(layers=super().init(spec, layout, batch, dtype).layers)
 

@@ -52,7 +52,9 @@ class WindowDiffusion(Policy):
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Dense K and V."""
-        require_full_attention(spec, "WindowDiffusion", "drops masks far behind, which others read")
+        require_full_attention(
+            spec, "WindowDiffusion", "drops masks after the block, which are not attended to there"
+        )
         return super().init(spec, layout, batch, dtype)
 
     @override

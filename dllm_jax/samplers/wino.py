@@ -66,10 +66,10 @@ class WINO(UntilDone):
         super().check_model(spec)
         if spec.shifted:
             raise ValueError(
-                f"WINO verifies a token by the output of its own position, and the head of {spec.family} is "
-                "shifted: its left neighbour predicts it. Use another sampler, such as Threshold"
+                f"WINO does not support shifted output heads ({spec.family}): no position verifies its own "
+                "token. Use Threshold()."
             )
-        require_full_attention(spec, "WINO")
+        require_full_attention(spec, "WINO", fix="Use Threshold() or Edit()")
 
     @override
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:

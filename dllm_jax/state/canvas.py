@@ -152,8 +152,8 @@ class Canvas:
         """
         if self.planned_order is None:
             raise ValueError(
-                "the policy must know beforehand which positions the coming step decodes, but the sampler "
-                "decides by the model's output: use RandomOrder"
+                "the policy needs to know the tokens to unmask before the step, but this sampler decides "
+                "by the model's output. Use RandomOrder()."
             )
         return self.planned_order >= 0
 

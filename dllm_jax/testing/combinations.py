@@ -6,6 +6,7 @@ prints the tables of docs/compatibility.md.
 """
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -70,34 +71,36 @@ def tables() -> str:
     """Writes the compatibility tables in Markdown: policies, restricted samplers, and reasons."""
     reasons: list[str] = []
 
-    def refused(policy: policies.Policy, sampler: samplers.Sampler, place: str) -> str:
+    def number(policy: policies.Policy, sampler: samplers.Sampler, place: str) -> int:
+        """Looks up the reason of a refusal, from 1; 0 without one."""
         message = Combination(policy, sampler, place).refusal()
-        message = message.replace(type(policy).__name__, "the policy").replace(repr(SLIDING), "..")
+        message = message.replace(type(policy).__name__, "the policy").replace(repr(SLIDING), "Sliding(..)")
+        message = re.sub(r" \(sdar, block_size=\d+\)", "", message)
         if message and message not in reasons:
             reasons.append(message)
-        return f"refused ({reasons.index(message) + 1})" if message else ""
+        return reasons.index(message) + 1 if message else 0
+
+    def row(of: policies.Policy | samplers.Sampler, found: dict[str, int], all_of: str) -> str:
+        works = [name for name, reason in found.items() if not reason]
+        fails = [f"{name} ({reason})" for name, reason in found.items() if reason]
+        return _row(_name(of), ", ".join(works) if fails else all_of, ", ".join(fails))
 
     def of_policy(policy: policies.Policy) -> str:
         # A random order is what any policy goes with; which other samplers go is asked on LLaDA.
-        kind = "exact" if type(policy) is policies.Policy else "approximate"
-        places = [refused(policy, samplers.RandomOrder(), place) or kind for place in PLACES]
-        ways = {_name(sampler): refused(policy, sampler, "LLaDA") for sampler in SAMPLERS}
-        without = {way: [name for name in ways if ways[name] == way] for way in ways.values() if way}
-        goes = "; ".join(f"{', '.join(names)} {way}" for way, names in without.items())
-        alone = f"{_name(samplers.RandomOrder())} alone" if sum(map(bool, ways.values())) > 1 else goes
-        return _row(_name(policy), *places, alone or "all")
+        found = {place: number(policy, samplers.RandomOrder(), place) for place in PLACES}
+        other = {_name(sampler): number(policy, sampler, "LLaDA") for sampler in SAMPLERS}
+        refused = {name: reason for name, reason in other.items() if reason}
+        # All but one: it needs the order of a random one.
+        found |= refused if len(refused) < 2 else {"samplers but `RandomOrder`": max(refused.values())}
+        return row(policy, found, "all")
 
     def of_sampler(sampler: samplers.Sampler) -> str:
-        return _row(
-            _name(sampler), *(refused(policies.Policy(), sampler, place) or "goes" for place in PLACES)
-        )
+        return row(sampler, {place: number(policies.Policy(), sampler, place) for place in PLACES}, "")
 
-    of_policies = [*_head("policy", *PLACES, "samplers"), *map(of_policy, POLICIES)]
-    of_samplers = [
-        *_head("sampler", *PLACES),
-        *(row for row in map(of_sampler, SAMPLERS) if "refused" in row),
-    ]
-    why = (f"{number}. {message}" for number, message in enumerate(reasons, 1))
+    of_policies = [*_head("policy", "works with", "does not work with"), *map(of_policy, POLICIES)]
+    restricted = [found for found in map(of_sampler, SAMPLERS) if not found.endswith("|  |  |")]
+    of_samplers = [*_head("sampler", "works with", "does not work with"), *restricted]
+    why = (f"{index}. {message[0].upper()}{message[1:]}" for index, message in enumerate(reasons, 1))
     return "\n".join([*of_policies, "", *of_samplers, "", *why])
 
 

@@ -229,10 +229,12 @@ def check_objective(spec: ModelSpec, prompt_isolation: float, blocks: tuple[int,
     """
     if prompt_isolation:
         require_full_attention(
-            spec, f"prompt_isolation={prompt_isolation}", "hides answers from their prompts"
+            spec, f"prompt_isolation={prompt_isolation}", "hides answers from their prompts", "Leave it out"
         )
     if blocks is not None:
-        require_full_attention(spec, f"blocks={blocks}", "learns one block of each answer at a time")
+        require_full_attention(
+            spec, f"blocks={blocks}", "learns one block of each answer at a time", "Leave it out"
+        )
 
 
 def draw_blocks(
