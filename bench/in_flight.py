@@ -146,8 +146,8 @@ def main(turns: int = 5, json: runner.JsonFile = None):
     """Prints the table, and what the roofline predicts.
 
     Args:
-      turns: of each way, one after the other; medians count.
-      json: results go here.
+      turns: Number of interleaved runs of each way; medians are reported.
+      json: File of the results.
     """
     specs = {"tiny-llada": dj.load(dj.bundled.path("tiny-llada")).spec, "wider": spec("llada", **WIDER)}
     where = measured_on("float32") | {"specs": {n: dataclasses.asdict(s) for n, s in specs.items()}}

@@ -25,16 +25,16 @@ the full rates of the data sheets, see dllm_jax/roofline."""
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """What is predicted.
+    """Options of the prediction.
 
     Attributes:
-      models: names of `dj.presets.model_spec`.
-      hardware: names of `dllm_jax.roofline.HARDWARE`.
-      grid: the generations.
+      models: Names of `dj.presets.model_spec`.
+      hardware: Names of `dllm_jax.roofline.HARDWARE`.
+      grid: Generations to predict.
       chips: number of chips that share the work perfectly.
-      dtype: of parameters and storage; the rates are those of bfloat16.
-      markdown: short tables, a column per prompt length.
-      json: results go here.
+      dtype: Dtype of parameters and storage; rates are those of bfloat16.
+      markdown: Print short tables, a column per prompt length.
+      json: File of the results.
     """
 
     models: tuple[str, ...] = ("llada-8b", "dream-7b")

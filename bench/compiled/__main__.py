@@ -34,13 +34,13 @@ Targets = Annotated[tuple[str, ...], tyro.conf.Positional]
 
 @dataclasses.dataclass(frozen=True)
 class Options(Setting):
-    """What is compiled, on top of `bench.compiled.program.Setting`.
+    """Options of the compilation, in addition to `bench.compiled.program.Setting`.
 
     Attributes:
-      targets: keys of `bench.compiled.targets.TARGETS`.
+      targets: Keys of `bench.compiled.targets.TARGETS`.
       policy: class names and "training"; all policies that do not refuse the model if empty.
-      hlo: a directory for the optimised programs, POLICY-TARGET.hlo.
-      json: results go here.
+      hlo: Directory for the optimized programs, POLICY-TARGET.hlo.
+      json: File of the results.
     """
 
     targets: Targets

@@ -34,24 +34,24 @@ TRAINING = "training"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all programs of a run have in common.
+    """Settings of all programs of a run.
 
     Attributes:
-      shape: see `bench.shared.models.SHAPES`.
+      shape: Model shape, a key of `bench.shared.models.SHAPES`.
       layers: number of layers instead of the model's own.
       prompt: positions, without those of images.
-      images: of 1024 x 768 pixels in the prompt besides, for LLaDA-V; their features are an argument of the
-        program, which the tower is no part of.
+      images: Number of images of 1024 x 768 pixels in the prompt, for LLaDA-V; their features are an argument
+        of the program, which the tower is no part of.
       length: response positions.
       block: positions per block.
       batch: sequences.
       tp: chips that share each layer.
       dp: chips that share the batch.
-      dtype: of the weights.
-      implementation: of attention, eviction and experts.
-      separate_layers: as in `dj.load`.
-      weights: as in `dj.load`; the roofline stays that of `dtype`.
-      widths: as in `dj.generate`.
+      dtype: Dtype of the weights.
+      implementation: Kernels of attention, eviction and experts.
+      separate_layers: Whether layers are separate arrays (`dj.load`).
+      weights: "int8" for int8 weight quantization (`dj.load`); the roofline stays that of `dtype`.
+      widths: Static widths of partial steps (`dj.generate`).
     """
 
     shape: str = "llada-8b"
@@ -216,7 +216,7 @@ def step_totals(loop: traffic.Loop, skip: str | None) -> Totals:
 
 
 def _scope(loop: traffic.Loop, pattern: str) -> str | None:
-    """What a pattern finds in the sources of most of a loop's own operations; some come from other loops."""
+    """Finds a pattern in the sources of most of a loop's own operations; some come from other loops."""
     sources = [move.instruction.source for move in loop.moves if move.instruction.source]
     found = [match.group() for source in sources if (match := re.search(pattern, source))]
     return max(found, key=found.count) if 2 * len(found) > len(sources) else None

@@ -1,4 +1,4 @@
-"""What bench.compiled recorded: a line per program, its memory and its steps' bytes over the roofline's.
+"""Prints recorded programs of bench.compiled: memory, and bytes of steps relative to the roofline's.
 
 python -m bench.compiled.recorded bench/results/compiled_*.json
 python -m bench.compiled.recorded --steps bench/results/compiled_*_llada_moe.json      (a line per policy)
@@ -26,7 +26,7 @@ def rows(file: Path) -> list[runner.Row]:
 
 
 def program(row: runner.Row) -> str:
-    """What a program was compiled for, and whatever of it is not as by default."""
+    """Describes the target of a program and its settings that are not the default."""
     chips, name = row["tp"] * row["dp"], row["target"]
     if chips > 1:
         name = f"{chips} x {name.upper()}" if name.startswith("h") else f"{name} x {chips}"

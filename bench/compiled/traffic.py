@@ -57,9 +57,9 @@ class Loop:
 
     Attributes:
       what: the instruction that runs it.
-      source: the operations in the Python program that it comes from, as far as the compiler kept them.
+      source: Operations of the Python program that it comes from, as far as the compiler kept them.
       trips: how often it runs per run of what it is in, None if that depends on the data.
-      moves: of the instructions outside of inner loops.
+      moves: Moves of the instructions outside of inner loops.
       collectives: how many of each kind.
     """
 
@@ -82,7 +82,7 @@ class Loop:
 
     @property
     def cycles(self) -> int:
-        """What a TPU's compiler expects a trip to take, outside of inner loops; GPUs' say nothing."""
+        """Sums the cycles that a TPU's compiler expects of a trip, without inner loops; GPUs' give none."""
         return sum(move.instruction.cycles for move in self.moves)
 
     def walk(self) -> Iterator["Loop"]:
@@ -96,7 +96,7 @@ def program(text: str, cache: int = 0, read: Callable[[int], float] = lambda row
     """The entry of an optimised HLO program, with all its loops.
 
     Args:
-      text: of the program.
+      text: Text of the program.
       cache: bytes of the chip's last cache before main memory; 0 models none.
       read: the part of all experts that so many sorted rows, a token's once per expert, are expected to read.
     """

@@ -28,16 +28,16 @@ from dllm_jax.roofline import Hardware
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is measured.
+    """Options of the measurement.
 
     Attributes:
-      shape: whose shape the random weights have, see `bench.shared.models.SHAPES`.
-      model: a checkpoint instead: a directory or hub id.
+      shape: Model shape of the random weights, a key of `bench.shared.models.SHAPES`.
+      model: Checkpoint to use instead: a directory or hub id.
       dtype: bfloat16 on accelerators and float32 on CPUs if not given.
       grid: the generations; the exact decoder is always among them.
       threshold: decode with `Threshold` instead of a fixed number of tokens per step.
       limits: how often generations are timed, and how long exact ones may take.
-      json: results go here.
+      json: File of the results.
     """
 
     shape: str = "llada-8b"

@@ -42,22 +42,23 @@ EXACT = "exact"  # names our `Policy()`
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is compared.
+    """Options of the comparison.
 
     Attributes:
-      shape: see `bench.shared.models.SHAPES`.
+      shape: Model shape, a key of `bench.shared.models.SHAPES`.
       policy: class names of policies, "exact" for the exact decoder.
-      device: of both; that of jax if not given.
+      device: Device of both. Default: that of jax.
       dtype: bfloat16 on accelerators and float32 on CPUs if not given.
       prompt: positions.
       batch: sequences.
       length: response positions.
       block: positions per block; block-causal models get blocks of their own of this size.
-      threshold: of block-causal models' `Dynamic`; 1 decodes as many tokens per step as scheduled.
+      threshold: Threshold of `Dynamic` for block-causal models; 1 unmasks as many tokens per step as
+        scheduled.
       steps: denoising steps, as many as positions if not given.
       repeats: timed turns, of which the median counts.
       compiled: try `torch.compile`; on GPUs if not given.
-      json: results go here.
+      json: File of the results.
     """
 
     shape: tuple[str, ...] = ("llada-8b",)
@@ -85,7 +86,7 @@ class Options:
 
 
 def runs_of(options: Options, spec: dj.ModelSpec) -> Iterator[Run]:
-    """What is generated with a model: every block, sampler, prompt length and policy."""
+    """Lists the generations of a model: every block, sampler, prompt length and policy."""
     dynamic = [dj.samplers.Dynamic(threshold) for threshold in options.threshold]
     samplers = dynamic if spec.block_size else [dj.samplers.Confidence()]
     steps = options.steps or options.length

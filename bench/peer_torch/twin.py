@@ -46,7 +46,7 @@ class Twin:
     how: str = "eager"
 
     def run(self, step: Callable[[], Any]) -> Any:
-        """What a step returns, without gradients, once the device is idle."""
+        """Runs a step without gradients, and waits for the device."""
         with self.torch.inference_mode():
             out = step()
         if self.network.device.type == "cuda":

@@ -37,7 +37,7 @@ class Setting:
 
     @property
     def unlabelled(self) -> "Setting":
-        """What it computes, whatever figures call it."""
+        """Returns the setting without its label in figures."""
         return dataclasses.replace(self, variant="")
 
     @property

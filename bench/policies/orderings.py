@@ -17,12 +17,12 @@ Z = 1.96  # standard errors of a two-sided 95 % interval
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """What a paper says of one setting beside another.
+    """Claim of a paper about one setting compared with another.
 
     Attributes:
       source: the paper's claim, with its table.
-      one: what it is about.
-      other: what it is compared with.
+      one: Setting of the claim.
+      other: Setting it is compared with.
       keeps: the share of the other's accuracy that the one is said to keep at least; None: it is better.
       behind: they differ only in what lies behind the block, so not at all in a block that ends the response.
       only: workloads that it is about, by their titles' ends; empty if all.

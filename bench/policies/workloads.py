@@ -30,7 +30,7 @@ class Workload:
     """A model with prompts of one length.
 
     Attributes:
-      name: of model and task.
+      name: Name of model and task.
       model: the model.
       prompt: int32 [b p], no padding.
       length: response positions; fixed schedules take as many steps.
@@ -38,8 +38,8 @@ class Workload:
       chunk: prompts decoded together.
       grid: the settings to compare; the first is the exact decoder.
       wanted: questions with their answers.
-      tokenizer: of the questions; of those about pictures, the processor.
-      sha256: of the checkpoint.
+      tokenizer: Tokenizer of the questions; for pictures, the processor.
+      sha256: Hash of the checkpoint.
       embeds: inputs in the place of embeddings, float32 [b p m], where the prompt holds images; else None.
       beginning: a response is right that begins with the answer.
     """
@@ -68,7 +68,7 @@ class Workload:
         }  # fmt: skip
 
     def chunks(self) -> list[slice]:
-        """Which prompts are decoded together, `chunk` at a time."""
+        """Splits the prompts into parts that are decoded together, `chunk` at a time."""
         return [slice(first, first + self.chunk) for first in range(0, len(self.prompt), self.chunk)]
 
     def run(self, setting: Setting, prompts: slice) -> dj.Output:
@@ -110,13 +110,14 @@ class Asked:
 
     Attributes:
       task: where prompts come from.
-      size: see the task.
+      size: Size of the task's examples.
       length: response positions.
       eviction: compare the variants of eviction too.
       fewer: one of so many of the prompts is asked, where answers are long.
       core: few settings of each policy are compared, where runs are long.
       pictured: about pictures, of which fewer settings are compared.
-      beginning: see `Workload`; of responses longer than the answers that models were trained on.
+      beginning: Whether a response that begins with the answer is right (`Workload`), for responses longer
+        than in training.
       blocks: what becomes of policies in longer blocks is compared.
     """
 

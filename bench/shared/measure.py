@@ -59,7 +59,7 @@ class Grid:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What is generated, from random ids; the sampler is `RandomOrder` where a policy must know the order.
+    """Generation to measure, from random ids; the sampler is `RandomOrder` where a policy needs the order.
 
     So many `embedded` positions at the prompt's beginning have inputs that are no embeddings, as images.
     """

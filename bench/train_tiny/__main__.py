@@ -60,7 +60,7 @@ def main(
     """Trains, or goes on training, a bundled model and writes it.
 
     Args:
-      name: of the recipe, e.g. tiny-llada.
+      name: Name of the recipe, e.g. tiny-llada.
       runs: where checkpoints and the log of the run are kept.
       begin_with: a checkpoint of the recipe's shape that has learnt the stages: all are rehearsed from the
         first step on, for as many steps as the recipe's `further` says. From nothing by default. A

@@ -67,7 +67,7 @@ class Recipe:
 
 
 def training(steps: int, decay: int) -> TrainConfig:
-    """What all runs share; the rate falls over the last `decay` steps."""
+    """Returns the configuration of all runs; the learning rate falls over the last `decay` steps."""
     return TrainConfig(
         steps=steps, learning_rate=1e-3, muon=0.01, warmup=50, decay=decay, prompt_isolation=0.5,
         review_every=50, save_every=100,

@@ -115,7 +115,7 @@ def shape(name: str | None) -> ModelSpec:
 def _parts(
     arguments: Arguments, spec: ModelSpec, dtype: str, until: float
 ) -> dict[Part, Callable[[], Findings]]:
-    """What each part does; rates are measured when the first one asks for them."""
+    """Makes the function of each part; rates are measured when the first one needs them."""
     here, quick = jax.devices()[0], arguments.quick
     on_cpu = here.platform == "cpu"
     sizes = {"megabytes": 64, "side": 512} if on_cpu else {}

@@ -1,4 +1,4 @@
-"""What is installed, whether it goes together, and whether the memory suffices."""
+"""Checks installed versions, their compatibility, and the memory."""
 
 import importlib.metadata
 import re
@@ -29,7 +29,7 @@ def findings(spec: ModelSpec, hardware: Hardware) -> Iterator[Finding]:
     """The device, versions, what does not go together, and the memory that a shape needs.
 
     Args:
-      spec: of the model whose speed is measured.
+      spec: Spec of the model whose speed is measured.
       hardware: this device, of which the capacity counts.
     """
     found = device()
@@ -55,11 +55,11 @@ def findings(spec: ModelSpec, hardware: Hardware) -> Iterator[Finding]:
 
 
 def mismatches(installed: dict[str, str], platform: str, driver: str | None) -> Iterator[str]:
-    """What is known not to go together, a sentence each.
+    """Lists known incompatibilities, a sentence each.
 
     Args:
       installed: versions by distribution.
-      platform: of the default device.
+      platform: Platform of the default device.
       driver: version of NVIDIA's driver, None if there is none.
     """
     for wanted in required():
@@ -77,7 +77,7 @@ def mismatches(installed: dict[str, str], platform: str, driver: str | None) -> 
 
 
 def required() -> Iterator[Requirement]:
-    """What the installed jax wants of the packages for accelerators, by its own metadata."""
+    """Reads the requirements of the installed jax for packages of accelerators."""
     for requirement in map(Requirement, importlib.metadata.requires("jax") or ()):
         marker = requirement.marker
         of_plugin = marker is not None and any(marker.evaluate({"extra": extra}) for extra in EXTRAS)

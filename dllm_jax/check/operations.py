@@ -34,9 +34,9 @@ def findings(
 
     Args:
       hardware: this device, at its measured rates.
-      dtypes: of the operands.
+      dtypes: Dtypes of the operands.
       quick: the small shapes alone. On CPUs, which interpret kernels, there are no others.
-      families: what to look at.
+      families: Operations to check.
       repeats: timed turns of each implementation.
     """
     small = quick or jax.devices()[0].platform == "cpu"
@@ -98,15 +98,15 @@ def _times(family: Family, case: Operands, names: Sequence[str], repeats: int) -
 
 
 def evidence(found: Sequence[Finding], report: str) -> Evidence:
-    """What findings say of this device: where another implementation than XLA's is right and clearly faster.
+    """Derives evidence about this device: calls for which an implementation is correct and faster than XLA's.
 
     A measured shape speaks for calls of its operation and dtype up to its number of positions, down to the
     next smaller one that was measured; the largest one for all above it too. Where anything was wrong with an
     implementation of an operation, it is not set for any shape of it.
 
     Args:
-      found: of `findings`.
-      report: what says so.
+      found: Findings of `findings`.
+      report: Source of the entries.
     """
     device = jax.devices()[0]
     timed = [f.data for f in found if "fastest" in f.data]
@@ -134,7 +134,7 @@ def record(entries: Evidence, path: Path):
 
 
 def _best(measured: list[dict[str, Any]], operation: str, broken: set[tuple[str, str]]) -> Implementation:
-    """What is clearly faster than XLA's at all of these shapes that it takes; XLA's if nothing is."""
+    """Returns the implementation that is clearly faster than XLA's at all of these shapes, or XLA's."""
 
     def gain(name: str) -> float:
         both = [one for one in measured if "us" in one.get(name, {}) and "us" in one["xla"]]

@@ -24,7 +24,7 @@ def findings(shape: str | None) -> Iterator[Finding]:
     """A finding per policy: their time over ours. To be taken before this process holds the device's memory.
 
     Args:
-      shape: of the weights, of `bench.peer_torch`; its own default if None.
+      shape: Model shape of `bench.peer_torch`. Default: that command's own.
 
     Raises:
       RuntimeError: the bench fails; its last line.

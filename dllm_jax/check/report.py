@@ -1,4 +1,4 @@
-"""What a check has found so far: a file that is valid at any time, and a verdict."""
+"""Report of a check: a file that is valid at any time, and a verdict."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator

@@ -31,10 +31,10 @@ def findings(
     """Per axis: are the tokens of a bundled model those of one device, and how long does a shape take?
 
     Args:
-      spec: whose time is taken.
-      dtype: of its weights.
-      geometry: of its generations, of which the first prompt is taken, and a sequence per device.
-      axes: names of meshes' one axis.
+      spec: Spec of the model that is timed.
+      dtype: Dtype of its weights.
+      geometry: Geometry of its generations; the first prompt is used, with a sequence per device.
+      axes: Axis names of the meshes, one axis each.
     """
     devices = jax.local_devices()
     count = len(devices)

@@ -43,11 +43,11 @@ class Case(NamedTuple):
     """One generation.
 
     Attributes:
-      policy: of it.
+      policy: Cache policy.
       prompt: positions.
       batch: sequences.
       weights: "int8", or None for the dtype.
-      implementation: of attention and eviction; None is what `load` takes here.
+      implementation: Kernels of attention and eviction. None: the default of `load`.
     """
 
     policy: Policy
@@ -65,11 +65,11 @@ class Case(NamedTuple):
 
 
 def cases(geometry: Geometry, implementations: Sequence[Implementation], quick: bool) -> list[Case]:
-    """What is measured, what matters most first, as time may not suffice for all of it.
+    """Lists the cases to measure, the most important first, as time may not suffice for all.
 
     Args:
       geometry: lengths and batches.
-      implementations: that attention has here, besides the one that is taken by default.
+      implementations: Further implementations of attention on this device, besides the default.
       quick: the policies at the first prompt and batch alone.
     """
     prompt, batch = geometry.prompts[0], geometry.batches[0]
@@ -97,12 +97,12 @@ def findings(
     """A finding per case, as long as there is time; then one that names those that were left out.
 
     Args:
-      spec: of random weights, which are made on the default device.
-      dtype: of theirs.
+      spec: Spec of random weights, which are made on the default device.
+      dtype: Dtype of the weights.
       hardware: this device, at its measured rates.
       geometry: the response.
-      chosen: of `cases`.
-      choice: the implementation of cases that name none.
+      chosen: Cases to measure, from `cases`.
+      choice: Implementation of cases that name none.
       until: `time.monotonic()` after which no case is begun.
     """
     model: Model | None = None
@@ -176,7 +176,7 @@ def measure(model: Model, case: Case, hardware: Hardware, geometry: Geometry, re
 
 
 def _predicted(model: Model, case: Case, asked: Request) -> Work:
-    """What the generation has to do; int8 matrices have a byte per scalar, their scales are left out."""
+    """Predicts the work of a case; int8 matrices have a byte per scalar, their scales are left out."""
     found = work(model.spec, case.policy, asked.plan.layout, case.batch, model.dtype)
     if case.weights is None:
         return found

@@ -97,7 +97,7 @@ class Program:
 
     @property
     def bytes(self) -> int | None:
-        """What it takes, by the compiler's account; None if it has none."""
+        """Returns the bytes that the compiler reports; None if it reports none."""
         return (m := self.compiled.memory_analysis()) and held(m)
 
 
@@ -111,7 +111,7 @@ def program(model: Model, request: Request | Placed) -> Program:
 
     Args:
       model: the model.
-      request: as it is on the host, or with the groups in which `generate` runs its full steps, placed.
+      request: Request on the host, or placed with the groups in which `generate` runs its full steps.
     """
     start = time.perf_counter()
     lowered = denoise.lower(model, request.inputs, request.plan)

@@ -31,12 +31,12 @@ CLOSE = 0.1
 
 
 class Case(NamedTuple):
-    """What is generated.
+    """Generation to compare.
 
     Attributes:
-      name: of a bundled model.
-      dtype: of its weights.
-      policy: of the generation.
+      name: Name of a bundled model.
+      dtype: Dtype of its weights.
+      policy: Cache policy of the generation.
     """
 
     name: str
@@ -71,10 +71,10 @@ def findings(
     first difference must be a close decision. Programs of a model are compiled side by side.
 
     Args:
-      device: what is checked.
+      device: Device to check.
       reference: a CPU; the device itself if there is nothing to compare it with.
-      models: bundled ones.
-      dtypes: of their weights.
+      models: Bundled models.
+      dtypes: Dtypes of their weights.
       policies: each a program per model and dtype.
     """
     places = [device] if reference == device else [device, reference]
@@ -105,9 +105,9 @@ def _compared(case: Case, model: Model, out: Output, theirs: Output | None = Non
 
     Args:
       case: what was generated.
-      model: of the reference.
-      out: of the device.
-      theirs: of the reference.
+      model: Model of the reference.
+      out: Output of the device.
+      theirs: Output of the reference.
     """
     if not bool(np.all(out.stats.finite)):
         return Finding(case.title, "logits are not finite", False)

@@ -1,1 +1,1 @@
-"""What is asked: LongBench, needles, recall, the small tasks."""
+"""Benchmarks: LongBench, needles, recall, the small tasks."""

@@ -35,8 +35,8 @@ class Sample(Options):
     Attributes:
       id: unique within the file.
       image: existing files, at least one, in the order in which the question has them.
-      question: as many placeholders `<image>` as images, or none: then the images come first.
-      answer: right answers, at least one; of a multiple choice the letters of right choices.
+      question: Text with one placeholder `<image>` per image, or none: then the images come first.
+      answer: Right answers, at least one; for multiple choice, the letters of the right choices.
       choices: texts of the choices A, B, C, ...; empty if the answer is free.
       where: file and line, for messages.
     """
@@ -108,10 +108,11 @@ class ImageTask(Options):
 
     Attributes:
       metric: "relaxed" (ChartQA), "anls" (DocVQA, InfoVQA), "exact", or "letter" of one of the choices.
-      template: of the user's text, with {question} and, where there are any, {choices}: lines "A. ...".
-      stop: texts that end an answer, besides the end of turn.
-      behind: only what stands behind the last of these in an answer is scored; all of it if there is none.
-      name: in results.
+      template: Template of the user's text, with {question} and, for multiple choice, {choices}: lines "A.
+        ...".
+      stop: Texts that end an answer, in addition to the end of turn.
+      behind: Texts after the last of which an answer is scored; without one, all of it is scored.
+      name: Name in results.
     """
 
     metric: Metric = "exact"

@@ -36,9 +36,9 @@ class LongBenchTask:
     """One data set.
 
     Attributes:
-      name: of the data set and its file.
-      metric: of a prediction and a reference; classification takes the classes too.
-      length: answer tokens at most.
+      name: Name of the data set and its file.
+      metric: Metric of a prediction and a reference; classification takes the classes too.
+      length: Maximum number of answer tokens.
     """
 
     name: str
@@ -169,8 +169,8 @@ class Prompts:
     """Templates with {context} and, except for summaries, {input}.
 
     Attributes:
-      templates: by task.
-      sha256: of the file.
+      templates: Templates by task.
+      sha256: Hash of the file.
     """
 
     templates: dict[str, str]
@@ -204,7 +204,7 @@ class Prompts:
           task: the data set.
           sample: the question.
           lm: Model whose tokenizer and chat template are used.
-          truncate_to: see `truncate`; applied to the filled template. None: never.
+          truncate_to: Maximum tokens of the filled template, cut in the middle (`truncate`). None: no limit.
 
         Raises:
           ValueError: the file has no template for the task.

@@ -50,7 +50,8 @@ def edit_similarity(prediction: str, reference: str, alignment: Alignment = "dif
     """Similarity of the first line of code and the reference, rounded to whole percents.
 
     Args:
-      prediction: of its lines, the first without a backtick, "#" or "//" is compared; if none, "".
+      prediction: Predicted code; its first line without a backtick, "#" or "//" is compared, or "" if there
+        is none.
       reference: the next line of code.
       alignment: "difflib" is what LongBench's requirements give (fuzzywuzzy alone); "indel" is what the same
         call gives where python-Levenshtein is also installed. They differ by some percents.

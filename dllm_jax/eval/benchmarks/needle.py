@@ -22,13 +22,13 @@ Scoring = Literal["rouge", "keyword"]
 
 @dataclasses.dataclass(frozen=True)
 class Needle(Options):
-    """What is hidden, how it is asked for, and how answers are scored.
+    """Sentence to hide, its question, and the score of answers.
 
     Attributes:
-      text: inserted verbatim.
-      question: goes into the template.
-      keyword: occurs in right answers ("keyword" scoring).
-      template: with {context} and {question}.
+      text: Sentence, inserted verbatim.
+      question: Question for the template.
+      keyword: Word that occurs in right answers ("keyword" scoring).
+      template: Template of the prompt, with {context} and {question}.
       buffer: tokens of the length reserved for template and answer.
       scoring: "rouge": ROUGE-1 F of needle and answer with stemming, as DuoAttention (arXiv:2410.10819) takes
         it; "keyword": 1 if the keyword occurs, else a fifth of the edit similarity, as LongLLaDA
@@ -53,8 +53,8 @@ class Needle(Options):
         Args:
           haystack: token ids; repeated if they are too few.
           length: tokens of haystack, needle and buffer together.
-          depth: in percent; 100 puts the needle at the end.
-          tokenizer: of the checkpoint.
+          depth: Depth of the needle in percent; 100 puts it at the end.
+          tokenizer: Tokenizer of the checkpoint.
 
         Raises:
           ValueError: an empty haystack, a length with no room for it, or a depth outside [0, 100].
@@ -79,7 +79,7 @@ class Needle(Options):
 
     @property
     def references(self) -> tuple[str, ...]:
-        """What answers are scored against."""
+        """References against which answers are scored."""
         return (self.text,) if self.scoring == "rouge" else (self.keyword, self.text)
 
     def score(self, answer: str) -> float:
@@ -154,10 +154,10 @@ def requests(
 
     Args:
       runner: the model with its settings.
-      needle: what is hidden.
-      text: the haystack.
-      lengths: of prompts, in tokens of the model's tokenizer.
-      depths: in percent.
+      needle: Needle to hide.
+      text: Text of the haystack.
+      lengths: Lengths of prompts, in tokens of the model's tokenizer.
+      depths: Depths of the needle, in percent.
       encode: turns a prompt into token ids, e.g. under a chat template.
 
     Raises:

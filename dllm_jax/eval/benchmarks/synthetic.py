@@ -17,9 +17,9 @@ def requests(runner: Runner, task: Task, sizes: Sequence[int], count: int, seed:
     Args:
       runner: the model with its settings.
       task: generates the examples.
-      sizes: of the examples.
+      sizes: Sizes of the examples.
       count: examples of each size.
-      seed: of the examples.
+      seed: Random seed of the examples.
 
     Raises:
       ValueError: a size that the task does not have, no size, or a count below 1.

@@ -34,10 +34,10 @@ def run_tasks(
     Without --length, responses are as long as the longest answer and its end need.
 
     Args:
-      options: model and decoding.
-      task: the task, as a constructor call.
-      sizes: of its examples: examples of each kind (FewShot), steps (Chain), pairs (Recall).
-      count: examples of each size.
+      options: Model and decoding.
+      task: Task, as a constructor call.
+      sizes: Sizes of the examples: examples of each kind (FewShot), steps (Chain), pairs (Recall).
+      count: Number of examples of each size.
     """
     chosen, seed = task_of(task), options.decoding.seed
     settings = {"task": repr(chosen), "sizes": list(sizes), "count": count}
@@ -61,7 +61,7 @@ def run_longbench(
 
     Args:
       data: the folder with <task>.jsonl.
-      options: model and decoding.
+      options: Model and decoding.
       prompts: LongBench's dataset2prompt.json; None: the one in the data folder.
       tasks: by name; none: all 16.
       truncate_to: longer prompts lose their middle; in tokens. The paper's max_length: 3500, 7500, 15500 or
@@ -107,14 +107,14 @@ def run_needle(
     """Needle in a haystack of text, by prompt length and depth.
 
     Args:
-      haystack: a text file, or a folder of .txt files.
-      options: model and decoding.
-      lengths: of prompts, in tokens.
-      depths: in percent.
-      scoring: rouge (DuoAttention) or keyword (LongLLaDA).
-      buffer: tokens of the length reserved for template and answer; None: 200 for rouge, 600 for keyword.
-      needle_file: JSON with text, question, keyword and template; None: DuoAttention's needle.
-      chat: wrap prompts in the chat template.
+      haystack: Text file, or folder of .txt files.
+      options: Model and decoding.
+      lengths: Lengths of prompts, in tokens.
+      depths: Depths of the needle, in percent.
+      scoring: Score of answers: rouge (DuoAttention) or keyword (LongLLaDA).
+      buffer: Tokens of the length reserved for template and answer. Default: 200 for rouge, 600 for keyword.
+      needle_file: JSON file with text, question, keyword and template. Default: DuoAttention's needle.
+      chat: Wrap prompts in the chat template.
     """
     # The protocol decides scoring and the room for template and answer; the file only what is hidden.
     hidden = needle.DUO_ATTENTION if needle_file is None else needle.read(needle_file)
@@ -140,10 +140,10 @@ def run_recall(
     """The bundled models' own needle task: a pair among pairs and filler, by prompt length and depth.
 
     Args:
-      options: model and decoding.
-      lengths: of prompts, in tokens.
-      depths: in percent.
-      repeats: examples for each length and depth.
+      options: Model and decoding.
+      lengths: Lengths of prompts, in tokens.
+      depths: Depths of the needle, in percent.
+      repeats: Number of examples for each length and depth.
     """
     settings = {"lengths": lengths, "depths": depths, "repeats": repeats}
     seed = options.decoding.seed
@@ -168,21 +168,23 @@ def run_images(
     """Questions about images, put and scored as LLaDA-V's evaluation does.
 
     Args:
-      data: a JSONL file: {"id": "1", "image": "chart.png", "question": "..", "answer": ".."} in each line;
+      data: JSONL file: {"id": "1", "image": "chart.png", "question": "..", "answer": ".."} in each line;
         image and answer may be lists; a multiple choice has "choices": [..] and letters as answers.
-      options: model and decoding.
-      task: published settings: chartqa, docvqa, infovqa, multiple-choice or word. They are length, block and
+      options: Model and decoding.
+      task: Published settings: chartqa, docvqa, infovqa, multiple-choice or word. They are length, block and
         steps, unless --length is given, and the four options below as far as those are not given. None: the
         question as it is, exact match, and --length is needed.
-      metric: relaxed (ChartQA), anls (DocVQA), exact, or letter of a choice.
-      template: of the user's text, with {question}, and {choices} where there are any.
-      stop: texts that end an answer.
-      behind: only what stands behind the last of these in an answer counts.
-      limit: only the first questions.
-      drop_first_id: as the released code, leave out the first id behind an image, unlike in training.
-      newline: end each of several images with a newline, as in training; the released evaluation does not.
-      exif: turn images as their EXIF orientation says; the released code does not.
-      at_once: views that the tower takes in one program, which bounds its memory.
+      metric: Score of answers: relaxed (ChartQA), anls (DocVQA), exact, or letter of a choice.
+      template: Template of the user's text, with {question}, and {choices} for multiple choice.
+      stop: Texts that end an answer.
+      behind: Texts after the last of which an answer is scored.
+      limit: Number of questions to ask, from the first.
+      drop_first_id: Leave out the first id after an image, as in the reference implementation but unlike in
+        training.
+      newline: End each of several images with a newline, as in training but unlike in the reference
+        implementation.
+      exif: Rotate images by their EXIF orientation, unlike in the reference implementation.
+      at_once: Number of views that the vision tower processes at once, which bounds its memory.
     """
     # The published way of the task, changed by whatever is given beside it.
     given = {"metric": metric, "template": template, "stop": stop, "behind": behind}
@@ -227,10 +229,10 @@ def run_compare(
     """Differences of two results with bootstrap confidence intervals, paired by request.
 
     Args:
-      a: a result, JSON.
-      b: another result of the same evaluation.
-      confidence: of the intervals.
-      seed: of the resampling.
+      a: First result, a JSON file.
+      b: Second result of the same evaluation.
+      confidence: Confidence level of the intervals, in (0, 1).
+      seed: Random seed of the resampling.
     """
     console = rich.console.Console()
     found = compare(record.read(a), record.read(b), confidence, seed=seed)

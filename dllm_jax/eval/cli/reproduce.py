@@ -240,7 +240,7 @@ def _of_batch(model: str, policy: Policy, layout: Layout, batch: int, chip: str)
 
 
 def _question(cell: Cell) -> str:
-    """Who asks a cell's questions, and what that needs."""
+    """Names the benchmark of a cell and its requirements."""
     (one, *more), files = cell.benchmarks, f"{longbench.FILE} in --data"
     if more:
         return f"the mean of {1 + len(more)} tasks of LongBench, each <task>.jsonl, and {files}"

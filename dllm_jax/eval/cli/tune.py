@@ -37,23 +37,23 @@ def run_tune(
     sampler: str = "Confidence",
     out: Path = Path("runs/tune"),
 ) -> int:
-    """The cheapest policy and settings that are about as accurate as the exact decoder.
+    """Finds the cheapest policy and settings that are about as accurate as exact decoding.
 
     Writes tune.json (all rows), tune.toml (the chosen preset) and tune.png (accuracy by cost) to --out.
 
     Args:
-      checkpoint: which checkpoint.
-      decoding: of the exact decoder; other settings differ from it in policy, sampler, block or steps.
-      search: what is tuned for.
-      task: a task of `dllm_jax.tasks`, as a constructor call.
-      sizes: of its examples.
-      count: held-out examples of each size.
-      questions: a file with one JSON object {"prompt": ..., "answer": ...} per line, instead of a task.
-      policy: a name stands for a grid of the policy's settings, a constructor call ('DualCache()') for that
-        policy alone, 'Candidate(DualCache(), Threshold(0.9), block=Sliding(32))' for one with settings of its
-        own; none: the grids of all policies.
-      sampler: of the exact decoder, as a constructor call.
-      out: folder of the results and of the journal from which an interrupted run resumes.
+      checkpoint: Checkpoint to tune on.
+      decoding: Settings of exact decoding, from which others differ in policy, sampler, block or steps.
+      search: Goal and rules of the search.
+      task: Task of `dllm_jax.tasks`, as a constructor call.
+      sizes: Sizes of the task's examples.
+      count: Number of held-out examples of each size.
+      questions: File with one JSON object {"prompt": ..., "answer": ...} per line, instead of a task.
+      policy: Policies to try. A name is a grid of settings, a constructor call ('DualCache()') one policy,
+        and 'Candidate(DualCache(), Threshold(0.9), block=Sliding(32))' one setting. Default: the grids of all
+        policies.
+      sampler: Sampler of exact decoding, as a constructor call.
+      out: Folder of the results and of the journal from which an interrupted run resumes.
     """
     asked_for = [named(text) for text in dict.fromkeys(policy)] or None
     settings = dict(task=task, sizes=sizes, count=count, policy=policy)
@@ -83,7 +83,7 @@ def run_tune(
 
 
 def named(text: str) -> Any:
-    """What --policy names: a candidate, a policy, or by its name alone its class, which stands for a grid."""
+    """Parses --policy: a candidate, a policy, or a policy's class, which stands for a grid."""
     made = expressions.construct(
         text, policies, policies.Policy | candidates.Candidate, eviction, samplers, sliding, candidates
     )

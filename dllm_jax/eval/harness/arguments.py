@@ -20,7 +20,7 @@ OF_LM_EVAL = ("batch_size", "max_batch_size", "device")  # its own arguments
 
 @dataclasses.dataclass(frozen=True)
 class Arguments(Options):
-    """What is evaluated, and what only lm_eval's tasks need.
+    """Model arguments of lm_eval: checkpoint, decoding, and options of its tasks.
 
     In `--model_args` the fields of `Checkpoint` and `Decoding` stand beside those below, but `pretrained` is
     the checkpoint's `model`, and `batch` is lm_eval's --batch_size, by default 1. `policy` and `sampler` are
@@ -28,8 +28,8 @@ class Arguments(Options):
     length, block, steps and sampler to those published for a checkpoint and task, unless they are given too.
 
     Attributes:
-      checkpoint: which checkpoint; longer prompts than `max_positions` allows lose their beginning.
-      decoding: how; without a `length`, answers have the task's max_gen_toks.
+      checkpoint: Checkpoint to evaluate; prompts longer than `max_positions` allows lose their beginning.
+      decoding: Settings of decoding; without a `length`, answers have the task's max_gen_toks.
       add_bos: put the tokenizer's beginning-of-text before every prompt (Dream's base model).
       special_tokens: Whether special tokens are recognised in prompts without a chat template. Default: they
         are plain text.

@@ -132,11 +132,11 @@ class DllmJax(TemplateLM):
         """The entries of items; each finished batch goes to lm_eval's cache, in which failures have no place.
 
         Args:
-          kind: of request, as lm_eval calls it.
+          kind: Kind of request, as lm_eval calls it.
           answering: answers the items.
-          items: of lm_eval's requests.
-          args: of each request, the cache's key; several may share a hash.
-          instead: what failures are scored as.
+          items: Items of lm_eval's requests.
+          args: Arguments of each request, the cache's key; several may share a hash.
+          instead: Score of failures.
         """
         # The cache takes an answer per request, the journal one per hash.
         asked: dict[str, list[Any]] = {}

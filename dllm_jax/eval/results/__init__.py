@@ -1,1 +1,1 @@
-"""What an evaluation leaves: records, where they lie, how they are compared and shown."""
+"""Results of evaluations: records, their files, comparison and display."""

@@ -42,7 +42,7 @@ class Difference(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """What `compare` finds.
+    """Result of `compare`.
 
     Attributes:
       scores: per group, then the average if there are several groups.
@@ -63,11 +63,11 @@ def compare(a: Record, b: Record, confidence: float = 0.95, draws: int = 10_000,
     """Compares two records on the requests in both: of equal group, id, prompt and references.
 
     Args:
-      a: a record, see `dllm_jax.eval.results.record.read`.
-      b: the other.
-      confidence: of the percentile intervals.
+      a: First record (`dllm_jax.eval.results.record.read`).
+      b: Second record.
+      confidence: Confidence level of the percentile intervals.
       draws: number of bootstrap resamples of each group's pairs.
-      seed: of the resampling.
+      seed: Random seed of the resampling.
 
     Raises:
       ValueError: no question in common, the kinds differ, or a bad confidence.

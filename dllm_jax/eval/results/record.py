@@ -103,7 +103,7 @@ def result(kind: str, runner: Runner, rows: Sequence[Row], settings: dict[str, A
 
 
 def changed(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What differs of two records but for costs and requests: both values, by dotted name."""
+    """Collects the differences of two records except for costs and requests: both values, by dotted name."""
     parts = ("decoding", "model", "settings", "device", "versions")
     before, after = (
         {f"{part}.{name}": value for part in parts for name, value in record[part].items()}

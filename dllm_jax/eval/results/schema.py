@@ -1,4 +1,4 @@
-"""What journals and records hold: JSON objects, typed.
+"""Types of the JSON objects in journals and records.
 
 An entry is the journal's line for a request; a row is an entry with its score, in a record; a record is the
 result of an evaluation under one policy.
@@ -22,7 +22,7 @@ class Entry(TypedDict):
 
 
 class Costs(TypedDict):
-    """What a decoded request cost; a log-likelihood has the first three.
+    """Costs of a request; a log-likelihood has the first three.
 
     Attributes:
       forwards: passes through the network.
@@ -68,17 +68,17 @@ class Row(Entry):
 
 
 class Provenance(TypedDict):
-    """What it takes to reproduce a result.
+    """Provenance of a result: everything needed to reproduce it.
 
     Attributes:
       model: name as given by the user, identity (hash of its files, dtype and rope factor), family, number of
         parameters, dtype of the weights, rope_base after scaling.
-      decoding: see `Decoding.described`.
-      batch: see `Decoding`.
-      bucket: see `Decoding`.
-      max_positions: see `Decoding`.
+      decoding: Settings of decoding (`Decoding.described`).
+      batch: Number of sequences decoded together (`Decoding`).
+      bucket: Multiple to which prompts are padded (`Decoding`).
+      max_positions: Maximum tokens of a request (`Decoding`).
       device: platform, kind and count, as jax names them.
-      versions: of Python and packages.
+      versions: Versions of Python and packages.
       date: UTC, ISO 8601.
     """
 

@@ -38,10 +38,10 @@ class Answering(abc.ABC, Generic[Item]):
 
     @abc.abstractmethod
     def _shape(self, item: Item) -> Any:
-        """What is static in a program; items come in ascending order of it."""
+        """Returns the static shape of an item's program; items come in ascending order of it."""
 
     def _batches(self, pairs: list[tuple[str, Item]]) -> list[list[tuple[str, Item]]]:
-        """Which of the items, in ascending order of shape, are handed to `_answers` together: all."""
+        """Groups the items, in ascending order of shape, for `_answers`: all together."""
         return [pairs]
 
     @abc.abstractmethod

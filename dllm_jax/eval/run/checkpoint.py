@@ -26,8 +26,8 @@ class LanguageModel:
     """A model and its tokenizer.
 
     Attributes:
-      name: as the user gave it.
-      model: see `load`.
+      name: Name as given by the user.
+      model: Model returned by `load`.
       tokenizer: from transformers.
       identity: hash of the checkpoint's files, dtype, rope factor, and int8 and the number of ids, if they
         are given: all that answers depend on besides settings and prompt.
@@ -47,15 +47,15 @@ class LanguageModel:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint(Options):
-    """Which checkpoint is evaluated.
+    """Checkpoint to evaluate.
 
     Attributes:
-      model: a bundled model, a checkpoint's directory, or a hub id.
-      tokenizer: directory or hub id of the tokenizer, if not the model's own.
-      dtype: of the weights; None keeps the checkpoint's.
-      rope_factor: multiplies the rotary base (NTK scaling).
-      weights: "int8" holds matrices in int8; None keeps what is stored, see `load`.
-      vocab: ids that are kept (LLaDA-V is published with those of its tokenizer, 126349); None keeps all.
+      model: Bundled model, directory of a checkpoint, or hub id.
+      tokenizer: Directory or hub id of the tokenizer. Default: the model's own.
+      dtype: Dtype of the weights. Default: the checkpoint's.
+      rope_factor: Factor of the rotary base (NTK scaling).
+      weights: "int8" for int8 weight quantization. Default: the stored form.
+      vocab: Size to which the vocabulary is truncated (126349 for LLaDA-V). Default: all ids.
       peft: Directory or hub id of a LoRA adapter for the model.
       chat_template_args: Variables of the chat template as a JSON object: '{"enable_thinking": false}'.
     """

@@ -51,7 +51,7 @@ def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def read_samples(path: Path, make: Callable[[dict[str, Any], str], Any]) -> list[Any]:
-    """What is made of each object of such a file and its "file:line": samples with `id` and `where`.
+    """Makes a sample with `id` and `where` from each object of such a file and its "file:line".
 
     Raises:
       FileNotFoundError: no such file.

@@ -26,8 +26,8 @@ class Journal:
     the process ends.
 
     Args:
-      path: of the file; created, with its folders, when it is claimed or first added to. None: entries are
-        kept in memory alone.
+      path: Path of the file; created, with its folders, when it is claimed or first added to. None: entries
+        are kept in memory alone.
 
     Raises:
       ValueError: a broken line that is not the last, with file and line; or another device or version.
@@ -136,7 +136,7 @@ class Journal:
         """Adds the entries of other journals; of a request that several have, an answer before a failure.
 
         Args:
-          paths: of journals made on the same kind of device with the same versions.
+          paths: Paths of journals made on the same kind of device with the same versions.
 
         Returns:
           how many entries were added.

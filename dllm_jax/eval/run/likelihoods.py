@@ -53,10 +53,12 @@ class Likelihood(Answering[Pair]):
     the most confident first. A pair with an empty part or more than `max_positions` positions fails.
 
     Attributes:
-      draws: see `log_likelihood`; one for answers of a single token, where it is exact.
-      strata: see `log_likelihood`.
-      cfg_scale: see `log_likelihood`.
-      greedy_check: without it no answer is the greedy one.
+      draws: Number of Monte-Carlo draws (`log_likelihood`); one for answers of a single token, where it is
+        exact.
+      strata: Number of draws among which the number of masks is stratified (`log_likelihood`).
+      cfg_scale: Scale of classifier-free guidance (`log_likelihood`).
+      greedy_check: Whether to decode the greedy answer for comparison; False reports that no answer is
+        greedy.
     """
 
     draws: int = 128

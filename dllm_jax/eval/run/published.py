@@ -24,18 +24,18 @@ OWN_TASKS = "lm_eval"  # folder of --data with <task>.yaml that stand for lm_eva
 
 @dataclasses.dataclass(frozen=True)
 class Asked(Options):
-    """What is asked, of whom, and where its answers go.
+    """Cells to measure, and the folder of their answers.
 
     Attributes:
-      data: a folder with LongBench's <task>.jsonl and dataset2prompt.json; tasks of lm_eval that are to
+      data: Folder with LongBench's <task>.jsonl and dataset2prompt.json; tasks of lm_eval that are to
         replace its own are lm_eval/<task>.yaml in it.
-      tasks: columns of the table; none: all that can be asked.
-      methods: rows of the table; none: all that have settings. Their exact decoder is measured too.
-      limit: only the first samples of each task, or of each of its parts (MMLU has 57).
-      truncate_to: longer prompts of LongBench lose their middle; in tokens.
-      batch: sequences decoded together; printed speeds are of one.
-      run_code: run the programs that are the answers of HumanEval and MBPP, on this machine.
-      out: folder of the result and of the journal from which an interrupted run resumes.
+      tasks: Columns of the table. Default: all that are available.
+      methods: Rows of the table. Default: all that have settings. Exact decoding is measured too.
+      limit: Number of samples of each task, or of each of its parts (MMLU has 57), from the first.
+      truncate_to: Maximum tokens of a LongBench prompt; longer ones lose their middle.
+      batch: Number of sequences decoded together. Printed speeds refer to one.
+      run_code: Execute the programs that answer HumanEval and MBPP, on this machine.
+      out: Folder of the result and of the journal from which an interrupted run resumes.
     """
 
     data: Path | None = None
@@ -81,7 +81,7 @@ class Asked(Options):
         return {key: cell for key, cell in cells.items() if key in kept}
 
     def lacks(self, cell: Cell) -> str | None:
-        """What is missing for a cell to be measured here, None if nothing is."""
+        """Returns the missing requirement of a cell; None if it can be measured here."""
         if cell.missing is not None:
             return cell.missing
         for one in cell.benchmarks:
@@ -101,7 +101,7 @@ class Asked(Options):
         return None
 
     def settings(self) -> dict[str, Any]:
-        """What a measured cell depends on besides table, model and checkpoint."""
+        """Returns the settings of a measured cell, except for table, model and checkpoint."""
         return {name: getattr(self, name) for name in ("limit", "truncate_to", "batch")}
 
 
@@ -110,11 +110,11 @@ class Session:
     """A loaded model that cells are measured with.
 
     Attributes:
-      asked: the command line's.
-      model: whose rows are reproduced.
+      asked: Options of the command line.
+      model: Model whose rows are reproduced.
       lm: the model.
-      journal: of all answers.
-      manager: of lm_eval's tasks, None if there are none.
+      journal: Journal of all answers.
+      manager: Manager of lm_eval's tasks; None if there are none.
     """
 
     asked: Asked

@@ -35,7 +35,7 @@ class Conversation(NamedTuple):
     """A question about images, of which a prompt with features in the place of ids is made.
 
     Attributes:
-      text: of the user, with a placeholder for every image or with none: then the images come first.
+      text: Text of the user, with a placeholder for every image or with none: then the images come first.
       images: paths.
       digests: sha256 of the images' files: they, not the names, are what an answer depends on.
     """
@@ -57,13 +57,13 @@ class Request(NamedTuple):
     Attributes:
       id: its name in records; unique within its group.
       prompt: token ids, `dllm_jax.EMBEDS_PLACEHOLDER` in the place of image tokens.
-      length: response positions.
+      length: Number of tokens to generate.
       stop: the answer is cut at the first of these.
       group: the task it belongs to.
       conversation: what the prompt is made of where it has images; see `Runner.pictured`.
       references: right answers, or what the score compares with.
-      score: of an answer, in [0, 1].
-      cell: of a needle, its prompt's length in tokens and its depth in percent.
+      score: Score of an answer, in [0, 1].
+      cell: Length of a needle's prompt in tokens, and its depth in percent.
     """
 
     id: str
@@ -115,9 +115,9 @@ class Runner(Answering[Request]):
 
         Args:
           id: unique within its group.
-          text: of the user, with a placeholder `<image>` for every image or with none.
+          text: Text of the user, with a placeholder `<image>` for every image or with none.
           images: paths.
-          length: response positions.
+          length: Number of tokens to generate.
           stop: texts that end the answer, besides the end of turn.
           group: the task.
 

@@ -29,17 +29,17 @@ class Decoding(Options):
 
     Attributes:
       length: Number of tokens to generate; None: each request has its own.
-      block: positions decoded together, or how the block slides; None: all. Shorter requests are one block.
-      steps: denoising steps of each request, at most one per position; None: one per position. A request of
+      block: Block length, or a sliding block such as Sliding(32). Default: one block. Shorter requests are
+        one block.
+      steps: Number of denoising steps of each request. Default: one per token. A request of
         another length than `length` has as many steps per position; without `length`, each has these.
-      policy: what is recomputed in each step. Command lines name policies as constructor calls.
-      sampler: which positions are decoded in each step. Command lines name it as a constructor call.
-      stop_at_eos: finish a sequence at its first end-of-text; its answer does not change.
-      seed: of the sampler's draws and of generated examples. With the request it determines the request's
-        draws; batch and order do not matter.
-      batch: sequences decoded together.
-      bucket: prompts are padded to a multiple of this, so that few programs are compiled.
-      max_positions: requests with more positions, prompt and response, fail; None: no limit.
+      policy: Cache policy, as a constructor call on command lines.
+      sampler: Sampler, as a constructor call on command lines.
+      stop_at_eos: Finish a sequence at its first end-of-text; its answer does not change.
+      seed: Random seed of the sampler and of generated examples. Draws do not depend on batch and order.
+      batch: Number of sequences decoded together.
+      bucket: Multiple to which prompts are padded, so that few programs are compiled.
+      max_positions: Maximum tokens of prompt and response; longer requests fail. Default: no limit.
     """
 
     length: Annotated[PositiveInt | None, NoneMeans("each request's own")] = None

@@ -1,4 +1,4 @@
-"""What is walked: settings of policy, sampler, block and steps, and a grid of them for every policy."""
+"""Settings of policy, sampler, block and steps, and a grid of them for every policy."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -52,7 +52,7 @@ class Candidate(Options):
         return ", ".join(say(v) for name, say in parts.items() if (v := getattr(self, name)) is not None)
 
     def beside(self, exact: "Candidate") -> str:
-        """What sets this candidate apart from the exact decoder, in words; the policy in any case."""
+        """Describes how this candidate differs from exact decoding; always names the policy."""
         alike = {name: None for name, value in vars(self).items() if value == getattr(exact, name)}
         return str(dataclasses.replace(self, **alike | {"policy": self.policy}))
 

@@ -43,7 +43,7 @@ def accuracy(scores: Sequence[float], quantile: float) -> Estimate:
 
     Args:
       scores: one or more, each in [0, 1].
-      quantile: of the normal distribution.
+      quantile: Quantile of the normal distribution.
     """
     # The scores that a normal test at this level would not reject, around a centre drawn towards a half.
     n, mean, z2 = len(scores), statistics.fmean(scores), quantile**2
@@ -61,8 +61,8 @@ def difference(scores: Sequence[float], others: Sequence[float], quantile: float
 
     Args:
       scores: one or more, each in [0, 1].
-      others: as many, of the same questions.
-      quantile: of the normal distribution.
+      others: Scores of the same questions.
+      quantile: Quantile of the normal distribution.
     """
     pairs = [a - b for a, b in zip(scores, others, strict=True)]
     # The differences sum to the same with the added pair, which has one of each sign.

@@ -1,4 +1,4 @@
-"""What a setting costs: time on the device or predicted, bytes moved, or your own."""
+"""Costs of a setting: measured or predicted time, bytes moved, or your own."""
 
 import abc
 import dataclasses
@@ -22,10 +22,10 @@ Answered = Sequence[Any]  # `Row`s, with the keys of `Costs`: whoever reads them
 
 
 class Objective(abc.ABC):
-    """What is to be small. Derive from it to tune for a cost of your own.
+    """Cost to minimize. Derive from it to tune for your own cost.
 
     Attributes:
-      unit: of the cost, for tables and axes.
+      unit: Unit of the cost, for tables and axes.
       timed: Whether `cost` reads the answers' `seconds`. The rows are then those of whole runs over the same
         questions, by all settings in turns; `seconds` is a run's wall time over its questions.
     """
@@ -64,13 +64,13 @@ class MeasuredTime(Objective):
 
 @dataclasses.dataclass(frozen=True)
 class Predicted(Objective):
-    """What the roofline predicts for an answer, with as many steps as were measured.
+    """Cost predicted by the roofline model for an answer, with the measured number of steps.
 
     Attributes:
       model: its shape and dtype are read; matrices in int8 are counted as if they were of that dtype.
-      decoding: of the exact decoder; length, batch and bucket are read.
-      unit: of the cost.
-      read: the cost of a batch.
+      decoding: Settings of exact decoding; length, batch and bucket are used.
+      unit: Unit of the cost.
+      read: Function that reads the cost of a batch.
     """
 
     model: Any

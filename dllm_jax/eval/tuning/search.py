@@ -60,16 +60,16 @@ def exact_match(answer: str, question: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Search(Options):
-    """What is tuned for; also options of the command line.
+    """Goal and rules of the search; also options of the command line.
 
     Attributes:
-      accuracy_within: how much less accurate than the exact decoder the chosen setting may be, in [0, 1).
-      objective: what is to be small: measured time, or bytes moved; in Python also an `Objective`.
-      accelerator: time is predicted for it (h100, v5e, ..) instead of measured on this device.
-      score: of an answer and its question, in [0, 1].
-      first: questions of the first round; each round doubles them.
-      confidence: that no setting is dropped wrongly, over all rounds and comparisons; and, singly, of the
-        intervals in the result.
+      accuracy_within: Maximum loss of accuracy of the chosen setting compared with exact decoding, in [0, 1).
+      objective: Cost to minimize: time (measured), or bytes (moved); in Python also an `Objective`.
+      accelerator: Accelerator (h100, v5e, ..) for which time is predicted instead of measured here.
+      score: Function that scores an answer and its question, in [0, 1].
+      first: Number of questions of the first round; each round doubles it.
+      confidence: Probability that no setting is dropped wrongly, over all rounds; also the confidence level
+        of each interval.
     """
 
     accuracy_within: Annotated[float, Ge(0), Lt(1)] = 0.01
@@ -104,9 +104,9 @@ class Search(Options):
         """Walks the settings; arguments and errors are those of `tune`.
 
         Args:
-          lm: the model with its tokenizer.
+          lm: Model with its tokenizer.
           questions: objects with `prompt` and `answer`, or pairs.
-          decoding: of the exact decoder; length and block may be None, see `exact_decoding`.
+          decoding: Settings of exact decoding; length and block may be None (`exact_decoding`).
           policies: the settings, see `dllm_jax.eval.tuning.candidates.candidates`.
           journal: answers of earlier runs, which are not computed again, and where new ones go; closed.
           progress: report rounds and answers to standard error.
@@ -143,12 +143,12 @@ class Search(Options):
         objective: Objective,
         journal: Journal | None,
     ) -> tuple[Row, ...]:
-        """What is known of each setting in the end; those that were dropped keep the answers they gave.
+        """Measures the settings; dropped ones keep the answers that they gave.
 
         Args:
           requests: the questions, in the order of asking.
-          runners: of each setting, that of the exact decoder first.
-          objective: what settings cost.
+          runners: Runner of each setting, that of exact decoding first.
+          objective: Cost of settings.
           journal: takes the answers.
         """
         reference, *others = runners
@@ -196,11 +196,11 @@ class Search(Options):
     def verdicts(
         self, answers: Answers, costs: Mapping[Candidate, Estimate | None], bounds: int
     ) -> dict[Candidate, str]:
-        """Which settings are to be dropped, and why.
+        """Decides which settings to drop, with reasons.
 
         Args:
-          answers: of the exact decoder and of every setting that is left, to the same questions.
-          costs: of all of them.
+          answers: Answers of exact decoding and of every remaining setting to the same questions.
+          costs: Costs of these settings.
           bounds: which hold together with the search's confidence.
         """
         reference, quantile = next(iter(answers)), evidence.quantile(self.confidence, bounds)
@@ -228,7 +228,7 @@ def _difference(own: list[schema.Row], others: list[schema.Row], quantile: float
 
 
 def _cost(objective: Objective, setting: Candidate, answers: Answers) -> Estimate | None:
-    """What a setting costs, by the answers that it did not fail to give; None if it gave none."""
+    """Computes the cost of a setting from its answers; None without any."""
     # A setting that failed takes part in no further timed runs.
     pairs = zip(answers[setting], next(iter(answers.values())), strict=not objective.timed)
     answered = [(own, exact) for own, exact in pairs if own["error"] is None]
@@ -273,7 +273,7 @@ def tune(
     name: str = "model",
     progress: bool = False,
 ) -> Tuned:
-    """The cheapest setting that answers your questions about as well as the exact decoder, and its rivals.
+    """Finds the cheapest setting that answers your questions about as well as exact decoding.
 
     All settings answer the same questions, in rounds of ever more of them. After each round those are
     dropped that are less accurate than the exact decoder by more than the tolerance, or that cost no less
@@ -281,32 +281,32 @@ def tune(
     all of which hold with the given confidence.
 
     Args:
-      model: from `load`.
+      model: Model returned by `load`.
       tokenizer: the checkpoint's, from transformers' `AutoTokenizer.from_pretrained`.
       questions: pairs (prompt, answer), examples of `dllm_jax.tasks`, or your own objects with `prompt` and
         `answer`. A prompt is text of the user, messages of a conversation, or token ids, which get no chat
         template.
-      policies: what is compared: `dllm_jax.eval.tuning.Candidate`s, policies, or classes of policies, which
-        stand for a grid of their settings that fits the requests. None: the grids of all policies, which are
-        some forty programs to compile.
-      accuracy_within: how much less accurate than the exact decoder the chosen setting may be, in [0, 1).
-      objective: what is to be small: "time" (measured on this device, over the exact decoder's), "bytes"
+      policies: Settings to compare: `dllm_jax.eval.tuning.Candidate`s, policies, or classes of policies,
+        which stand for a grid of their settings that fits the requests. None: the grids of all policies,
+        which are some forty programs to compile.
+      accuracy_within: Maximum loss of accuracy of the chosen setting compared with exact decoding, in [0, 1).
+      objective: Cost to minimize: "time" (measured on this device, relative to exact decoding), "bytes"
         (moved to and from main memory, predicted), or an `Objective`.
       accelerator: "h100" or the like (`dllm_jax.roofline.HARDWARE`), or a `Hardware`: time is predicted for
         it instead of measured.
-      length: response positions; None: what the longest right answer and its end need.
-      block: positions decoded together by the exact decoder, or how its block slides; None: 32 at most, so
-        that there are four blocks.
-      steps: denoising steps of the exact decoder; None: one per response position.
-      sampler: of the exact decoder, and of policies given without one.
-      score: of an answer (text) and its question: True, False or a number in [0, 1].
-      first: questions of the first round; each round doubles their number.
-      confidence: that no setting is dropped wrongly; of each interval in the result.
-      seed: of the order of the questions, and of samplers that draw.
-      batch: sequences decoded together.
+      length: Number of tokens to generate. Default: enough for the longest right answer and its end.
+      block: Block length of exact decoding, or a sliding block. Default: at most 32, so that there are four
+        blocks.
+      steps: Number of denoising steps of exact decoding. Default: one per token.
+      sampler: Sampler of exact decoding, and of policies given without one.
+      score: Function of an answer (text) and its question that returns True, False or a number in [0, 1].
+      first: Number of questions of the first round; each round doubles it.
+      confidence: Probability that no setting is dropped wrongly; also the confidence level of each interval.
+      seed: Random seed of the order of the questions, and of samplers that draw.
+      batch: Number of sequences decoded together.
       journal: a file that keeps every answer. Tuning again resumes from it; it may then have more questions
         or policies.
-      name: of the model, in results.
+      name: Name of the model in results.
       progress: report rounds and answers to standard error.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What tuning finds: a row per setting, the Pareto front, and the chosen setting as a preset."""
+"""Result of tuning: a row per setting, the Pareto front, and the chosen setting as a preset."""
 
 import dataclasses
 import json
@@ -26,11 +26,11 @@ COLOURS = [f"C{i}" for i in range(10) if i != 7]  # the eighth is grey
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What is known of a setting.
+    """Measurements of a setting.
 
     Attributes:
       setting: policy, sampler, block and steps.
-      questions: how many it answered.
+      questions: Number of questions that it answered.
       accuracy: mean score, with Wilson's interval.
       difference: mean score minus that of the exact decoder on the same questions, with a paired interval.
       cost: by the objective; None if it answered nothing.
@@ -55,12 +55,12 @@ class Tuned:
     """The result of `tune`.
 
     Attributes:
-      rows: of every setting, the exact decoder first.
+      rows: Rows of all settings, exact decoding first.
       model: name of the model.
       length: response positions.
-      unit: of the costs.
-      accuracy_within: how much less accurate than the exact decoder the chosen setting may be.
-      confidence: of the rows' intervals.
+      unit: Unit of the costs.
+      accuracy_within: Maximum loss of accuracy of the chosen setting compared with exact decoding.
+      confidence: Confidence level of the rows' intervals.
     """
 
     rows: tuple[Row, ...]
