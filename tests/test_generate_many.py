@@ -203,7 +203,7 @@ def test_what_is_refused_is_told_with_its_index_and_loses_no_other():
         (dict(slots=0), ValueError, "slots=0"),
         (dict(errors="ignore"), ValueError, "errors='ignore'"),
         (dict(noise=None), TypeError, "noise"),
-        (dict(block=3), ValueError, "block"),
+        (dict(block=0), ValueError, "block=0"),
         (dict(policy=P.D2Cache(), sampler=samplers.WINO()), ValueError, "WINO verifies"),
         (dict(group=0), ValueError, "group=0"),
         (dict(prompts="text"), ValueError, "must be an iterable of prompts"),
