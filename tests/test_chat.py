@@ -69,6 +69,12 @@ def test_variables_reach_the_template_and_those_that_it_does_not_read_are_warned
     dj.chat(dj.load(bundled.path("tiny-llada")), tokenizer, talk[:1], length=4, enable_thinking=False)
     assert asked[0]["enable_thinking"] is False
 
+    # A2D's models do not think unless they are asked to.
+    model = dj.load(bundled.path("tiny-llada")).replace_spec(family="a2d-qwen3")
+    for given in ({}, {"enable_thinking": True}, {"template": {"enable_thinking": True}}):
+        dj.chat(model, tokenizer, talk[:1], length=4, **given)
+    assert [options["enable_thinking"] for options in asked[1:]] == [False, True, True]
+
 
 def test_images_need_a_processor(tokenizer):
     for name in ("tiny-llada", "tiny-llada-v"):

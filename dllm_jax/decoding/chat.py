@@ -18,6 +18,7 @@ from dllm_jax.decoding.generate import generate
 from dllm_jax.decoding.options import ChatOptions, names, shows
 from dllm_jax.decoding.watch import recording
 from dllm_jax.nn.model import Model
+from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument, check_names, shown
 from dllm_jax.samplers import Confidence, Sampler
 from dllm_jax.state import host
@@ -29,6 +30,7 @@ PARTS = "role", "content"
 PICTURES = {"images", "image", "videos", "video"}  # keys of messages that a processor reads
 NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 OWN = ("stop", "enable_thinking", "template", "sampler", "buckets")
+WITHOUT_THINKING = "a2d-qwen3", "a2d-qwen2", "a2d-llama"  # an empty think block stands before their answers
 RULE = 'must be messages {"role": "user", "content": "..."}, or a list of such conversations'
 
 
@@ -74,7 +76,8 @@ def chat(
         of role "system" comes first. With a processor, messages may hold images:
         {"content": "<image>\\nWhat is it?", "images": ["cat.png"]}.
       stop: Texts at which the answer ends; they are not part of it. See `stop` of `generate`.
-      enable_thinking: Variable of Qwen3-like chat templates. Default: the template's own choice.
+      enable_thinking: Variable of Qwen3-like chat templates. Default: the template's own choice, and False of
+        A2D models, which are trained without thinking.
       template: Further variables of the chat template by name.
       sampler: Remasking strategy, see `generate`. The ids that a processor suppresses are added to its own.
       buckets: Bucket lengths for prompts, see `generate`.
@@ -103,6 +106,7 @@ def chat(
     thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
     variables = {**template, **thinking} if isinstance(template, Mapping) else template
     if processor is None:
+        variables = with_defaults(variables, model.spec)
         prompts = Prompts(*encode_chats(tokenizer, conversations, model.spec.eos_id, variables), None)
     elif variables:
         raise ValueError(f"template={shown(variables)} is not supported with images: their template is fixed")
@@ -197,6 +201,13 @@ def render(tokenizer: Any, conversation: list[Message], template: Mapping[str, A
                 "changes the message, so that they cannot stay plain text: say it in other words"
             )
     return text
+
+
+def with_defaults(template: Mapping[str, Any], spec: ModelSpec) -> Mapping[str, Any]:
+    """Variables of a model's chat template with those that its authors set unless they are given."""
+    if spec.family not in WITHOUT_THINKING or not isinstance(template, Mapping):
+        return template
+    return {"enable_thinking": False, **template}
 
 
 def template_variables(name: str, text: str) -> dict[str, Any]:

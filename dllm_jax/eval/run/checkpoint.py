@@ -15,7 +15,7 @@ from dllm_jax.checkpoint.dtypes import DtypeName
 from dllm_jax.checkpoint.files import sha256
 from dllm_jax.checkpoint.source import locate
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
-from dllm_jax.decoding.chat import chat_ids, template_variables
+from dllm_jax.decoding.chat import chat_ids, template_variables, with_defaults
 from dllm_jax.nn.int8 import Weights
 from dllm_jax.nn.model import Model
 from dllm_jax.options import NoneMeans, Options, PositiveFloat, PositiveInt, absolute
@@ -39,6 +39,9 @@ class LanguageModel:
     tokenizer: Any
     identity: str
     template: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        object.__setattr__(self, "template", with_defaults(self.template, self.model.spec))
 
     def chat_ids(self, text: str) -> list[int]:
         """Encodes a user's message under the chat template."""

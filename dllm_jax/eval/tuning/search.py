@@ -24,7 +24,7 @@ import rich.console
 import tyro
 from annotated_types import Ge, Gt, Lt
 
-from dllm_jax.decoding.chat import chat_ids, check_tokenizer
+from dllm_jax.decoding.chat import NOTHING, chat_ids, check_tokenizer
 from dllm_jax.eval.results import record, schema
 from dllm_jax.eval.run.checkpoint import LanguageModel, identity_in_memory
 from dllm_jax.eval.run.journal import Journal
@@ -116,7 +116,7 @@ class Search(Options):
         score = lambda question, answer: check_argument(
             "score of an answer", float(self.score(answer, question)), Fraction
         )
-        ids = [prompt_ids(lm.tokenizer, question.prompt) for question in asked]
+        ids = [prompt_ids(lm.tokenizer, question.prompt, lm.template) for question in asked]
         of = lambda i: Request(f"{i}", ids[i], exact.length or 0, score=functools.partial(score, asked[i]))
         requests = [of(i) for i in range(len(asked))]
         # Questions are asked in an order of their own: lists often begin with those of one kind.
@@ -356,7 +356,7 @@ def as_questions(values: Iterable[Any]) -> tuple[Any, ...]:
     return found
 
 
-def prompt_ids(tokenizer: Any, prompt: Any) -> tuple[int, ...]:
+def prompt_ids(tokenizer: Any, prompt: Any, template: Mapping[str, Any] = NOTHING) -> tuple[int, ...]:
     """The token ids of a prompt: text of the user, messages, or token ids, which get no chat template.
 
     Raises:
@@ -365,6 +365,6 @@ def prompt_ids(tokenizer: Any, prompt: Any) -> tuple[int, ...]:
     given: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
         messages = isinstance(given[0], dict)
-        return tuple(chat_ids(tokenizer, given) if messages else map(operator.index, given))
+        return tuple(chat_ids(tokenizer, given, template) if messages else map(operator.index, given))
     except (TypeError, LookupError):
         raise ValueError(f"prompt={shown(prompt)} must be text, messages, or token ids") from None
