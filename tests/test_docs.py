@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax import testing
+from dllm_jax import checkpoint, testing
 from dllm_jax.options.renamed import Renamed
 from dllm_jax.testing import checks
-from tests import DOCS, examples, run_blocks, run_page
+from tests import DOCS, examples, refuses, run_blocks, run_page
 from tests.checkpoints import tiny as tiny_spec
-from tests.checkpoints import write_hf
+from tests.checkpoints import weights, write_hf
 from tests.models import FAMILIES
 from tests.policy_cases import EXHAUSTIVE, matrix
 
@@ -117,6 +117,25 @@ def test_the_examples_of_watching_run(tmp_path, monkeypatch, capsys):
     assert lines[3] == "4 1 211<|eot_id|>"
     assert lines[-1].split() == ["4", "2", "1", "1", "∎"]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["answer.html", "policies.html"]
+
+
+def test_a_family_from_outside_reads_and_writes_checkpoints(tmp_path, monkeypatch):
+    path = DOCS.parent / "tests" / "goldens" / "models" / "a2d-qwen3-tiny"
+    monkeypatch.chdir(tmp_path)
+    found = run_page("adding-a-family.md", names={"PATH": path})
+    model, mine = found["model"], found["mine"]
+    assert weights(tmp_path / "back") == weights(path)
+    assert dj.load(tmp_path / "converted", family=mine).spec == model.spec
+    dj.save_hf(model.replace_spec(mask_id=7), "saved", family=mine)
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["mask_token_id"] == 7
+    for of, given, message in (
+        ("converted", None, "family='my-a2d' is not one of .*pass the family that the model was read with"),
+        ("converted", checkpoint.FAMILIES["sdar"], "family='sdar' must be the model's own, 'my-a2d'"),
+        ("back", checkpoint.FAMILIES["dream"], "model_type='a2d-qwen3' is not supported; supported: .Dream"),
+        ("back", "sdar", "family='sdar' must be a Family, such as"),
+    ):
+        refuses(message, dj.load, of, family=given)
+    refuses("pass the family that the model was read with", dj.save_hf, model, "more")
 
 
 @pytest.mark.parametrize("page", ["index.md", "models.md", "loading.md", "generating.md", "likelihoods.md"])

@@ -12,6 +12,7 @@ from dllm_jax.checkpoint.converted import is_converted, write_spec, write_unit
 from dllm_jax.checkpoint.dtypes import choose, choose_weights
 from dllm_jax.checkpoint.hf import open_hf
 from dllm_jax.checkpoint.loading import scale_rope
+from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.sharded import Source
 from dllm_jax.checkpoint.source import locate, progress, stream
 from dllm_jax.checkpoint.staging import atomic_directory, check_apart
@@ -33,6 +34,7 @@ def convert(
     show_progress: bool = False,
     weights: Weights | None = None,
     revision: str | None = None,
+    family: Family | None = None,
 ) -> Path:
     """Converts a Hugging Face checkpoint; see `dllm_jax.checkpoint.converted` for what is written.
 
@@ -49,6 +51,7 @@ def convert(
       weights: "int8" writes matrices in int8, half of bfloat16's size; the way back is refused. See
         `dllm_jax.nn.int8`.
       revision: Branch, tag or commit of a hub id; None takes the main branch.
+      family: Layout of one's own, whose model type the library does not read (docs/adding-a-family.md).
 
     Returns:
       the destination.
@@ -65,7 +68,7 @@ def convert(
             f"{found} is converted already; expected a Hugging Face directory. dj.load reads it as it is, "
             "and export (convert/jax_to_hf.py) writes it back."
         )
-    checkpoint = open_hf(found)
+    checkpoint = open_hf(found, family)
 
     # What can be told from the arguments is refused before a directory appears beside the destination.
     written = choose(dtype, checkpoint.dtypes, str(found), checkpoint.matrices)

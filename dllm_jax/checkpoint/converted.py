@@ -31,6 +31,7 @@ from dllm_jax.checkpoint.dtypes import SAFETENSORS, SUPPORTED
 from dllm_jax.checkpoint.families import family_of, units_of
 from dllm_jax.checkpoint.files import PARAMS, SPEC, check_tree
 from dllm_jax.checkpoint.messages import named
+from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.table import Unit, layers_in_all
 from dllm_jax.checkpoint.sharded import Ranges, Source, Stored, StoredParameter
 from dllm_jax.nn.int8 import HostArray, Int8Matrix, Weights, axes_of, is_int8
@@ -46,7 +47,7 @@ LEAST = 64 * 2**10  # bytes of a piece: smaller ones cost more to find than to r
 PIECES = {"h": 32, "k": 32, "f": 32, "v": 32, "m": 8, "H": 16, "F": 16, "M": 8}
 
 
-def read_spec(folder: Path) -> tuple[ModelSpec, np.dtype, Weights | None]:
+def read_spec(folder: Path, family: Family | None = None) -> tuple[ModelSpec, np.dtype, Weights | None]:
     """Reads and checks the spec.json of a converted directory.
 
     The ranges of the fields are those of `ModelSpec`, which config.json is read into as well.
@@ -72,7 +73,7 @@ def read_spec(folder: Path) -> tuple[ModelSpec, np.dtype, Weights | None]:
         if not isinstance(fields := written.get("spec"), dict):
             raise TypeError(f"spec={fields!r} must be an object with the fields of ModelSpec")
         spec = ModelSpec.of_fields(fields)
-        family_of(spec)
+        family_of(spec, family)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{config.where}: {error}") from error
     return spec, dtypes[written["dtype"]], weights
@@ -94,20 +95,20 @@ def is_converted(path: Path) -> bool:
     return (path / SPEC).is_file() and (path / PARAMS).is_dir()
 
 
-def open_converted(path: Path) -> Source:
+def open_converted(path: Path, family: Family | None = None) -> Source:
     """Opens a converted directory and checks that it is complete and fits its spec.json; reads no weights.
 
     Raises:
       ValueError: spec.json is of another format or damaged, or the units are not exactly those that it
         describes, by name.
     """
-    spec, dtype, weights = read_spec(path)
+    spec, dtype, weights = read_spec(path, family)
     params = path / PARAMS
     found = {entry.name for entry in params.iterdir() if not entry.name.startswith(".")}
     if (layers := layers_in_all(spec)) > len(found):  # before a list of that many is made
         raise ValueError(f"{path / SPEC}: layers={layers}, but {params} lacks units for that many layers")
     # The spec is a claim of a file: nothing is allocated before names, shapes and dtypes agree with it.
-    units = units_of(spec)
+    units = units_of(spec, family)
     if missing := [unit.name for unit in units if not (params / unit.name).is_dir()]:
         raise ValueError(f"{params} lacks {named(missing)}")
     if extra := sorted(found - {unit.name for unit in units}):
@@ -123,7 +124,7 @@ def open_converted(path: Path) -> Source:
         where = params / unit.name
         return {leaf: _as_parameter(where, leaf, is_int8(array)) for leaf, array in described.items()}
 
-    return Source(path, spec, frozenset({dtype}), weights, parameters)
+    return Source(path, spec, frozenset({dtype}), weights, parameters, family=family)
 
 
 def _check_unit(where: Path, expected: dict[str, Any]):

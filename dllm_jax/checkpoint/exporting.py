@@ -19,6 +19,7 @@ from dllm_jax.checkpoint.converted import is_converted, open_converted
 from dllm_jax.checkpoint.dtypes import SAFETENSORS, choose
 from dllm_jax.checkpoint.families import spec_to_config, spec_to_generation, units_of
 from dllm_jax.checkpoint.files import INDEX, auxiliary_files, copy_files
+from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.fused import with_fused_experts
 from dllm_jax.checkpoint.names.table import Unit, tensors_of, to_hf
 from dllm_jax.checkpoint.sharded import Source, Stored, StoredParameter
@@ -45,6 +46,7 @@ def export(
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
     show_progress: bool = False,
+    family: Family | None = None,
 ) -> Path:
     """Writes a converted checkpoint back as a Hugging Face directory, every tensor bit for bit.
 
@@ -57,6 +59,7 @@ def export(
       overwrite: replace an existing checkpoint; it stays until the new one is complete.
       shard_bytes: largest size of a safetensors file; a larger tensor gets a file of its own.
       show_progress: draw a bar on standard error.
+      family: Layout of one's own, as `convert` took it.
 
     Returns:
       the destination.
@@ -74,7 +77,7 @@ def export(
         raise ValueError(
             f"{found} is no converted directory (no spec.json and params/ as `convert` writes){hint}"
         )
-    checkpoint = open_converted(found)
+    checkpoint = open_converted(found, family)
     _refuse_int8(checkpoint, "export the conversion without weights='int8', or keep the original")
     with progress("export", checkpoint, show_progress) as advance:
         along = auxiliary_files(found)
@@ -90,6 +93,7 @@ def save_hf(
     shard_bytes: int = SHARD_BYTES,
     fused_experts: bool = False,
     keep_from: str | os.PathLike[str] | None = None,
+    family: Family | None = None,
 ) -> Path:
     """Writes a model, e.g. one just trained, as a Hugging Face directory.
 
@@ -109,6 +113,7 @@ def save_hf(
       fused_experts: Whether the experts of a layer are written as transformers 5 holds them, in one tensor
         `experts.gate_up_proj` and one `experts.down_proj`. The authors' code reads a tensor per expert.
       keep_from: Earlier name of `like`.
+      family: Layout of one's own, as `load` took it.
 
     Warns:
       LostFilesWarning: `like` is not given, and the model's origin was dropped (by a program, `jax.tree.map`
@@ -128,7 +133,7 @@ def save_hf(
             "adapters alone with lora.save(model, directory)"
         )
     fused_experts = check_argument("fused_experts", fused_experts, bool)
-    source = in_memory(model)
+    source = in_memory(model, family)
     _refuse_int8(source, "save the model that was loaded without weights='int8'")
     if (model.vision is None) != (model.spec.vision is None):
         raise ValueError(
@@ -190,7 +195,7 @@ def _by_first_process(write_all: Callable[[Iterator[np.ndarray]], None], tensors
         raise OSError(f"{what} was not written: the first process failed, and says why")
 
 
-def in_memory(model: Model) -> Source:
+def in_memory(model: Model, family: Family | None = None) -> Source:
     """A model in memory as a `Source`, whose parameters are fetched from the devices when they are read.
 
     Of arrays that several processes hold parts of, every process fetches all: all must read them.
@@ -209,7 +214,7 @@ def in_memory(model: Model) -> Source:
 
     leaves = jax.tree_util.tree_leaves_with_path((model.params, model.vision))
     dtypes = frozenset(np.dtype(leaf.dtype) for path, leaf in leaves if name_of(path) not in WIDE)
-    return Source(Path("model"), model.spec, dtypes, model.weights, parameters)
+    return Source(Path("model"), model.spec, dtypes, model.weights, parameters, family=family)
 
 
 def _refuse_int8(source: Source, instead: str):
@@ -245,10 +250,10 @@ def _write(
         if about is not None:
             (partial / CARD).write_text(about, encoding="utf-8")
         # Bytes of an unchanged config.json stay as they came.
-        values = spec_to_config(spec, str(dtype), original)
+        values = spec_to_config(spec, str(dtype), original, source.family)
         if original is None or values != original.values:
             _write_json(partial / "config.json", values)
-        generation = {} if original is None else spec_to_generation(spec, original)
+        generation = {} if original is None else spec_to_generation(spec, original, source.family)
         if original is not None and generation != original.generation:
             _write_json(partial / GENERATION, generation)
         _write_shards(partial, _plan(source, dtype, shard_bytes, fused), tensors)
@@ -295,7 +300,7 @@ def _plan(source: Source, dtype: np.dtype, limit: int, fused: bool = False) -> l
     shards: list[Shard] = [[]]
     filled = 0
     # In order, the next file when one is full, so that shards are read one after the other.
-    for unit in units_of(source.spec):
+    for unit in units_of(source.spec, source.family):
         # Only a unit with what keeps its dtype is opened.
         stored = source.parameters(unit) if {entry.leaf for entry in unit.entries} & {*WIDE} else {}
         for tensor in tensors_of(source.spec, with_fused_experts(unit) if fused else unit):

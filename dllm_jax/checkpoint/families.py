@@ -19,7 +19,9 @@ from dllm_jax.checkpoint.names import (
 from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.table import Unit, units
 from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options import check_argument
 
+EXAMPLE = "dataclasses.replace(FAMILIES['sdar'], name=..., model_type=...)"
 PADDING = ("pad_token_id", "bos_token_id")
 QUANTISED = ("quantization_config", "compression_config")  # what quantised weights are, see `quantised.py`
 FAMILIES = {
@@ -31,81 +33,96 @@ FAMILIES = {
 }
 
 
-def family_of(spec: ModelSpec) -> Family:
-    """The layout a spec is stored in.
+def family_of(spec: ModelSpec, family: Family | None = None) -> Family:
+    """The layout a spec is stored in: the one that is passed, or the library's.
 
     Raises:
-      ValueError: unknown family.
+      ValueError: it is unknown, or another one than the spec's.
     """
+    check_argument("family", family, Family | None, f", such as {EXAMPLE}")
+    if family is not None and family.name == spec.family:
+        return family
+    if family is not None:
+        raise ValueError(f"family={family.name!r} must be the model's own, {spec.family!r}")
     if spec.family not in FAMILIES:
-        raise ValueError(f"family={spec.family!r} is not one of {', '.join(FAMILIES)}")
+        known = f"is not one of {', '.join(FAMILIES)}"
+        raise ValueError(f"family={spec.family!r} {known}: pass the family that the model was read with")
     return FAMILIES[spec.family]
 
 
-def units_of(spec: ModelSpec) -> tuple[Unit, ...]:
+def units_of(spec: ModelSpec, family: Family | None = None) -> tuple[Unit, ...]:
     """The units of every checkpoint of this spec, in the order they are read and written.
 
     Raises:
       ValueError: unknown family.
     """
-    return units(spec, family_of(spec).names)
+    return units(spec, family_of(spec, family).names)
 
 
-def config_to_spec(config: Config) -> ModelSpec:
+def config_to_spec(config: Config, family: Family | None = None) -> ModelSpec:
     """The spec a config.json describes.
+
+    Args:
+      config: A config.json.
+      family: Layout of one's own that reads it; None takes the library's of its model type.
 
     Raises:
       ValueError: another model type, a variant, an unsupported value or a missing
         key, by name.
     """
-    types = tuple(dict.fromkeys(family.model_type for family in FAMILIES.values()))
+    check_argument("family", family, Family | None, f", such as {EXAMPLE}")
+    known = FAMILIES.values() if family is None else (family,)
+    types = tuple(dict.fromkeys(one.model_type for one in known))
     config.check((Requirement("model_type", types, needed=True),))
-    of_type = [f for f in FAMILIES.values() if f.model_type == config.values["model_type"]]
+    of_type = [f for f in known if f.model_type == config.values["model_type"]]
     # LLaDA and LLaDA-MoE share a model type: experts tell them apart. Where only one is known, it is read.
     has_experts = config.get("num_experts") is not None
-    family = next((f for f in of_type if bool(f.expert_keys) == has_experts), of_type[0])
+    reads = next((f for f in of_type if bool(f.expert_keys) == has_experts), of_type[0])
     try:
-        return family.read(config)
+        return reads.read(config)
     except ValueError as error:
         if str(error).startswith(config.where):
             raise
         raise ValueError(f"{config.where}: {error}") from error  # a rule of ModelSpec, which knows no file
 
 
-def spec_to_config(spec: ModelSpec, dtype: str, original: Config | None = None) -> dict[str, Any]:
+def spec_to_config(
+    spec: ModelSpec, dtype: str, original: Config | None = None, family: Family | None = None
+) -> dict[str, Any]:
     """The config.json of a model.
 
     Args:
       spec: the model.
       dtype: name of the parameters' dtype, e.g. "bfloat16".
       original: the config.json it came with, whose other keys are kept.
+      family: Layout of one's own; None takes the library's.
 
     Raises:
       ValueError: the family's config.json cannot say what the spec says.
     """
-    family = family_of(spec)
+    layout = family_of(spec, family)
     if original is None:
-        values, generation = family.made(spec) | {"torch_dtype": dtype}, {}
+        values, generation = layout.made(spec) | {"torch_dtype": dtype}, {}
     else:
         values, generation = dict(original.values), original.generation
 
         # An unchanged spec leaves the original as it is: keys left to their defaults stay absent. But code of
         # the families that reads rope_parameters is not published.
-        before = config_to_spec(original)
+        before = config_to_spec(original, family)
         if differences(spec, before):
-            values = fitting(values | family.written(spec), spec, before.vocab)
-            generation = spec_to_generation(spec, original)
+            values = fitting(values | layout.written(spec), spec, before.vocab)
+            generation = spec_to_generation(spec, original, family)
         if original.get("rope_parameters") is not None:
-            values |= family.rope(spec)
+            values |= layout.rope(spec)
             values.pop("rope_parameters", None)
         values |= {key: dtype for key in ("torch_dtype", "dtype") if isinstance(values.get(key), str)}
     # Written weights are plain, whatever the ones that were read were.
     values = {key: value for key, value in values.items() if key not in QUANTISED}
     # What was written is read again: what does not come back cannot be said in this family's keys.
-    again = Config(f"a {family.model_type} config.json", values, generation, original and original.folder)
-    lost = differences(spec, config_to_spec(again))
+    again = Config(f"a {layout.model_type} config.json", values, generation, original and original.folder)
+    lost = differences(spec, config_to_spec(again, family))
     if lost:
-        raise ValueError(f"a {family.model_type} config.json cannot hold this spec: {'; '.join(lost)}")
+        raise ValueError(f"a {layout.model_type} config.json cannot hold this spec: {'; '.join(lost)}")
     return values
 
 
@@ -129,9 +146,9 @@ def fitting(values: dict[str, Any], spec: ModelSpec, before: int) -> dict[str, A
     return values | fits
 
 
-def spec_to_generation(spec: ModelSpec, original: Config) -> Mapping[str, Any]:
+def spec_to_generation(spec: ModelSpec, original: Config, family: Family | None = None) -> Mapping[str, Any]:
     """The generation_config.json of a model that came with one, {} if it did not."""
-    before = config_to_spec(original)
+    before = config_to_spec(original, family)
     if not differences(spec, before):
         return original.generation
     ids = {"eos_token_id": [*spec.ends] if spec.stop_ids else spec.eos_id, "mask_token_id": spec.mask_id}

@@ -15,6 +15,7 @@ from dllm_jax.checkpoint.dtypes import SAFETENSORS, same_bits
 from dllm_jax.checkpoint.families import config_to_spec, family_of, units_of
 from dllm_jax.checkpoint.files import has_entry
 from dllm_jax.checkpoint.messages import what_else
+from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.fused import by_expert
 from dllm_jax.checkpoint.names.spelling import spelled
 from dllm_jax.checkpoint.names.table import (
@@ -40,6 +41,7 @@ class _Tensors:
     path: Path
     spec: ModelSpec
     stored: dict[str, Tensor]
+    names: tuple[TensorName, ...]
 
     def parameters(self, unit: Unit) -> dict[str, StoredParameter]:
         return {entry.leaf: self._parameter(entry) for entry in unit.entries}
@@ -48,9 +50,7 @@ class _Tensors:
         read = functools.partial(self._experts if entry.by_expert else self._part, entry)
 
         # A file may spell a tied head out: one that is not the embedding would be lost without a word.
-        tied = [
-            name for name in family_of(self.spec).names if name.leaf == "head" and name.name in self.stored
-        ]
+        tied = [name for name in self.names if name.leaf == "head" and name.name in self.stored]
         if self.spec.tied and entry.leaf == "embed" and tied:
             read = functools.partial(self._tied_part, entry, tied[0])
         own = shape(self.spec, own_axes(entry.leaf))
@@ -86,7 +86,7 @@ class _Tensors:
         return part
 
 
-def open_hf(path: Path) -> Source:
+def open_hf(path: Path, family: Family | None = None) -> Source:
     """Opens a Hugging Face directory and checks its tensors' names, shapes and dtypes; reads no weights.
 
     Names are taken with or without the prefixes of `dllm_jax.checkpoint.names.spelling`.
@@ -96,8 +96,8 @@ def open_hf(path: Path) -> Source:
       ValueError: unsupported config, unreadable file, or tensors that do not fit, by name.
     """
     config = _config(path)
-    spec = config_to_spec(config)
-    names = family_of(spec).names
+    spec = config_to_spec(config, family)
+    names = family_of(spec, family).names
     found = tensors_in(path)
     ours = spelled(found, (entry.name for entry in names), str(path))
     stored = dequantised({ours[name]: tensor for name, tensor in found.items()}, config)
@@ -109,7 +109,7 @@ def open_hf(path: Path) -> Source:
             f"{path}: {ADAPTER} is a LoRA adapter, which load does not apply; lora.load(model, path) does",
             stacklevel=2,
         )
-    needed = [tensor for unit in units_of(spec) for tensor in tensors_of(spec, unit)]
+    needed = [tensor for unit in units_of(spec, family) for tensor in tensors_of(spec, unit)]
     kinds = {tensor.name: stored[tensor.name].dtype for tensor in needed}
     check_dtypes(kinds, SAFETENSORS, str(path))
     # Tensors that no parameter is read from do not count, nor do those that keep a dtype of their own.
@@ -117,8 +117,8 @@ def open_hf(path: Path) -> Source:
     plain = {name: SAFETENSORS[kind] for name, kind in kinds.items() if name not in own}
     plain = {name: kind for name, kind in plain.items() if not stored[name].quantised} or plain
     return Source(
-        path, spec, frozenset(plain.values()), None, _Tensors(path, spec, stored).parameters,
-        _of_matrices(plain, stored), described(config),
+        path, spec, frozenset(plain.values()), None, _Tensors(path, spec, stored, names).parameters,
+        _of_matrices(plain, stored), described(config), family,
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.checkpoint.dtypes import choose, choose_weights
 from dllm_jax.checkpoint.files import check_integrity
+from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.sharded import Source, StoredParameter
 from dllm_jax.checkpoint.source import open_checkpoint, opened, require_finite, resized
 from dllm_jax.nn.int8 import Int8Matrix, Weights, placements
@@ -44,6 +45,7 @@ def load(
     verify: bool = False,
     vocab: int | None = None,
     revision: str | None = None,
+    family: Family | None = None,
     **unknown: Never,
 ) -> Model:
     """Loads a checkpoint from a Hugging Face directory, the hub or a converted directory.
@@ -81,6 +83,7 @@ def load(
       vocab: Truncate the vocabulary to this size (first rows of the embedding and head). LLaDA-V is published
         with `len(tokenizer)` = 126349. None keeps all rows of the checkpoint.
       revision: Branch, tag or commit of a hub id; None takes the main branch.
+      family: Layout of one's own, whose model type the library does not read (docs/adding-a-family.md).
 
     Warns:
       dllm_jax.checkpoint.dtypes.DtypeWarning: several stored dtypes, or float16, and `dtype` None.
@@ -103,7 +106,7 @@ def load(
     check_finite = check_argument("check_finite", check_finite, bool)
     separate_layers = check_argument("separate_layers", separate_layers, bool | None)
     vocab = check_argument("vocab", vocab, PositiveInt | None)
-    source = open_checkpoint(path, revision)
+    source = open_checkpoint(path, revision, family)
     source = source if vocab is None else resized(source, vocab)
     # Everything that can be refused is refused before a weight is read.
     asked = asked_for(implementation) if isinstance(implementation, Mapping) else implementation

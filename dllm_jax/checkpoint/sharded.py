@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.table import Unit, own_axes
 from dllm_jax.nn.int8 import HostArray, Int8Matrix, Weights, quantise
 from dllm_jax.nn.sharding import OUTPUTS, WIDE
@@ -60,7 +61,7 @@ StoredParameter = Stored | Int8Matrix  # of an int8 matrix, two stored arrays
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A checkpoint, or a model in memory, read unit by unit; `units_of(source.spec)` are the units.
+    """A checkpoint, or a model in memory, read unit by unit; `units_of(spec, family)` are the units.
 
     Attributes:
       path: the directory, which error messages name.
@@ -71,6 +72,7 @@ class Source:
         yet. What cannot be read raises ValueError, at once or when it is.
       matrices: Dtype of most numbers in stored matrices; None where `dtypes` are all that is known.
       quantised: How stored weights are quantised, in words; they are read dequantised.
+      family: Layout of one's own that it is stored in; None looks up `ModelSpec.family`.
     """
 
     path: Path
@@ -80,6 +82,7 @@ class Source:
     parameters: Callable[[Unit], dict[str, StoredParameter]]
     matrices: np.dtype | None = None
     quantised: str | None = None
+    family: Family | None = None
 
 
 def whole(parameters: dict[str, StoredParameter]) -> dict[str, HostArray]:

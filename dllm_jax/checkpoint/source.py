@@ -15,6 +15,7 @@ from dllm_jax.checkpoint.converted import is_converted, open_converted
 from dllm_jax.checkpoint.families import units_of
 from dllm_jax.checkpoint.hf import open_hf
 from dllm_jax.checkpoint.messages import named
+from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.table import Unit
 from dllm_jax.checkpoint.sharded import Source, StoredParameter, held, whole
 from dllm_jax.nn.int8 import HostArray, Weights, is_int8
@@ -104,14 +105,16 @@ def _fetched(name: str, here: Path, revision: str | None) -> Path:
     return Path(fetched)
 
 
-def open_checkpoint(path: str | os.PathLike[str], revision: str | None = None) -> Source:
+def open_checkpoint(
+    path: str | os.PathLike[str], revision: str | None = None, family: Family | None = None
+) -> Source:
     """Opens a Hugging Face directory, a converted one, or a hub id; reads no weights.
 
     Raises:
       FileNotFoundError, ValueError: see `locate`, `open_hf` and `open_converted`.
     """
     found = locate(path, revision)
-    return open_converted(found) if is_converted(found) else open_hf(found)
+    return open_converted(found, family) if is_converted(found) else open_hf(found, family)
 
 
 def opened(
@@ -129,7 +132,7 @@ def opened(
       ValueError: when it is read, a tensor with NaN or infinity that therefore cannot be int8.
     """
     # One unit after the other: nothing holds more than a layer, the embedding or the head.
-    for unit in units_of(source.spec):
+    for unit in units_of(source.spec, source.family):
         stored = source.parameters(unit)
         where = {entry.leaf: f"{entry.name} of {source.path}" for entry in unit.entries}
         yield unit, {leaf: held(stored[leaf], leaf, dtype, weights, where[leaf]) for leaf in where}
@@ -168,5 +171,5 @@ def progress(title: str, source: Source, show: bool) -> Iterator[Callable[[], No
     columns = bars.TextColumn("{task.description}"), bars.BarColumn(), bars.MofNCompleteColumn()
     console = Console(stderr=True)
     with bars.Progress(*columns, bars.TimeRemainingColumn(), console=console, disable=not show) as bar:
-        task = bar.add_task(title, total=len(units_of(source.spec)))
+        task = bar.add_task(title, total=len(units_of(source.spec, source.family)))
         yield lambda: bar.update(task, advance=1)

@@ -135,7 +135,7 @@ class Conversation:
         named = {name: getattr(arguments, name) for name in ("length", "block", "steps", "every")}
         # The conversation grows: its lengths share programs.
         shared = {"policy": policy, "sampler": sampler, "stop_at_eos": True, "buckets": buckets.DEFAULT}
-        variables = with_defaults(variables, model.spec)
+        variables = dict(with_defaults(variables, model.spec))
         return cls(model, tokenizer, named | shared, arguments.seed, variables)
 
     def answer(self, console: rich.console.Console, messages: list[Message], turn: int) -> str:
