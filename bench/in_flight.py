@@ -23,6 +23,7 @@ from transformers import AutoTokenizer
 
 import dllm_jax as dj
 from bench.shared import runner
+from dllm_jax.command_line import run
 from dllm_jax.decoding.chat import chat_ids
 from dllm_jax.policies import DualCache, Policy
 from dllm_jax.provenance import measured_on
@@ -158,4 +159,4 @@ def main(turns: int = 5, json: runner.JsonFile = None):
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    run(lambda: tyro.cli(main))

@@ -15,6 +15,7 @@ import dllm_jax as dj
 from bench.shared import runner
 from bench.shared.measure import Grid
 from dllm_jax import roofline
+from dllm_jax.command_line import run
 from dllm_jax.roofline import HARDWARE
 
 NOTE = """
@@ -31,7 +32,7 @@ class Forecast:
       models: Names of `dj.presets.model_spec`.
       hardware: Names of `dllm_jax.roofline.HARDWARE`.
       grid: Generations to predict.
-      chips: number of chips that share the work perfectly.
+      chips: Number of chips that share the work perfectly.
       dtype: Dtype of parameters and storage; rates are those of bfloat16.
       markdown: Print short tables, a column per prompt length.
       json: File of the results.
@@ -132,4 +133,4 @@ def main(forecast: Annotated[Forecast, tyro.conf.arg(name="")]):
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    run(lambda: tyro.cli(main))

@@ -19,10 +19,10 @@ def main(
     """Writes a converted checkpoint back as a Hugging Face directory, every tensor bit for bit.
 
     Args:
-      source: directory written by hf_to_jax.py.
-      destination: directory to write; it appears only when complete.
-      overwrite: replace an existing destination; it stays until the new one is complete.
-      shard_gb: largest size of a safetensors file, in 10^9 bytes.
+      source: Directory written by hf_to_jax.py.
+      destination: Directory to write; it appears only when complete.
+      overwrite: Replace an existing destination, which stays until the new one is complete.
+      shard_gb: Maximum size of a safetensors file, in 10^9 bytes.
     """
     with plain_errors():
         # A GB of 10^9 bytes, as `max_shard_size` of Hugging Face counts it.

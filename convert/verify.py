@@ -36,8 +36,8 @@ class Tolerance:
 
     Attributes:
       max_abs: Largest accepted difference of a logit.
-      kl: mean KL divergence of B's distribution from A's, in nats per position.
-      agreement: smallest mean share of A's top k tokens that are B's top k too.
+      kl: Largest accepted mean KL divergence of B's distribution from A's, in nats per position.
+      agreement: Smallest accepted mean share of A's top k tokens among B's top k.
       top_k: Number k of top tokens.
     """
 

@@ -57,7 +57,7 @@ class Arguments(Options):
     """
 
     models: tuple[str, ...] = bundled.TEXT
-    """Embedded checkpoints that answer, of those that read text."""
+    """Bundled text models to run."""
     prompts: PositiveInt = 16
     """Number of held-out prompts of each task."""
     seed: NonNegativeInt = 0

@@ -61,7 +61,10 @@ def wrapped_help() -> Iterator[None]:
     finally:
         width = shutil.get_terminal_size().columns
         text.seek(0)
-        for line in re.sub(r"\n{3,}", "\n\n", text.read()).splitlines():
+        # A default of None, or of no values, is told by the help text; boxes keep their width.
+        hint = r"\(default:(?:\s*│\n│\s*)?(?: ?None)?\s?\)"
+        shown = re.sub(hint, lambda found: re.sub(r"[^\s│]", " ", found[0]), text.read())
+        for line in re.sub(r"\n{3,}", "\n\n", shown).splitlines():
             indent = "  " if line.startswith("usage:") else ""
             wrapper = textwrap.TextWrapper(
                 width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False

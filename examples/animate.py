@@ -46,9 +46,9 @@ class Panel:
     """One decoder's half of the picture.
 
     Attributes:
-      title: of the decoder.
-      recording: what it did.
-      labels: the text of each position at the end.
+      title: Title of the decoder.
+      recording: Recording of its run.
+      labels: Final text of each position.
     """
 
     title: str
@@ -70,7 +70,7 @@ class Panel:
 
     @property
     def stops(self) -> str:
-        """What the answer says, in words."""
+        """Describes the answer in words."""
         answer = "".join(self.labels[i] for i in self.recording.to_fill)
         return ", ".join(trains.route(answer)[1:])
 

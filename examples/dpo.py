@@ -49,16 +49,16 @@ def main(
     """Trains and prints the curve.
 
     Args:
-      model: a bundled one.
-      steps: of the optimiser.
-      batch: pairs per step.
-      rank: of the adapters.
-      learning_rate: of Adam, constant.
-      beta: of DPO.
-      supervised: weight of the right answers' likelihood; 0 is DPO alone.
-      draws: of levels and masks per response.
-      review_every: steps between measurements of accuracy.
-      questions: held-out ones to measure it on.
+      model: Name of a bundled model.
+      steps: Number of optimizer steps.
+      batch: Number of preference pairs per step.
+      rank: Rank of the adapters.
+      learning_rate: Constant learning rate of Adam.
+      beta: Strength beta of DPO.
+      supervised: Weight of the right answers' likelihood; 0 is pure DPO.
+      draws: Number of noise levels and masks per response.
+      review_every: Number of steps between measurements of accuracy.
+      questions: Number of held-out questions that measure accuracy.
       out: JSON file of the curve.
     """
     base, tokenizer = pretrained(model)

@@ -80,10 +80,10 @@ def attention_map(capture: dj.Capture, step: int = 0, layer: int = 0, sequence: 
     Dark columns are the pivotal tokens that evictions keep (Sparse-dLLM, figure 2; Elastic-Cache, figure 1a).
 
     Args:
-      capture: with attention.
-      step: entry of the capture, not the number of the step; likewise the others.
-      layer: entry of the capture.
-      sequence: of the batch.
+      capture: Capture with attention.
+      step: Index into the capture, not the number of the step; likewise the others.
+      layer: Index into the capture.
+      sequence: Index of the sequence in the batch.
     """
     assert capture.attention is not None, "capture with what='attention'"
     figure, axes = _panel("attended position", "position")
@@ -101,7 +101,7 @@ def trajectory(states: Float[np.ndarray, "t *d"], masked: Bool[np.ndarray, "t"])
     """The way of one position's states through the steps, by their two principal components (d2Cache, 2a).
 
     Args:
-      states: of one position in one layer, such as `capture.k[:, layer, sequence, position]`.
+      states: States of one position in one layer, such as `capture.k[:, layer, sequence, position]`.
       masked: steps before which the position was masked: `capture.tokens[:, sequence, position] == mask_id`.
     """
     flat = states.reshape(len(states), -1).astype(np.float64)

@@ -73,17 +73,17 @@ def main(
     """Trains and prints the curve.
 
     Args:
-      model: a bundled one.
-      steps: batches of rollouts.
-      prompts: questions per step.
-      group: responses to each of them.
-      updates: gradient steps per batch of rollouts, each with prompt masks of its own.
-      rank: of the adapters.
-      learning_rate: of Adam, constant.
-      temperature: of the sampler.
-      kl: weight of the divergence from the reference.
-      review_every: steps between measurements of accuracy.
-      questions: held-out ones to measure it on.
+      model: Name of a bundled model.
+      steps: Number of batches of rollouts.
+      prompts: Number of questions per step.
+      group: Number of responses to each question.
+      updates: Number of gradient steps per batch of rollouts, each with its own prompt masks.
+      rank: Rank of the adapters.
+      learning_rate: Constant learning rate of Adam.
+      temperature: Temperature of the sampler.
+      kl: Weight of the divergence from the reference.
+      review_every: Number of steps between measurements of accuracy.
+      questions: Number of held-out questions that measure accuracy.
       out: JSON file of the curve.
     """
     base, tokenizer = pretrained(model)

@@ -16,6 +16,7 @@ import tyro
 from transformers import AutoTokenizer
 
 import dllm_jax as dj
+from dllm_jax.command_line import run
 from examples.similarity import KINDS, Similarity, pairwise_similarity, step_similarity
 
 LENGTH = 4
@@ -26,8 +27,8 @@ def main(model: str = "tiny-llada", figures: Path | None = None):
     """Prints what is found.
 
     Args:
-      model: one that ships with the package.
-      figures: a directory for the figures.
+      model: Name of a bundled model.
+      figures: Directory of the figures. Default: none are drawn.
     """
     path = dj.bundled.path(model)
     net, tokenizer = dj.load(path), AutoTokenizer.from_pretrained(path)
@@ -114,4 +115,4 @@ def draw(directory: Path, seen: dj.Capture, found: Similarity):
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    run(lambda: tyro.cli(main))

@@ -59,14 +59,14 @@ def main(
     """Trains and prints the curve.
 
     Args:
-      model: a bundled one.
-      steps: of the optimiser.
-      batch: examples per step.
-      rank: of the adapters.
-      learning_rate: the peak.
-      review_every: steps between measurements of accuracy.
-      questions: held-out ones to measure it on.
-      adapter: where to write the adapters, as PEFT does.
+      model: Name of a bundled model.
+      steps: Number of optimizer steps.
+      batch: Number of examples per step.
+      rank: Rank of the adapters.
+      learning_rate: Peak learning rate.
+      review_every: Number of steps between measurements of accuracy.
+      questions: Number of held-out questions that measure accuracy.
+      adapter: Directory to write the adapters to, in PEFT's format.
       out: JSON file of the curve.
     """
     base, tokenizer = pretrained(model)

@@ -32,11 +32,11 @@ class Similarity:
     Axes: t pairs, each of a chosen canvas and the one chosen before it; n layers; b sequences; l positions.
 
     Attributes:
-      k: of rotated keys.
-      v: of values.
+      k: Similarity of rotated keys.
+      v: Similarity of values.
       kind: index into `KINDS` of each position in each pair; -1 at padding.
       steps: the later canvas of each pair: i is the one before denoising step i.
-      layers: which layers.
+      layers: Indices of the layers.
     """
 
     k: Float[np.ndarray, "t n b l"]
@@ -92,14 +92,14 @@ def step_similarity(
     what a cache could have reused.
 
     Args:
-      model: from `load`.
-      source: as in `capture`, of at least two canvases.
-      layers: as in `capture`.
-      steps: which canvases, each compared with the one named before it: (0, 4, 8) skips three steps at a
-        time. None: all.
-      prompt: how many positions on the left are the prompt. None: those that the first canvas of the source
+      model: Model returned by `load`.
+      source: Source of `capture`, with at least two canvases.
+      layers: Layer indices (`capture`).
+      steps: Indices of the canvases, each compared with the one named before it: (0, 4, 8) skips three steps
+        at a time. None: all.
+      prompt: Number of positions of the prompt. None: those that the first canvas of the source
         knows, wherever they are.
-      prompt_mask: as in `capture`; padding belongs to no kind.
+      prompt_mask: Prompt mask of `capture`; padding belongs to no kind.
       chunk: pairs whose keys and values the host holds at once.
     """
     look = lambda what, **which: dj.capture(model, source, what, prompt_mask=prompt_mask, **which)

@@ -1,4 +1,4 @@
-"""Which cache policy answers chains of look-ups as well as the exact decoder, and moves the fewest bytes?
+"""Finds the cache policy that answers chains of look-ups as well as the exact decoder, and moves the fewest bytes?
 
     python examples/tune.py --count 128
 
@@ -13,6 +13,7 @@ import tyro
 
 import dllm_jax as dj
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
+from dllm_jax.command_line import run
 from dllm_jax.tasks import Chain, examples
 
 
@@ -26,11 +27,11 @@ def main(
     """Tunes, prints the table, and writes figure and preset.
 
     Args:
-      methods: policies by name, whose grids are walked.
-      links: of each chain.
-      count: questions.
-      within: how much less accurate than the exact decoder the choice may be.
-      out: folder of what is written.
+      methods: Names of policies whose grids are tried.
+      links: Number of links of each chain.
+      count: Number of questions.
+      within: Maximum loss of accuracy compared with exact decoding.
+      out: Folder of the results.
     """
     path = dj.bundled.path("tiny-llada")
     questions = examples(Chain(), 0, links, count, "held_out")
@@ -53,4 +54,4 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    run(lambda: tyro.cli(main))

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = "dllm_jax", "pallas_kernels", "convert", "bench"
+PACKAGES = "dllm_jax", "pallas_kernels", "convert", "bench", "examples"
 LONGEST = 35  # words of a sentence on a page for readers
 # At most: docstrings and entries that begin wrongly, longer sentences, mean words of all and of one page's
 # sentences, words (with a letter) of README and docs without docs/dev and

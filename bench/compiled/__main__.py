@@ -27,6 +27,7 @@ from bench.compiled.program import TRAINING, Case, Setting, compile_case
 from bench.compiled.targets import TARGETS
 from bench.shared import runner
 from bench.shared.models import policies_named, shape
+from dllm_jax.command_line import run
 from dllm_jax.provenance import measured_on
 
 Targets = Annotated[tuple[str, ...], tyro.conf.Positional]
@@ -38,7 +39,7 @@ class Options(Setting):
 
     Attributes:
       targets: Keys of `bench.compiled.targets.TARGETS`.
-      policy: class names and "training"; all policies that do not refuse the model if empty.
+      policy: Class names of policies, or "training". Default: all policies that support the model.
       hlo: Directory for the optimized programs, POLICY-TARGET.hlo.
       json: File of the results.
     """
@@ -134,4 +135,4 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    run(lambda: tyro.cli(main))

@@ -38,15 +38,15 @@ class Setting:
 
     Attributes:
       shape: Model shape, a key of `bench.shared.models.SHAPES`.
-      layers: number of layers instead of the model's own.
-      prompt: positions, without those of images.
+      layers: Number of layers. Default: the model's.
+      prompt: Prompt length, without images.
       images: Number of images of 1024 x 768 pixels in the prompt, for LLaDA-V; their features are an argument
         of the program, which the tower is no part of.
-      length: response positions.
-      block: positions per block.
-      batch: sequences.
-      tp: chips that share each layer.
-      dp: chips that share the batch.
+      length: Number of tokens to generate.
+      block: Block length.
+      batch: Batch size.
+      tp: Number of chips that share each layer.
+      dp: Number of chips that share the batch.
       dtype: Dtype of the weights.
       implementation: Kernels of attention, eviction and experts.
       separate_layers: Whether layers are separate arrays (`dj.load`).

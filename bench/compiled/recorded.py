@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 from bench.shared import runner
+from dllm_jax.command_line import run
 from dllm_jax.eval.run.files import read_json
 
 KINDS = ("reuse", "full")
@@ -85,12 +86,13 @@ def main(files: Annotated[tuple[Path, ...], tyro.conf.Positional], steps: bool =
     """Prints a table of all programs in the files.
 
     Args:
-      files: that bench.compiled wrote.
-      steps: a line per policy instead, with the bytes and FLOPs of its steps; programs of one model.
+      files: Files written by bench.compiled.
+      steps: Print a line per policy instead, with the bytes and FLOPs of its steps, for programs of one
+        model.
     """
     every = (row for file in files for row in rows(file))
     print(of_steps(every) if steps else runner.table_of(COLUMNS, every, left=2))
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    run(lambda: tyro.cli(main))

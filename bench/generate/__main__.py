@@ -22,6 +22,7 @@ from bench.shared import models, runner
 from bench.shared.measure import Grid, Run
 from dllm_jax.check import timing
 from dllm_jax.check.weights import default_dtype, random_model
+from dllm_jax.command_line import run
 from dllm_jax.provenance import measured_on
 from dllm_jax.roofline import Hardware
 
@@ -33,9 +34,9 @@ class Options:
     Attributes:
       shape: Model shape of the random weights, a key of `bench.shared.models.SHAPES`.
       model: Checkpoint to use instead: a directory or hub id.
-      dtype: bfloat16 on accelerators and float32 on CPUs if not given.
+      dtype: Dtype of the weights. Default: bfloat16 on accelerators, float32 on CPUs.
       grid: the generations; the exact decoder is always among them.
-      threshold: decode with `Threshold` instead of a fixed number of tokens per step.
+      threshold: Threshold of parallel decoding. Default: a fixed number of tokens per step.
       limits: how often generations are timed, and how long exact ones may take.
       json: File of the results.
     """
@@ -125,4 +126,4 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    run(lambda: tyro.cli(main))

@@ -20,8 +20,9 @@ class Limits:
     """How often generations are timed, and how long exact ones may take.
 
     Attributes:
-      repeats: timed runs.
-      turns_seconds: exact generations up to this take turns with others; of longer ones steps are added up.
+      repeats: Number of timed runs.
+      turns_seconds: Maximum seconds of exact generations that are interleaved with others; the steps of
+        longer ones are added up.
     """
 
     repeats: int = 5

@@ -31,6 +31,7 @@ from bench.shared.measure import Run
 from dllm_jax.check import timing
 from dllm_jax.check.steps import program
 from dllm_jax.check.weights import default_dtype, random_model
+from dllm_jax.command_line import run
 from dllm_jax.nn.layer import unembed
 from dllm_jax.nn.model import encode
 from dllm_jax.nn.modules import INIT_STD
@@ -46,18 +47,18 @@ class Options:
 
     Attributes:
       shape: Model shape, a key of `bench.shared.models.SHAPES`.
-      policy: class names of policies, "exact" for the exact decoder.
+      policy: Class names of policies, or "exact" for exact decoding.
       device: Device of both. Default: that of jax.
-      dtype: bfloat16 on accelerators and float32 on CPUs if not given.
-      prompt: positions.
-      batch: sequences.
-      length: response positions.
-      block: positions per block; block-causal models get blocks of their own of this size.
+      dtype: Dtype of the weights. Default: bfloat16 on accelerators, float32 on CPUs.
+      prompt: Prompt lengths.
+      batch: Batch size.
+      length: Number of tokens to generate.
+      block: Block lengths; block-causal models get blocks of this size.
       threshold: Threshold of `Dynamic` for block-causal models; 1 unmasks as many tokens per step as
         scheduled.
-      steps: denoising steps, as many as positions if not given.
-      repeats: timed turns, of which the median counts.
-      compiled: try `torch.compile`; on GPUs if not given.
+      steps: Number of denoising steps. Default: one per token.
+      repeats: Number of interleaved runs; medians are reported.
+      compiled: Whether to use `torch.compile`. Default: on GPUs only.
       json: File of the results.
     """
 
@@ -178,4 +179,4 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    run(lambda: tyro.cli(main))

@@ -15,6 +15,7 @@ from bench.policies.every import table
 from bench.policies.measure import stages
 from bench.policies.workloads import workloads
 from bench.shared import runner
+from dllm_jax.command_line import run
 from dllm_jax.eval.run.files import read_json
 from dllm_jax.provenance import measured_on
 
@@ -32,9 +33,9 @@ def main(only: tuple[str, ...] = (), prompts: int = 256, json: runner.JsonFile =
     """Runs the grids and prints a table per workload.
 
     Args:
-      only: workloads, e.g. "tiny-llada chain", or words of their names, e.g. chain; all by default.
-      prompts: held-out prompts of each task.
-      json: results go here; settings that it has of the same workloads are not run again.
+      only: Workloads, e.g. "tiny-llada chain", or words of their names, e.g. chain. Default: all.
+      prompts: Number of held-out prompts of each task.
+      json: File of the results; settings that it has of the same workloads are not run again.
     """
     where, every = measured_on("float32"), workloads(prompts)
     for name in chosen(only, every):
@@ -47,4 +48,4 @@ def main(only: tuple[str, ...] = (), prompts: int = 256, json: runner.JsonFile =
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    run(lambda: tyro.cli(main))

@@ -11,6 +11,7 @@ import tyro
 
 from bench.policies import orderings
 from bench.shared import runner
+from dllm_jax.command_line import run
 from dllm_jax.eval.run.files import read_json
 
 
@@ -60,4 +61,4 @@ def main(results: runner.Results, only: str | None = None):
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    run(lambda: tyro.cli(main))

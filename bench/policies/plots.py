@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 
 from bench.policies.every import title
 from bench.shared import runner
+from dllm_jax.command_line import run
 from dllm_jax.eval.run.files import read_json
 
 plt.switch_backend("Agg")
@@ -71,4 +72,4 @@ def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    run(lambda: tyro.cli(main))

@@ -22,6 +22,7 @@ from bench.policies.workloads import ASKED_OF_PICTURES
 from bench.shared import runner
 from dllm_jax import policies as p
 from dllm_jax import samplers as s
+from dllm_jax.command_line import run
 from dllm_jax.eval.run.files import read_json
 from dllm_jax.eviction import MaskVotes
 from dllm_jax.published.expressions import call
@@ -243,4 +244,4 @@ def main(results: runner.Results, blocks: Path | None = None):
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    run(lambda: tyro.cli(main))

@@ -21,12 +21,12 @@ class Grid:
     """Policies by prompt lengths by batches.
 
     Attributes:
-      policies: class names, with their defaults; all that do not refuse the model if empty.
-      prompts: prompt lengths.
-      batches: sequences at a time.
-      length: response positions.
-      block: positions per block, or one that slides, "Sliding(32)".
-      steps: denoising steps, as many as positions if not given.
+      policies: Class names of policies, with default options. Default: all that support the model.
+      prompts: Prompt lengths.
+      batches: Batch sizes.
+      length: Number of tokens to generate.
+      block: Block length, or a sliding block, "Sliding(32)".
+      steps: Number of denoising steps. Default: one per token.
     """
 
     policies: tuple[str, ...] = ()

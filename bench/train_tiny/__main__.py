@@ -61,11 +61,11 @@ def main(
 
     Args:
       name: Name of the recipe, e.g. tiny-llada.
-      runs: where checkpoints and the log of the run are kept.
-      begin_with: a checkpoint of the recipe's shape that has learnt the stages: all are rehearsed from the
+      runs: Folder of checkpoints and the log of the run.
+      begin_with: Checkpoint of the recipe's shape that has learnt the stages: all are rehearsed from the
         first step on, for as many steps as the recipe's `further` says. From nothing by default. A
         block-causal model may begin with one that attends everywhere, one with experts with a dense one.
-      out: where the finished model goes, in a directory of its name; the package's data by default.
+      out: Folder of the finished model, which gets a directory of its name. Default: the package's data.
     """
     if name not in RECIPES:
         raise SystemExit(f"name={name!r} is not one of {', '.join(RECIPES)}")

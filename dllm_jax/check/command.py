@@ -32,27 +32,27 @@ Part = Literal["environment", "operations", "tokens", "speed", "several"]
 
 @dataclasses.dataclass(frozen=True)
 class Arguments(Options):
-    """Checks dllm_jax on this machine's device: is it right, how near the roofline, and what is fastest?
+    """Checks correctness and speed of dllm_jax on this machine's device, and finds the fastest kernels.
 
-    Works offline. One line per thing that is looked at; then a verdict. The exit code is 0 only if nothing
-    was wrong. Ctrl-C leaves a report of what was found so far.
+    Works offline. Prints a line per check, then a verdict. The exit code is 0 only if every check passes.
+    Ctrl-C leaves a valid report.
     """
 
     shape: str | None = None
-    """Of the random weights that are timed: llada-8b, dream-7b or another published model, a bundled one,
-    or a checkpoint's path. By default llada-8b, and tiny-llada on CPUs."""
+    """Model shape to benchmark with random weights: a published model such as llada-8b or dream-7b,
+    a bundled one or the path of a checkpoint. Default: llada-8b, or tiny-llada on CPUs."""
     quick: bool = False
-    """One bundled model, small operands, a few policies: a first look."""
+    """Run a short check: one bundled model, small operands, a few policies."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Also write the report here."""
+    """File of the report as JSON. Default: no file."""
     record: bool = False
-    """Keep which implementation is fastest here, for `load` on this machine."""
+    """Store the fastest implementations, which `load` then uses on this machine."""
     minutes: PositiveFloat = 8
-    """After which no further speed is measured; the rest takes the time that it takes."""
+    """Time limit of the speed part, in minutes; the correctness parts always finish."""
     peers: bool = False
-    """Also time the authors' steps in torch, which must be installed, from a clone; this comes first."""
+    """Also time the reference implementations in torch, which must be installed; needs a clone."""
     parts: tuple[Part, ...] = get_args(Part)
-    """What to look at."""
+    """Parts of the report to run."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -52,15 +52,15 @@ class Arguments(Options):
     path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
     """A bundled model (tiny-llada, tiny-dream, tiny-sdar, tiny-sdar-moe), a directory, or a hub id."""
     policy: str = "Policy"
-    """What is recomputed and cached, as a constructor call: 'DKVDecode(refresh_every=8)'."""
+    """Cache policy, as a constructor call: 'DKVDecode(refresh_every=8)'."""
     sampler: str = "Confidence"
-    """Which tokens are decoded when, as a constructor call: 'Threshold(0.9)'."""
+    """Sampler (remasking strategy), as a constructor call: 'Threshold(0.9)'."""
     length: PositiveInt = 128
-    """Response positions."""
+    """Number of tokens to generate."""
     block: PositiveInt | None = None
-    """Positions decoded together; None: all."""
+    """Block length. Default: one block."""
     steps: PositiveInt | None = None
-    """Denoising steps; None: one per position."""
+    """Number of denoising steps. Default: one per token."""
     every: PositiveInt = 1
     """Redraw every N denoising steps."""
     system: str | None = None

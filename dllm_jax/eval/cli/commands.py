@@ -29,7 +29,7 @@ DEPTHS = (0.0, 11.0, 22.0, 33.0, 44.0, 56.0, 67.0, 78.0, 89.0, 100.0)
 def run_tasks(
     options: Shared = DEFAULTS, task: str = "FewShot", sizes: tuple[int, ...] = (5,), count: int = 32
 ) -> int:
-    """Exact match on held-out examples of a task of `dllm_jax.tasks`.
+    """Measures exact match on held-out examples of a task of `dllm_jax.tasks`.
 
     Without --length, responses are as long as the longest answer and its end need.
 
@@ -60,14 +60,14 @@ def run_longbench(
     means S steps for L positions instead, so that longer answers have more steps.
 
     Args:
-      data: the folder with <task>.jsonl.
+      data: Folder with LongBench's <task>.jsonl.
       options: Model and decoding.
-      prompts: LongBench's dataset2prompt.json; None: the one in the data folder.
-      tasks: by name; none: all 16.
-      truncate_to: longer prompts lose their middle; in tokens. The paper's max_length: 3500, 7500, 15500 or
-        31500. None: never.
-      limit: only the first samples of each task.
-      answer_length: response positions of every task, instead of the published ones.
+      prompts: LongBench's dataset2prompt.json. Default: the one in the data folder.
+      tasks: Names of the tasks. Default: all 16.
+      truncate_to: Maximum tokens of a prompt; longer ones lose their middle. The paper's max_length: 3500,
+        7500, 15500 or 31500. None: never.
+      limit: Number of samples of each task, from the first. Default: all.
+      answer_length: Number of tokens to generate for every task. Default: the published ones.
     """
     # Answers have their task's length: --length alone says nothing, and is refused with what it may mean.
     given = options.decoding
@@ -104,7 +104,7 @@ def run_needle(
     needle_file: Path | None = None,
     chat: bool = False,
 ) -> int:
-    """Needle in a haystack of text, by prompt length and depth.
+    """Hides a needle in a haystack of text, by prompt length and depth.
 
     Args:
       haystack: Text file, or folder of .txt files.
@@ -137,7 +137,7 @@ def run_recall(
     depths: tuple[float, ...] = DEPTHS,
     repeats: int = 4,
 ) -> int:
-    """The bundled models' own needle task: a pair among pairs and filler, by prompt length and depth.
+    """Runs the bundled models' needle task: a pair among pairs and filler, by prompt length and depth.
 
     Args:
       options: Model and decoding.
@@ -165,7 +165,7 @@ def run_images(
     exif: bool = False,
     at_once: int = AT_ONCE,
 ) -> int:
-    """Questions about images, put and scored as LLaDA-V's evaluation does.
+    """Asks and scores questions about images as in LLaDA-V's evaluation.
 
     Args:
       data: JSONL file: {"id": "1", "image": "chart.png", "question": "..", "answer": ".."} in each line;
@@ -212,11 +212,11 @@ def run_images(
 
 
 def run_merge(out: tyro.conf.Positional[Path], parts: tyro.conf.Positional[tuple[Path, ...]]) -> int:
-    """Journals of an evaluation's parts in one; the evaluation with --out OUT then writes the results.
+    """Merges the journals of an evaluation's parts; the evaluation with --out OUT then writes the results.
 
     Args:
-      out: folder of the journal that takes all answers.
-      parts: folders that were --out of the parts.
+      out: Folder of the journal that receives all answers.
+      parts: Folders of the parts (their --out).
     """
     added = Journal(out / JOURNAL).merge([folder / JOURNAL for folder in parts])
     print(f"{added} answers added to {out / JOURNAL}")
@@ -226,7 +226,7 @@ def run_merge(out: tyro.conf.Positional[Path], parts: tyro.conf.Positional[tuple
 def run_compare(
     a: tyro.conf.Positional[Path], b: tyro.conf.Positional[Path], confidence: float = 0.95, seed: int = 0
 ) -> int:
-    """Differences of two results with bootstrap confidence intervals, paired by request.
+    """Compares two results, paired by request, with bootstrap confidence intervals.
 
     Args:
       a: First result, a JSON file.

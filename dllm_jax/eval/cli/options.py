@@ -28,13 +28,13 @@ class Options:
     """Options of every evaluation.
 
     Attributes:
-      checkpoint: which checkpoint is evaluated.
-      decoding: how, but for policy and sampler, which are given as text.
-      policy: one or more policies, as constructor calls: 'DualCache' 'DKVDecode(refresh_every=8)'.
-      sampler: a sampler, as a constructor call.
-      out: folder of the results and of the journal from which an interrupted run resumes.
-      part: "2/4" answers the second of four parts of the requests, into the journal in --out, and writes no
-        result; `merge` puts such journals together.
+      checkpoint: Checkpoint to evaluate.
+      decoding: Settings of decoding, except for policy and sampler, which are given as text.
+      policy: One or more policies, as constructor calls: 'DualCache' 'DKVDecode(refresh_every=8)'.
+      sampler: Sampler, as a constructor call.
+      out: Folder of the results and of the journal from which an interrupted run resumes.
+      part: Part of the requests to answer. "2/4" answers the second of four parts into the journal in --out,
+        and writes no result; `merge` puts such journals together.
     """
 
     checkpoint: Annotated[Checkpoint, WITHOUT_PREFIX] = Checkpoint()

@@ -48,16 +48,17 @@ def run_reproduce(
     """A published table measured again: accuracy and speed beside what is printed.
 
     Args:
-      table: paper and number: maskkv/1, maskkv/2, dkv-cache/1 to 4, elastic-cache/1 and 2,
-        sparse-dllm/1 and 2, d2cache/1.
-      asked: what is asked, and how.
-      checkpoint: which checkpoint.
-      rows_of: the published model whose rows are meant, such as llada-1.5; None: the only one of the
+      table: Table to reproduce: maskkv/1, maskkv/2, dkv-cache/1 to 4, elastic-cache/1 and 2, sparse-dllm/1
+        and 2 or d2cache/1.
+      asked: Cells to measure.
+      checkpoint: Checkpoint to measure.
+      rows_of: Published model whose rows to reproduce, such as llada-1.5. Default: the only one of the
         checkpoint's family.
-      figure: accuracy by speed as a picture, printed points hollow.
-      list_: say what each cell needs and what it costs, without a table which there are; measure nothing.
-      chip: whose roofline says the costs: a name of `dllm_jax.roofline.HARDWARE`.
-      prompt: tokens that --list takes every prompt to have.
+      figure: File of a figure of accuracy by speed, with printed points hollow.
+      list_: Print the requirements and the predicted cost of each cell, or the names of all tables, and
+        measure nothing.
+      chip: Accelerator of the predicted cost, a name of `dllm_jax.roofline.HARDWARE`.
+      prompt: Prompt length that --list assumes, in tokens.
     """
     if table is None:
         if not list_:
