@@ -1,4 +1,4 @@
-"""Shared parts of the three examples of learning: data, the training of adapters by any loss, and the curve."""
+"""Shared parts of the three examples: data, the training of adapters by any loss, and the curve."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Finds the cache policy that answers chains of look-ups as well as the exact decoder, and moves the fewest bytes?
+"""Finds the cache policy that answers chains as well as exact decoding, and moves the fewest bytes.
 
     python examples/tune.py --count 128
 

@@ -142,8 +142,8 @@ def measure(options: Options, dtype: str) -> Iterator[runner.Row]:
         if theirs.network.device.type == "cpu":
             theirs.torch.set_num_threads(len(os.sched_getaffinity(0)))  # as many as XLA takes
         fixed = {"shape": shape, "their_device": str(theirs.network.device), "how": theirs.how}
-        for run in runs_of(options, model.spec):
-            yield from (fixed | row for row in rows(model, theirs, run, options.repeats))
+        for one in runs_of(options, model.spec):
+            yield from (fixed | row for row in rows(model, theirs, one, options.repeats))
 
 
 COLUMNS: runner.Columns = {
