@@ -7,7 +7,7 @@ import tyro
 
 from dllm_jax.checkpoint import convert
 from dllm_jax.checkpoint.dtypes import DtypeName
-from dllm_jax.command_line import PATHS, plain_errors
+from dllm_jax.command_line import PATHS, plain_errors, run
 
 
 def main(
@@ -48,4 +48,4 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main, registry=PATHS)
+    run(lambda: tyro.cli(main, registry=PATHS))

@@ -6,7 +6,7 @@ from typing import Annotated
 import tyro
 
 from dllm_jax.checkpoint import export
-from dllm_jax.command_line import PATHS, plain_errors
+from dllm_jax.command_line import PATHS, plain_errors, run
 from dllm_jax.options import PositiveFloat, check_argument
 
 
@@ -32,4 +32,4 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main, registry=PATHS)
+    run(lambda: tyro.cli(main, registry=PATHS))

@@ -17,7 +17,7 @@ from dllm_jax.checkpoint.loading import fill
 from dllm_jax.checkpoint.names.table import own_axes
 from dllm_jax.checkpoint.sharded import Source
 from dllm_jax.checkpoint.source import locate, open_checkpoint, read
-from dllm_jax.command_line import PATHS, plain_errors
+from dllm_jax.command_line import PATHS, plain_errors, run
 from dllm_jax.nn.int8 import HostArray, Int8Matrix, dequantise
 from dllm_jax.nn.model import Model, forward
 from dllm_jax.nn.sharding import OUTPUTS
@@ -253,4 +253,4 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main, registry=PATHS)
+    run(lambda: tyro.cli(main, registry=PATHS))

@@ -33,11 +33,22 @@ from dllm_jax.policies import DualCache, Policy
 from dllm_jax.samplers import Confidence, Threshold
 from dllm_jax.tasks import Chain, Example, examples, prompt_arrays
 
-# Each row changes one thing: exact; with Fast-dLLM's cache; with its parallel decoding as well.
-POLICIES_SAY = (
-    "DualCache recomputes the current block and reuses cached keys and values elsewhere. Threshold unmasks "
-    "several tokens per step (parallel decoding)."
+TASK = (
+    'Task: follow a chain. "X>Y" means that the train runs from X to Y. The prompt lists 16 legs in random '
+    'order and ends with "P>"; the answer is the route from P.'
 )
+EXPLANATION = """\
+Policy is exact decoding: every step recomputes every token. DualCache recomputes the current block and \
+reuses cached keys and values elsewhere. Threshold unmasks several tokens per step (parallel decoding).
+
+Computed: tokens per new token. Speedup: wall time on this device ({device}), without compilation; it \
+differs on other devices and for larger models."""
+NEXT = """\
+  python -m dllm_jax chat tiny-llada      talk to a model
+  python -m dllm_jax check --quick        test this device
+  https://dllm-jax.github.io/dllm_jax/    documentation, also in docs/"""
+
+# Each row changes one thing: exact; with Fast-dLLM's cache; with its parallel decoding as well.
 POLICIES = (
     (Policy(), Confidence()),
     (DualCache(), Confidence()),
@@ -93,43 +104,46 @@ def main() -> int:
 def demonstration(arguments: Arguments) -> int:
     """Prints an answer step by step, and what each policy costs."""
     console = rich.console.Console()
-    console.rule("[bold]dllm_jax[/]: diffusion language models in JAX")
+    device = provenance.device()
+    versions = f"dllm_jax {provenance.versions(('dllm-jax',))['dllm-jax']}   jax {jax.__version__}"
+    console.print(f"[bold]{versions}   {device.platform}[/]   demo on bundled models", highlight=False)
+    measured: dict[str, list[Row]] = {}
     tables = []
     for name in arguments.models:
         model, tokenizer = load(bundled.path(name)), read_tokenizer(bundled.path(name))
-        if not tables:
-            size = f"{count(model.params):,} parameters"
-            console.print(f"\n[bold]{name}[/], a bundled model of {size}, follows a chain.")
-            console.print('"X>Y": a train runs from X to Y. The answer is the route from P:')
-            _first_answer(console, model, tokenizer)
+        if not measured:
+            _first_answer(console, name, model, tokenizer)
         with console.status(f"{name}: compiling {len(POLICIES)} programs, then running them in turns"):
             questions = examples(Chain(), arguments.seed, STEPS, arguments.prompts, "held_out")
             rows = measure(model, tokenizer, questions, list(POLICIES), repeats=3, length=LENGTH, block=BLOCK)
-        title = f"{name}: {arguments.prompts} held-out questions"
-        title += f", {LENGTH} new tokens, block length {BLOCK}"
-        console.print(table(rows, f"\n{title}", console.width))
+        measured[name] = rows
         tables.append(_report(name, model, rows))
-    device = provenance.device()
-    where = f"{device.platform} ({device.kind}), jax {jax.__version__}"
-    console.print(f"Policy() is exact decoding: every step recomputes every token. {POLICIES_SAY}")
-    console.print(f"Time on this device, without compilation: {where}.", style="dim")
+    prompts = f"{arguments.prompts} held-out prompts, {LENGTH} new tokens, block length {BLOCK}"
+    console.print(f"[bold]2. Cost:[/] {prompts}", highlight=False)
+    console.print(table(measured, console.width))
+    console.print(EXPLANATION.format(device=device.platform))
+    console.print(f"\n[bold]Next:[/]\n{NEXT}", highlight=False, soft_wrap=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(_provenance(arguments) | {"tables": tables}, indent=2) + "\n")
         console.print(f"wrote {arguments.json}")
     return 0
 
 
-def _first_answer(console: rich.console.Console, model: Model, tokenizer: Any):
+def _first_answer(console: rich.console.Console, name: str, model: Model, tokenizer: Any):
     """Prints the question of the train, the steps of its answer, and the stops that it names."""
-    console.print(f"\n  {trains.QUESTION}", style="cyan", highlight=False)
+    console.print(f"\n{TASK}\n", highlight=False)
+    console.print(f"  {trains.QUESTION}\n", style="cyan", highlight=False)
     with console.status("compiling"):
         asked = [Example(trains.QUESTION, trains.ANSWER)]
         prompt, _ = prompt_arrays(tokenizer, asked, model.spec.eos_id)
         length, block = LENGTH, model.spec.block_size or 8
         out = generate(model, prompt, length=length, block=block, sampler=Threshold(0.9), trace=True)
         (answer,) = decode_answers(model, tokenizer, np.asarray(out.tokens[:, prompt.shape[1] :]))
-    console.print("\nEach step unmasks every token with a confidence of at least 0.9:\n")
-    console.print(grid(Recording.of(out.trace, 0), tokenizer))
+    console.print("[bold]1. Denoising:[/] each step unmasks every token with confidence of at least 0.9")
+    about = f"{name}, {count(model.params):,} parameters"
+    console.print(f"{about}   · masked   ∎ end of text   right: unmasked\n", style="dim", highlight=False)
+    console.print(grid(Recording.of(out.trace, 0), tokenizer, console.width, counts=True))
+    console.print(f"{LENGTH} tokens in {int(out.stats.nfe[0])} forward passes:", highlight=False)
     console.print(f"  {' → '.join(trains.route(answer))}\n", style="bold", highlight=False)
 
 

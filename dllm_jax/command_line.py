@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-INTERRUPTED = 130  # exit status of a program that SIGINT ended, as shells have it
+INTERRUPTED, BROKEN_PIPE = 130, 141  # exit status of a program that SIGINT or SIGPIPE ended, as in shells
 PATHS = ConstructorRegistry()  # `registry` of every tyro.cli: a shell leaves the `~` of --out=~/runs as it is
 
 
@@ -40,6 +40,8 @@ def plain_errors(interrupted: str = "interrupted") -> Iterator[None]:
     """
     try:
         yield
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
@@ -81,8 +83,12 @@ def run(main: Callable[[], object], interrupted: str = "interrupted") -> NoRetur
         with wrapped_help(), plain_errors(interrupted):
             returned = main()
             status = returned if isinstance(returned, int) else 0
+        sys.stdout.flush()
     except SystemExit as ended:
         status = ended.code
+    except BrokenPipeError:  # the reader of the output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = BROKEN_PIPE
     if status == INTERRUPTED:
         sys.stdout.flush()
         os._exit(INTERRUPTED)

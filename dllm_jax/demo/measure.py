@@ -17,7 +17,7 @@ from dllm_jax.published.expressions import call
 from dllm_jax.samplers import Sampler
 from dllm_jax.tasks import Example, exact, prompt_arrays
 
-WIDTH = 12  # of the longest bar
+WIDTH = 10  # of the longest bar
 
 
 Row = dict[str, Any]  # of the table, see `measure`
@@ -70,17 +70,14 @@ def measure(
     ]
 
 
-def table(rows: list[Row], title: str, width: int = 80) -> rich.table.Table:
-    """Makes a table with one row per policy and sampler, whose numbers are never cut.
+def table(measured: dict[str, list[Row]], width: int = 80) -> rich.table.Table:
+    """Makes a table with one row per model, policy and sampler, whose numbers are never cut.
 
     Args:
-      rows: What was measured.
-      title: Title of the table.
+      measured: Rows by model.
       width: Columns of the terminal. Below 72 the bars are left out, below 66 the speedup too.
     """
-    shown = rich.table.Table(
-        title=title, title_justify="left", title_style="bold", box=rich.box.SIMPLE_HEAD, pad_edge=False
-    )
+    shown = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
     shown.padding = (0, 1, 0, 0)
     names = ["accuracy", "forward\npasses", "computed\nper token"]
     for name in ("policy", "sampler"):
@@ -89,8 +86,11 @@ def table(rows: list[Row], title: str, width: int = 80) -> rich.table.Table:
         shown.add_column(name, justify="right" if name else "left", no_wrap=True)
 
     # Bars are of computed tokens, which are the same on every machine; times are not.
-    most = max(row["computed"] for row in rows)
-    for row in rows:
+    most = max(row["computed"] for rows in measured.values() for row in rows)
+    for name, row in ((name, row) for name, rows in measured.items() for row in (None, *rows)):
+        if row is None:
+            shown.add_row(f"[bold]{name}[/]")
+            continue
         numbers: list[Any] = [f"{row['accuracy']:.0%}", f"{row['forwards']:.1f}", f"{row['computed']:.0f}"]
         numbers += [_bar(row["computed"] / most)] if width >= 72 else []
         numbers += [f"{row['speed_up']:.1f}x"] if width >= 66 else []

@@ -19,7 +19,11 @@ MARGIN = 6  # the step's number
 
 
 def grid(
-    recording: Recording, tokenizer: Any, width: int | None = None, confidence: bool = False
+    recording: Recording,
+    tokenizer: Any,
+    width: int | None = None,
+    confidence: bool = False,
+    counts: bool = False,
 ) -> "rich.text.Text":
     """A picture with one line per step of what a generation fills.
 
@@ -29,6 +33,7 @@ def grid(
       width: columns of the terminal: what is longer is cut into parts, each of which has the lines of the
         steps that change it. None is as wide as it needs.
       confidence: colours tokens by the confidence with which they were decoded, not by the step.
+      counts: Whether lines that are not cut into parts end with the number of unmasked tokens.
     """
     import rich.cells
     import rich.text
@@ -42,16 +47,18 @@ def grid(
     # As wide as the widest token that any step has there, so that the lines stand below each other.
     columns = np.array([max(size[i] for i in column) for column in filled.T.tolist()], int)
     shares = _shares(recording, confidence)
-    text = rich.text.Text()
-    for part in _parts(columns, width):
+    text, parts = rich.text.Text(), _parts(columns, width)
+    unmasked = np.sum(filled != recording.mask_id, axis=1)
+    for part in parts:
         for step in _lines(filled[:, part], width):
             text.append(f"{step:4d}  ", style="dim")
             for j in part:
                 token = int(filled[step, j])
                 style = _style(token == recording.mask_id, shares[step, j])
                 label, gap = labels[token], int(columns[j]) - size[token]
-                between = " " if j < part[-1] else "\n"
+                between = " " if j < part[-1] else ""
                 text.append(" " * (gap // 2) + label + " " * (gap - gap // 2) + between, style=style)
+            text.append(f"{unmasked[step]:5d}\n" if counts and len(parts) == 1 else "\n", style="dim")
         text.append("\n" if part[-1] + 1 < len(columns) else "")
     return text
 
