@@ -277,7 +277,7 @@ def _finished(sampler, row: Row) -> bool:
 def transfer(sampler, row: Row, scores: Scores, order=None, beliefs=None) -> set[int]:
     """Which of the scored positions are decoded in this step; `beliefs` are their distributions."""
     if isinstance(sampler, samplers.Threshold):
-        return at_least_one(scores, sampler.threshold)
+        return at_least_one(scores, sampler.threshold * (-1 if sampler.alg == "entropy" else 1))
     if isinstance(sampler, samplers.Factor):
         return largest(scores, factor_count(scores.values(), sampler.factor))
     if isinstance(sampler, samplers.WINO):

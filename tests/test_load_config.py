@@ -41,6 +41,8 @@ def test_published_models():
     assert (spec.family, spec.mlp_width, spec.kv_heads, spec.vocab) == ("llada", 12288, 32, 126464)
     assert (spec.rope_base, spec.norm_eps, spec.eot_id) == (5e5, 1e-5, 126348)
     assert (spec.shifted, spec.rope_in_f32, spec.pad_rows_attend, spec.qkv_bias) == (False, True, True, False)
+    illada = {key: v for key, v in LLADA_8B.items() if key != "mask_token_id"} | {"eos_token_id": 2}
+    assert spec_of(illada | dict.fromkeys(("vocab_size", "embedding_size"), 155136)).mask_id == 5
     spec = spec_of(DREAM_7B)
     assert (spec.family, spec.mlp_width, spec.kv_heads, spec.head_dim) == ("dream", 18944, 4, 128)
     assert (spec.rope_base, spec.norm_eps, spec.eot_id) == (1e6, 1e-6, 151645)

@@ -41,6 +41,7 @@ RUNS = [  # sampler, block, steps
     (s.DreamSchedule(alg="origin"), 12, 5), (s.Confidence(schedule="rounded"), 5, 19),
     (s.Confidence(schedule="rounded", alg="margin"), 12, 5), (s.Confidence(schedule="linear"), 12, 7),
     (s.Confidence(schedule="linear", alg="entropy"), 7, 23), (s.Threshold(0.4), 5, 12),
+    (s.Threshold(0.9, alg="entropy"), 6, 2),
 ]  # fmt: skip
 
 

@@ -2,14 +2,13 @@
 
 import abc
 import dataclasses
-from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 from typing_extensions import override
 
 from dllm_jax.options import TracedFraction, TracedPositiveFloat
-from dllm_jax.samplers.base import Sampler
+from dllm_jax.samplers.base import Alg, Sampler
 from dllm_jax.samplers.candidates import Candidates
 from dllm_jax.samplers.noise import Noise
 from dllm_jax.samplers.transfer import passing_prefix
@@ -53,19 +52,21 @@ class Threshold(UntilDone):
     """Decodes every position whose confidence reaches the threshold, and always the surest one.
 
     Attributes:
-      threshold: in [0, 1]; confidence equal to it is accepted. 0.9 in the paper.
-      alg: "prob" or "margin".
+      threshold: in [0, 1]; confidence equal to it is accepted. 0.9 in the paper. With alg="entropy" it is the
+        largest entropy that is accepted, in nats: 0.45 to 0.5 in dParallel (arXiv:2509.26488) and d3LLM.
+      alg: "prob", "margin" or "entropy".
     """
 
     threshold: TracedFraction = 0.9
-    alg: Literal["prob", "margin"] = dataclasses.field(default="prob", kw_only=True)
+    alg: Alg = dataclasses.field(default="prob", kw_only=True)
 
     @override
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
         """All positions whose confidence reaches the threshold, and the surest one in any case."""
         # Without it a step might decode nothing, and the block would never be done.
         surest = best(candidates.score, jnp.ones(len(candidates.score), jnp.int32))
-        return surest | (candidates.score >= self.threshold)
+        least = -self.threshold if self.alg == "entropy" else self.threshold
+        return surest | (candidates.score >= least)
 
 
 @dataclasses.dataclass(frozen=True)

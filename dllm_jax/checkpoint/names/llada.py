@@ -82,6 +82,6 @@ FAMILY = Family(
     requirements=REQUIREMENTS,
     fixed={"shifted": False, "pad_rows_attend": True},
     defaults={"qkv_bias": False, "tied": True, "rope_in_f32": True},
-    tokens={126464: Tokens(eos=126081, eot=126348)},
+    tokens={126464: Tokens(eos=126081, eot=126348), 155136: Tokens(mask=5)},  # the latter is iLLaDA's
     template=template,
 )
