@@ -77,8 +77,6 @@ Paper: {paper}. Source: [`{module}`](../../{module}).
 
 {fields}
 
-{settings}
-
 ## What a run looks like
 
 ![computed and cached tokens by step](../figures/steps-{name}.svg)
@@ -110,6 +108,10 @@ options); a dense KV cache takes 0.67 GB. {memory}
 ## Differences from the reference implementation
 
 {differences}
+
+## Published settings
+
+{settings}
 
 ## Signature
 
@@ -220,7 +222,7 @@ def page_of(policy: dj.policies.Policy) -> str:
         example=example(policy),
         besides="" if policy.only_sets else BESIDES,
         fields=_table("option | meaning | values | default | published", fields(policy)) or "None.",
-        settings=_table("published setting | for | source", published(kind)),
+        settings=_table("setting | for | source", published(kind)) or "None.",
         measured=summary.of_policy(measured(), kind),
         cache=cache_size(policy),
         memory=found.get("memory", ""),
@@ -314,7 +316,7 @@ def published(kind: type) -> list[str]:
     found: dict[tuple[str, str], list[str]] = {}
     for name, preset in presets().items():
         if type(preset.policy) is kind:
-            found.setdefault((str(preset.policy), preset.source), []).append(name)
+            found.setdefault((call(preset.policy), preset.source), []).append(name)
     lines = []
     for (setting, source), names in found.items():
         checkpoints = sorted({"/".join(name.split("/")[:2]) for name in names})
