@@ -24,10 +24,10 @@ from dllm_jax.state.inputs import Prompts
 
 @dataclasses.dataclass(frozen=True)
 class Ladder(Options):
-    """Lengths that prompts are rounded up to.
+    """Bucket lengths to which prompts are padded.
 
     Attributes:
-      rungs: ascending positive lengths; of a list a tuple is made.
+      rungs: Ascending positive lengths; a list becomes a tuple.
     """
 
     rungs: Annotated[tuple[PositiveInt, ...], MinLen(1)]

@@ -84,25 +84,25 @@ def compare(
     repeats: int = 3,
     **options: Unpack[StreamOptions],
 ) -> Comparison:
-    """Answers the same prompts under several policies, and says what each costs beside the first.
+    """Answers the same prompts under several policies, and compares their cost with the first.
 
         print(dj.compare(model, prompts, [Policy(), DualCache(), DKVDecode()], length=64, block=32))
 
-    Every program is compiled first; then all of them run in turns, `repeats` times, each waited for.
+    Every program is compiled first. Then the runs are interleaved, `repeats` times.
 
     Args:
       model: Model returned by `load`.
       prompt: Prompt of `generate`.
-      policies: policies, or the options of `generate` in which they differ, such as
-        {"policy": DualCache(), "sampler": Threshold(0.9)} or a preset's `options()`; by name, or in a list.
+      policies: Policies, or dicts of the options of `generate` in which they differ, such as {"policy":
+        DualCache(), "sampler": Threshold(0.9)} or a preset's `options()`; a list, or a dict by name.
       repeats: Number of timed runs of each policy.
       **options: Arguments of `generate`, for all policies.
 
     Returns:
-      a row for each.
+      A table with a row per policy.
 
     Raises:
-      ValueError: as `generate`; no policies, or something else in their place.
+      ValueError: Invalid arguments (`generate`), or no policies.
     """
     repeats = check_argument("repeats", repeats, PositiveInt)
     check_names("compare", options, (*names(StreamOptions), "repeats"))

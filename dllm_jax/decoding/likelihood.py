@@ -67,24 +67,25 @@ def log_likelihood(
     The paper's estimator for single-token answers needs one draw and is exact.
 
     Args:
-      model: from `load`, with or without a shifted head.
-      prompt: ids Int[b p], left-padded if lengths differ, or lists of any lengths.
-      answer: ids Int[b r], right-padded if lengths differ, or lists of any lengths.
-      prompt_mask: Bool[b p], False at the padding.
-      answer_mask: Bool[b r], False at the padding: tokens that are neither scored nor masked nor attended to.
-        r is then each sequence's own length.
-      draws: Monte-Carlo draws, a multiple of `strata`.
-      strata: draws among which the number of masked tokens is stratified (the reference's batch size).
-      cfg_scale: classifier-free guidance, see `Sampler`.
-      key: random key for the masks.
-      masks: recorded masks Bool[draws b r] instead of a key; `draws` and `strata` are then not used.
-      chunk: draws evaluated at once; memory grows with b * chunk.
+      model: Model returned by `load`.
+      prompt: Token ids Int[b p], left-padded if lengths differ, or lists of any lengths.
+      answer: Token ids Int[b r], right-padded if lengths differ, or lists of any lengths.
+      prompt_mask: Bool[b p], False at padding.
+      answer_mask: Bool[b r], False at padding: tokens that are not scored, masked or attended to. r is then
+        each sequence's own length.
+      draws: Number of Monte-Carlo draws (`mc_num` in LLaDA), a multiple of `strata`.
+      strata: Number of draws among which the number of masked tokens is stratified (the reference's batch
+        size).
+      cfg_scale: Scale of classifier-free guidance (`Sampler`).
+      key: Random key of the masks.
+      masks: Recorded masks Bool[draws b r] instead of a key; `draws` and `strata` are then not used.
+      chunk: Number of draws evaluated at once; memory grows with b * chunk.
 
     Returns:
-      float32 [b], in nats.
+      Log-likelihoods in nats, float32 [b].
 
     Raises:
-      ValueError: an argument is out of range or does not fit the others.
+      ValueError: An argument is out of range or does not fit the others.
     """
     terms = _terms("log_likelihood", model, prompt, answer, options)
     with number_modes():

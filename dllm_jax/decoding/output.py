@@ -66,7 +66,7 @@ for _result in (Output, Stats, Trace):
 
 
 def side_by_side(outputs: Mapping[str, Output], tokenizer: Any = None, *, sequence: int = 0) -> Page:
-    """One self-contained page with several generations under one slider, such as one per policy.
+    """Makes one self-contained page with several generations under one slider, such as one per policy.
 
         runs = {str(p): dj.generate(model, prompt, policy=p, trace=True) for p in policies}
         Path("compared.html").write_text(dj.side_by_side(runs, tokenizer))
@@ -74,15 +74,15 @@ def side_by_side(outputs: Mapping[str, Output], tokenizer: Any = None, *, sequen
     Cache ages have one scale, so that colours compare.
 
     Args:
-      outputs: by the name that is shown above each.
-      tokenizer: the checkpoint's; None shows token ids.
-      sequence: which of each batch.
+      outputs: Outputs by the name that is shown above each.
+      tokenizer: Tokenizer of the checkpoint; None shows token ids.
+      sequence: Index of the sequence in each batch.
 
     Returns:
-      the page as text; in a notebook it shows itself.
+      The page as text; in a notebook it shows itself.
 
     Raises:
-      ValueError: no outputs, or one that was not recorded or has no such sequence; no tokenizer.
+      ValueError: No outputs, an output without a trace or sequence, or an invalid tokenizer.
     """
     if not isinstance(outputs, Mapping) or not outputs:
         raise ValueError(
@@ -109,18 +109,18 @@ def show(
 ):
     """Prints a generation to the terminal: a line per step, in which masks turn into text.
 
-    What is wider than the terminal is printed in parts, each with the lines of the steps that change it.
+    A generation wider than the terminal is printed in parts, each with the lines of the steps that change it.
 
     Args:
       output: Output of `generate` or `infill` with trace=True.
-      tokenizer: the checkpoint's; None shows token ids. Special tokens, such as end-of-text, are shown as ∎.
+      tokenizer: Tokenizer of the checkpoint; None shows token ids. Special tokens are shown as ∎.
       sequence: Index of the sequence in the batch.
-      confidence: colour tokens by the confidence with which they were decoded (blue sure, orange unsure)
-        instead of by the step (blue first, orange last).
+      confidence: Whether to colour tokens by confidence (blue high, orange low) instead of by step (blue
+        first, orange last).
       console: Console of rich to print to; None is the terminal.
 
     Raises:
-      ValueError: the run was not recorded, no such sequence, no tokenizer.
+      ValueError: The run was not recorded, the sequence does not exist, or the tokenizer is invalid.
     """
     import rich.console  # slow, and used by this alone
 

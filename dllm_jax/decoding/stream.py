@@ -31,12 +31,12 @@ class Snapshot(NamedTuple):
     """A generation after some of its denoising steps, as arrays on the host.
 
     Attributes:
-      tokens: int32, mask_id where undecided.
-      decoded: positions that were decoded since the last snapshot.
-      confidence: float32, with which each position was decoded by its sampler; NaN where no step did.
-      steps: denoising steps that each sequence has taken so far.
-      block: index of the block, from 0, that the slowest sequence was in since the last snapshot.
-      output: what `generate` returns, in the last snapshot; None before.
+      tokens: Token ids [b l], int32; mask_id where masked.
+      decoded: Positions unmasked since the last snapshot.
+      confidence: Confidence at which each position was unmasked, float32; NaN elsewhere.
+      steps: Number of denoising steps of each sequence so far.
+      block: Index of the block, from 0, of the slowest sequence.
+      output: Output of `generate` in the last snapshot; None before.
     """
 
     tokens: Int[np.ndarray, "b l"]
@@ -51,33 +51,33 @@ class Snapshot(NamedTuple):
 def stream(
     model: Model, prompt: inputs.Ids, *, every: int | None = None, **options: Unpack[StreamOptions]
 ) -> Generator[Snapshot, None, None]:
-    """Decodes as `generate` does, and yields what there is after every block, or every few denoising steps.
+    """Decodes like `generate`, and yields the generation after every block or every few denoising steps.
 
         for snapshot in dj.stream(model, prompt, length=128, block=32):
             print(tokenizer.decode(snapshot.tokens[0]))
-        out = snapshot.output  # as dj.generate(model, prompt, length=128, block=32) returns it
+        out = snapshot.output  # the output of dj.generate(model, prompt, length=128, block=32)
 
-    Tokens, statistics, trace and confidences are those of `generate`. The loop runs in pieces of one compiled
-    program, whatever `every` is; while the host looks at one piece the devices compute the next. So a stream
-    that is closed (`close()`, or a `for` that is left) computes at most one piece beyond what it showed.
+    Tokens, statistics, trace and confidences equal those of `generate`. The loop runs in pieces of one
+    compiled program; while the host reads one piece, the devices compute the next. A stream that is closed
+    computes at most one piece beyond the last snapshot.
 
     Args:
       model: Model returned by `load`.
       prompt: Prompt of `generate`.
-      every: most denoising steps of a sequence between two snapshots; another one follows when the slowest
-        sequence has finished its block. None: these alone.
+      every: Maximum number of denoising steps between two snapshots. A snapshot also follows when the slowest
+        sequence has finished its block. None yields only those.
       **options: Arguments of `generate`, except for `progress`.
 
     Yields:
-      the generation so far; `output` is there in the last one.
+      The generation so far; the last snapshot has `output`.
 
     Raises:
-      ValueError: as `generate`, at the call; inside of `jit`.
-      TypeError: an option that `generate` does not have.
-      FloatingPointError: logits held NaN or infinity, with nonfinite="raise", instead of the last snapshot.
+      ValueError: Invalid arguments (`generate`), or a call inside of `jit`.
+      TypeError: An option that `generate` does not have.
+      FloatingPointError: Logits held NaN or infinity, with nonfinite="raise".
 
     Warns:
-      dllm_jax.engine.nonfinite.NonFiniteWarning: they did, with nonfinite="warn", before the last snapshot.
+      dllm_jax.engine.nonfinite.NonFiniteWarning: Logits held NaN or infinity, with nonfinite="warn".
     """
     steps = check_argument("every", every, PositiveInt | None)
     check_names("stream", options, (*names(StreamOptions), "every"))

@@ -39,24 +39,24 @@ def warmup(
     slots: int | None = None,
     **options: Unpack[WarmupOptions],
 ) -> list[Compiled]:
-    """Compiles `generate(model, prompt, buckets=ladder, **options)` for every rung, without running a step.
+    """Compiles the programs of `generate(.., buckets=ladder)` for every bucket length, without running a step.
 
         dj.warmup(model, dj.buckets.geometric(64, 1024), length=128, block=32, policy=dj.policies.DualCache())
 
     Later calls of `generate` with the same options and batch size start at once; with `slots`, those of
-    `generate_many` with as many.
+    `generate_many` with as many slots.
 
     Args:
-      model: the model that will be used; its shapes, dtype and sharding count.
+      model: Model to use later; its shapes, dtype and sharding count.
       ladder: Bucket lengths to compile for.
-      batch: sequences per request.
+      batch: Number of sequences per request.
       slots: Number of slots of `generate_many`, whose programs are compiled instead.
       **options: Arguments of `generate`, except for prompts and `buckets`; a `key` is needed if the sampler
         draws.
 
     Raises:
-      ValueError: as `generate`; no ladder, or no such batch.
-      TypeError: an option that `generate` does not have.
+      ValueError: Invalid arguments (`generate`), bucket lengths or batch size.
+      TypeError: An option that `generate` does not have.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
     check_ladder("ladder", ladder)

@@ -15,20 +15,20 @@ from dllm_jax.state.proposal import Proposal
 
 
 class Trace(NamedTuple):
-    """Every step, of each sequence by its own count, whatever step its batch mates are at.
+    """History of every step, by each sequence's own count of steps.
 
     From `generate` outside jit, t is the largest number of steps of a sequence; inside jit, an upper bound.
-    Where a sequence takes no more steps, its tokens stay, and nothing is computed.
+    After a sequence's last step its tokens stay, and nothing is computed.
 
     Attributes:
-      tokens: the sequence before step 0 and after every step.
-      computed: positions fed through the network.
-      read: positions that those attended to (`Policy.reads`); never padding.
-      proposed: candidate token of each scored position (see `Policy.scored`), mask_id elsewhere.
-      score: its confidence, -inf elsewhere.
-      active: steps that the sequence took.
-      widened: layers that computed every position, be it in `computed` or not (`Cache.extra_positions`).
-      steps: largest number of steps of a sequence.
+      tokens: Token ids before step 0 and after every step.
+      computed: Computed positions.
+      read: Positions that they attended to (`Policy.reads`); never padding.
+      proposed: Candidate token of each scored position (`Policy.scored`); mask_id elsewhere.
+      score: Confidence of each candidate; -inf elsewhere.
+      active: Steps in which the sequence took part.
+      widened: Layers that computed every position (`Cache.extra_positions`).
+      steps: Largest number of steps of a sequence.
     """
 
     tokens: Int[Array, "t_plus_1 b l"]

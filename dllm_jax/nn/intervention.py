@@ -31,22 +31,22 @@ Held = Array | np.ndarray
 class Intervention:
     """Replaces x by `gain * x + value` at some layers, positions and denoising steps of one place.
 
-    Made by `patch`, `steer` and `mask`. A pytree: everything but the place and shapes is data, so that
-    other values, layers, positions and steps run the same program, and can be mapped over and differentiated.
+    Made by `patch`, `steer` and `mask`. A pytree: everything but the place and shapes is a runtime argument,
+    so other values, layers, positions and steps do not recompile, and can be mapped over and differentiated.
 
-    Places: "residual", the stream that enters a layer, n being behind the last one; "attention_output" and
-    "mlp_output", what a branch adds to it; "head_output", what each query head reads, before the output
-    projection; "k" (rotated) and "v", each kv head's.
+    Places: "residual", the input of a layer (index n is the output of the last one); "attention_output" and
+    "mlp_output", the outputs of the branches; "head_output", the output of each query head before the output
+    projection; "k" (rotated) and "v" of each KV head.
 
     Attributes:
-      gain: factor of what was computed.
-      value: what is added, [i b j ..]: by layer, sequence, position, then the model's width, or heads and
-        their width; 1 along an axis serves all of it. float32.
-      layers: which layers, from 0, distinct; None: all.
-      positions: which positions of the canvas, from 0, padding counted, distinct; [1 j] or [b j]. None: all.
-      steps: which denoising steps, as each sequence counts its own from 0 (`Canvas.step`); None: all.
-      heads: which heads, from 0, distinct: query heads of "head_output", kv heads of "k" and "v". None: all.
-      place: what is changed, static.
+      gain: Factor of the original value.
+      value: Value to add, float32 [i b j ..]: by layer, sequence, position, then the model's width, or heads
+        and their width. Axes of size 1 broadcast.
+      layers: Layer indices, from 0, distinct. None: all.
+      positions: Positions of the canvas, from 0, padding counted, distinct; [1 j] or [b j]. None: all.
+      steps: Denoising steps, as each sequence counts its own from 0 (`Canvas.step`). None: all.
+      heads: Head indices, from 0, distinct: query heads of "head_output", KV heads of "k" and "v". None: all.
+      place: Name of the place (static).
     """
 
     gain: Float[Held, ""]

@@ -18,50 +18,53 @@ from dllm_jax.state.rows import Rows
 
 @dataclasses.dataclass(frozen=True)
 class Policy(Options):
-    """Exact decoding: every denoising step recomputes every position.
+    """Exact decoding: every denoising step recomputes every token.
 
-    A cache policy is a frozen dataclass that overrides the members in which it differs; its fields are the
-    method's hyper-parameters, and their annotations say which values are allowed (`dllm_jax.options`).
-    Methods are pure and traced once; state between steps is in the `Cache`. The ten members below are all
-    there are, in the order in which a generation uses them.
+    Use it as the reference, or where no token may change. On block-causal models it caches finished blocks.
+
+    A cache policy is a frozen dataclass that overrides the members in which it differs. Its fields are the
+    method's hyper-parameters, and their annotations define the allowed values (`dllm_jax.options`). Methods
+    are pure and traced once; state between steps is in the `Cache`. The ten members follow in the order in
+    which a generation uses them.
     """
 
     # -- what is stored -----------------------------------------------------------------------------
 
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
-        """Empty storage for a generation: dense K and V per layer, nothing if they would never be read."""
+        """Allocates storage for a generation: dense K and V per layer, or nothing if they would never be read."""
         layers = KV.zeros(spec, batch, layout.length, dtype) if self.stores(spec) else ()
         return Cache(layers, shared=())
 
     def before_first_step(
         self, cache: Cache, canvas: Canvas, model: Model, x: Float[Array, "b l m"]
     ) -> Cache:
-        """Called once, before the first step; may run the model over the request and store what it finds.
+        """Runs once before the first step; may run the model over the request and store statistics.
 
         Args:
-          cache: from `init`.
-          canvas: the request, for the sequences of all streams.
-          model: the model.
-          x: the embedded inputs of the first step; with guidance, the second stream's prompt is masked.
+          cache: Cache returned by `init`.
+          canvas: The request, for the sequences of all streams.
+          model: The model.
+          x: Embedded inputs of the first step; with guidance, the second stream's prompt is masked.
         """
         return cache
 
     # -- one denoising step -------------------------------------------------------------------------
 
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        """The positions that go through the network in the coming step; called before every step."""
+        """Selects the positions to recompute in the coming step; called before every step."""
         return canvas.everything
 
     def reads(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        """The positions that may be attended to in the coming step; `canvas.valid`, all but padding.
+        """Selects the positions that may be attended to in the coming step; default: all but padding.
 
-        Those that are computed attend to those that are read, by new keys and values where these are computed
-        too, else by stored ones. What is not read is stored all the same, and may be read later.
+        Computed tokens attend to these positions. A key or value comes from this step if its position is
+        computed in it, otherwise from the cache. Other positions stay cached and can be attended to in later
+        steps.
         """
         return canvas.valid
 
     def before_layers(self, cache: Cache, canvas: Canvas, rows: Rows) -> Cache:
-        """Called before the layers; may add arrays of the step's width to `shared`.
+        """Runs before the layers; may add arrays of the step's width to `shared`.
 
         The structure of a cache is the same between steps, so `observe` must remove them again.
         """
@@ -70,14 +73,14 @@ class Policy(Options):
     def layer(
         self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
     ) -> tuple[Float[Array, "b q m"], LayerCache]:
-        """One layer over the computed positions: new K/V overwrite stored ones, what is read is attended to.
+        """Runs one layer over the computed positions: new K/V overwrite cached ones.
 
         Args:
-          layer: this layer's weights as functions, see `Layer`.
-          x: the residual stream at the computed positions.
-          cache: this layer's view of the storage, and `shared`.
-          rows: which positions x holds.
-          canvas: state before the step.
+          layer: This layer's weights as functions (`Layer`).
+          x: Residual stream at the computed positions.
+          cache: This layer's view of the storage, and `shared`.
+          rows: The positions that x holds.
+          canvas: State before the step.
 
         Returns:
           x after the layer, and the changed cache.
@@ -92,16 +95,16 @@ class Policy(Options):
         return layer.finish(x, o), cache
 
     def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
-        """Stores statistics for later steps; called after the network and before tokens are decoded.
+        """Stores statistics for later steps; called after the network and before tokens are unmasked.
 
-        A policy whose layers compute more than the selection puts the number of these positions into
+        A policy whose layers compute more than the selection stores the number of these positions in
         `cache.extra_positions`, which statistics and trace count.
 
         Args:
-          cache: after the last layer.
-          canvas: state before the step, for the sequences of all streams.
-          rows: the computed positions.
-          proposal: candidate tokens and confidences of the scored positions.
+          cache: Cache after the last layer.
+          canvas: State before the step, for the sequences of all streams.
+          rows: The computed positions.
+          proposal: Candidate tokens and confidences of the scored positions.
         """
         return cache
 
@@ -109,31 +112,30 @@ class Policy(Options):
 
     @property
     def scored(self) -> Literal["block", "response"]:
-        """Masks that get a candidate token and a score if they can be predicted.
+        """Names the masks that get a candidate token and a score, if they can be predicted.
 
-        The eligible ones of the block, or all of the response, for a policy whose `observe` ranks masks of
-        later blocks too. Only eligible ones are decoded in either case; logits are computed for all scored
-        ones.
+        "block" scores the eligible masks of the block. "response" scores all masks of the response, for a
+        policy whose `observe` ranks masks of later blocks. Only eligible masks are unmasked in either case;
+        logits are computed for all scored ones.
         """
         return "block"
 
     def eligible(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        """The positions that may be decoded in the coming step: a subset of `canvas.eligible`.
+        """Selects the positions that may be unmasked in the coming step: a subset of `canvas.eligible`.
 
-        Called with the same canvas as `select`, which has to cover the positions that predict them.
+        Called with the same canvas as `select`, which must cover the positions that predict them.
         """
         return canvas.eligible
 
     # -- speed --------------------------------------------------------------------------------------
 
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
-        """Static widths to compile a partial step for; a step takes the narrowest that holds its positions.
+        """Returns the static widths to compile a partial step for; a step uses the narrowest that holds its positions.
 
-        What fits none of them is a full step: in place on the canvas, its rows padding where a sequence does
-        not compute the position. So with the layer above widths affect speed only, whatever is returned. A
-        layer that treats full steps (`Rows.full`) as ones in which every sequence computes everything has to
-        return a width that holds whatever else is selected. The default is a ladder of halvings of the
-        canvas, itself included.
+        A selection that fits none of them runs as a full step: in place on the canvas, with padding rows
+        where a sequence does not compute the position. With the default layer, widths affect speed only. A
+        layer that treats full steps (`Rows.full`) differently must return a width that holds every other
+        selection. The default is a series of halvings of the canvas, itself included.
         """
         return halvings(layout.length) if self.reuses else ()
 
@@ -142,29 +144,30 @@ class Policy(Options):
     @property
     @final
     def reuses(self) -> bool:
-        """Whether a step may leave positions out: whether `select` is overridden.
+        """Whether a step may leave positions out, that is, whether `select` is overridden.
 
-        False for the exact decoder, which therefore stores nothing.
+        False for exact decoding, which therefore caches nothing.
         """
         return type(self).select is not Policy.select
 
     @final
     def stores(self, spec: ModelSpec) -> bool:
-        """Whether keys and values are kept: whatever reuses them does, and all of a block-causal model."""
+        """Whether keys and values are cached: by every policy that reuses them, and on every block-causal model."""
         return self.reuses or spec.block_size > 0
 
     @property
     @final
     def only_sets(self) -> bool:
-        """Whether the layers are the default ones, so that two sets say it all: computed, and readable.
+        """Whether the layers are the default ones, so that the policy consists of two sets: computed and readable.
 
-        Such a policy goes with whatever brings layers of its own: `EvictPrompt`, a sampler that verifies.
+        Such a policy is compatible with features that bring their own layers: `EvictPrompt`, a sampler that
+        verifies.
         """
         return type(self).layer is Policy.layer
 
     @final
     def readable(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"] | None:
-        """`reads` without padding, as `LayerCache` has it; None where that is everything but padding."""
+        """Returns `reads` without padding, as `LayerCache` needs it; None if that is everything but padding."""
         read = self.reads(cache, canvas)
         return None if read is canvas.valid else read & canvas.valid
 

@@ -27,27 +27,29 @@ Alg = Literal["prob", "margin", "entropy"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampler(Options, abc.ABC):
-    """Chooses a token for every scored position, and the positions that a denoising step decodes.
+    """Base of samplers, which select the tokens to unmask at each denoising step.
 
-    A subclass defines `transfer`, the remasking rule: every position that it does not choose stays masked.
-    One that remembers earlier steps, or takes tokens back, also overrides `decide`.
+    A subclass defines `transfer`, the remasking rule: positions that it does not select stay masked. A
+    sampler that keeps state between steps, or remasks tokens, also overrides `decide`.
 
     Attributes:
-      temperature: 0 takes the most likely token; above, Gumbel-max on logits + temperature * gumbel, float32.
-      top_p: nucleus mass in (0, 1], or None.
-      top_k: number of most likely tokens to draw from, or None. Dream's reference inherits a default of 50
-        from transformers; here it is None.
-      cfg_scale: classifier-free guidance w: logits = unconditional + (w + 1)(conditional - unconditional),
-        the unconditional run having its prompt masked. Doubles the cost; 0 is off.
-      logits_eos_inf: end-of-text is never decoded.
-      early_commit: decode everything at once as soon as the answer is sure (Prophet); None does not.
-      suppress_tokens: ids that are never decoded; their logits are -inf, for confidences too. LLaDA-V's
-        released code has four of them. None suppresses nothing.
-      confidence_eos_eot_inf: end-of-text and end-of-turn get the smallest possible confidence (0; with
-        "entropy" that of a uniform distribution) and so are decoded last; refused where the order is random.
-        LLaDA's released code forgets end-of-text when temperature > 0; this does not.
-      allow_mask_token: let [MASK] itself be "decoded", as the references do: the position then stays masked.
-        By default the best other token is taken; confidences still count [MASK]'s probability.
+      temperature: Temperature of the Gumbel-max draw, logits + temperature * gumbel in float32. 0 takes the
+        most likely token.
+      top_p: Nucleus mass in (0, 1], or None.
+      top_k: Number of most likely tokens to draw from, or None. Dream's reference implementation inherits 50
+        from transformers; the default here is None.
+      cfg_scale: Classifier-free guidance w: logits = unconditional + (w + 1)(conditional - unconditional),
+        where the unconditional run has its prompt masked. Doubles the cost; 0 is off.
+      logits_eos_inf: Whether end-of-text is never unmasked.
+      early_commit: Rule that unmasks everything once the answer is settled (Prophet); None is off.
+      suppress_tokens: Ids that are never unmasked; their logits are -inf, for confidences too. LLaDA-V's
+        reference implementation has four of them.
+      confidence_eos_eot_inf: Whether end-of-text and end-of-turn get the smallest possible confidence (0;
+        with "entropy" that of a uniform distribution), so that they are unmasked last. Not supported by a
+        random order. LLaDA's reference implementation forgets end-of-text when temperature > 0.
+      allow_mask_token: Whether [MASK] itself may be selected, as in reference implementations; the position
+        then stays masked. By default the best other token is taken; confidences still count [MASK]'s
+        probability.
     """
 
     temperature: TracedUnlessZero = 0.0

@@ -19,17 +19,16 @@ from dllm_jax.state.selection import best, certainty_density
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CertaintyPrior(Sampler):
-    """Orders positions by confidence times the density of known tokens around them.
+    """Orders positions by confidence times the density of known tokens around them (d2Cache).
 
     Attributes:
-      sigma: width of the Gaussian, in positions.
-      threshold: None decodes by the fixed schedule; a value in [0, 1] decodes every position whose
-        confidence * density reaches it, and at least one per step, until the block is done.
-      tokens_per_step: None as above; a number decodes (at least) that many per step until the block is done,
-        regardless of the steps of the layout.
+      sigma: Width of the Gaussian, in positions.
+      threshold: Threshold in [0, 1] of parallel decoding: every position whose confidence * density reaches
+        it is unmasked, at least one per step. None uses the fixed schedule.
+      tokens_per_step: Minimum number of tokens per step until the block is done, whatever the layout's steps.
+        None uses the fixed schedule.
       alg: Measure of confidence (`Confidence`). "entropy" follows the reference: a negative score times a
-        density prefers positions *far* from known tokens. It takes no threshold, since no negative score
-        reaches one.
+        density prefers positions *far* from known tokens. It does not support a threshold.
     """
 
     sigma: TracedWidth = 10.0

@@ -65,11 +65,11 @@ class FixedSchedule(Sampler):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Confidence(FixedSchedule):
-    """Decodes the surest positions first ("low-confidence remasking").
+    """Unmasks the most confident positions first ("low-confidence remasking" of LLaDA).
 
     Attributes:
-      alg: "prob" = probability of the chosen token, "margin" = best minus second best probability,
-        "entropy" = negative entropy. Un-tempered softmax in float32 (references vary: bf16 to float64).
+      alg: Measure of confidence: "prob" is the probability of the selected token, "margin" the best minus the
+        second best probability, "entropy" the negative entropy. Computed without temperature in float32.
     """
 
     alg: Alg = "prob"
@@ -77,7 +77,7 @@ class Confidence(FixedSchedule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomOrder(FixedSchedule):
-    """Decodes positions in random order ("random remasking"); the confidence is a uniform draw."""
+    """Unmasks positions in random order ("random remasking" of LLaDA); the confidence is a uniform draw."""
 
     def __post_init__(self):
         super().__post_init__()

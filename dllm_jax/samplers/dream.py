@@ -24,22 +24,21 @@ DreamAlg = Literal["origin", "maskgit_plus", "topk_margin", "entropy"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DreamSchedule(Sampler):
-    """Decodes trunc(masks * (1 - s/t)) positions per step, from time t to s on the grid linspace(1, eps).
+    """Unmasks trunc(masks * (1 - s/t)) positions per step, from time t to s on the grid linspace(1, eps).
 
-    With as many steps as tokens, the first step decodes no token and the last step two: the product is
-    truncated in floating point, as in the reference. In blocks, each block runs the grid over its own steps.
+    With as many steps as tokens, the first step unmasks no token and the last one two, because the product is
+    truncated in floating point as in the reference. Each block runs the grid over its own steps. Confidences
+    are taken after temperature, top_p and top_k.
 
-    Confidences are taken after temperature, top_p and top_k, as in Dream's `sample_tokens`.
+    Differences: The count is each sequence's own. The reference takes the batch mean, and can overwrite
+    tokens.
 
     Attributes:
-      alg: "maskgit_plus" probability, "topk_margin", "entropy"; or "origin", which ignores confidence and
-        decodes each position with probability 1 - s/t.
-      eps: end of the time grid, in (0, 1). Static: the grid is rounded on the host, as torch rounds it.
-      alg_temp: if positive, positions are drawn without replacement with probability proportional to
-        exp(confidence / alg_temp) instead of taken in order.
-
-    Departure: the count is each sequence's own; the reference takes the batch mean, and can overwrite decoded
-    tokens.
+      alg: Measure of confidence: "maskgit_plus" (probability), "topk_margin" or "entropy"; or "origin", which
+        unmasks each position with probability 1 - s/t.
+      eps: End of the time grid, in (0, 1). Static: the grid is rounded on the host, as torch rounds it.
+      alg_temp: Temperature of the positions: if positive, they are drawn without replacement with probability
+        proportional to exp(confidence / alg_temp).
     """
 
     alg: DreamAlg = "entropy"

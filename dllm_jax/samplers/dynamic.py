@@ -18,16 +18,16 @@ from dllm_jax.state.selection import best
 
 @dataclasses.dataclass(frozen=True)
 class Dynamic(UntilDone):
-    """Decodes all sure positions of the block if there are as many as scheduled, else that many surest.
+    """Unmasks all confident positions if there are as many as scheduled, otherwise the scheduled number.
 
-    SDAR's "low-confidence dynamic", and with threshold=1 its "static"; LLaDA2.0's decoding. The schedule
-    spreads a whole block over its steps, however many masks it has: a block that a prompt's end shares is
-    finished early.
+    SDAR's "low-confidence dynamic" decoding, and with threshold=1 its "static" one; also LLaDA2.0's. The
+    schedule spreads a whole block over its steps, so a block that a prompt's end shares finishes early.
 
-    Departures: where fewer masks are left than scheduled, SDAR's released code takes tokens of the prompt.
+    Differences: If fewer masks are left than scheduled, SDAR's reference implementation overwrites prompt
+    tokens.
 
     Attributes:
-      threshold: in [0, 1], to be exceeded. 0.85 in SDAR, 0.95 in LLaDA2.0.
+      threshold: Confidence to exceed, in [0, 1]. 0.85 in SDAR, 0.95 in LLaDA2.0.
     """
 
     threshold: TracedFraction = 0.85
@@ -40,7 +40,7 @@ class Dynamic(UntilDone):
 
 @dataclasses.dataclass(frozen=True)
 class Sequential(UntilDone):
-    """Decodes from left to right, as many positions per step as a whole block's schedule wants (SDAR)."""
+    """Unmasks from left to right, as many positions per step as a whole block's schedule sets (SDAR)."""
 
     def __post_init__(self):
         super().__post_init__()

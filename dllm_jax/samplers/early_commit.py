@@ -14,24 +14,20 @@ from dllm_jax.state.rows import places, spread
 
 @dataclasses.dataclass(frozen=True)
 class EarlyCommit(Options):
-    """Decodes all masks of the canvas at once, and ends, when the model is sure of the answer.
+    """Unmasks all masks at once, and ends the generation, when the answer is settled (Prophet).
 
-    Sure is a step in which the gap between the largest and the second largest logit, averaged over the
-    positions of the answer, masked or not, reaches a threshold, which falls as the generation goes on. It is
-    looked at before the step decodes anything.
+    An answer is settled in a step in which the gap between the two largest logits, averaged over the answer's
+    positions, reaches a threshold. The threshold falls as the generation goes on. The rule is tested before
+    the step unmasks anything. It needs the logits of the answer and of all masks, so it applies only in steps
+    that predict all of them.
 
-    It needs the logits of the answer and of all masks: of a step that leaves some of them out, as those of
-    cache policies do, nothing is known, and it decodes as usual. Logits are computed for all masks of the
-    response that a step predicts.
-
-    Exact limit: thresholds that no gap reaches are the sampler without the rule.
-    Departures: the position of the answer may be left open; the released code needs it.
+    With thresholds that no gap reaches, the sampler is unchanged.
+    Differences: The position of the answer may be left open; the reference implementation needs it.
 
     Attributes:
-      answer: where the answer begins, counted from the response's first position. None takes all positions
-        that are still masked, which is our own.
+      answer: First position of the answer, counted from the response's first. None uses all masked positions.
       positions: Number of positions of the answer, as far as the response goes.
-      early: threshold in the first third of the steps (below 0.33).
+      early: Threshold in the first third of the steps (below 0.33).
       middle: Threshold in the second third (below 0.67).
       late: Threshold in the last third.
     """

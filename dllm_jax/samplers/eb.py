@@ -20,16 +20,17 @@ from dllm_jax.traced import Number
 
 @dataclasses.dataclass(frozen=True)
 class EBSampler(UntilDone):
-    """Decodes the n surest positions for the largest n whose entropies H have sum H - max H <= gamma.
+    """Unmasks the n most confident positions for the largest n whose entropies H have sum H - max H <= gamma.
 
-    The bound is on the mutual information of the tokens that are decoded together, which their entropies
-    without the largest one exceed. At least one position is decoded per step: alone it has nothing to bound.
+    The sum without the largest entropy bounds the mutual information of tokens that are unmasked together. At
+    least one position is unmasked per step.
 
-    Exact limit: gamma=0 decodes one position per step, unless the model is certain of several.
+    Equals one token per step when: gamma=0, unless the model is certain of several.
 
     Attributes:
-      gamma: bound in nats; larger decodes more at once. 0.01 for LLaDA in PC-Sampler's comparison.
-      alg: the paper's error proxy, which orders the positions; as in `Confidence`.
+      gamma: Bound in nats; larger values unmask more tokens per step. 0.01 for LLaDA in PC-Sampler's
+        comparison.
+      alg: Measure of confidence that orders the positions (`Confidence`).
     """
 
     gamma: TracedNonNegativeFloat = 0.01

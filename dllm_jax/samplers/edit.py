@@ -20,18 +20,20 @@ from dllm_jax.state.rows import gather
 
 @dataclasses.dataclass(frozen=True)
 class Edit(UntilDone):
-    """Fills masks that are sure, and replaces tokens of the block where another one is sure enough.
+    """Unmasks confident tokens, and replaces tokens of the block when another one is confident (LLaDA2.1).
 
-    A block goes on when nothing in it is masked, until a step changes nothing, or for `most_steps` steps.
-    Only tokens that an earlier step decoded are replaced, never given ones, nor those of earlier blocks.
+    A block without masks continues until a step changes nothing, or for `most_steps` steps. Only tokens of
+    the current block that an earlier step unmasked are replaced.
 
-    Neighbour limit: most_steps=0 and editing_threshold=1 is `Threshold`, but for equality.
+    With most_steps=0 and editing_threshold=1 it is `Threshold`, except that the confidence must exceed the
+    threshold.
 
     Attributes:
-      threshold: confidence that a mask's token has to exceed. 0.95 in the released code, 0.7 for quality.
-      editing_threshold: that of another token in the place of a decoded one. 0.9; 0.5 for quality, 1 never.
-      most_steps: steps of a block without masks. 16.
-      at_least: masks that a step fills in any case.
+      threshold: Confidence that a mask's token must exceed. 0.95 in the reference implementation, 0.7 for
+        quality.
+      editing_threshold: Confidence that a replacement must exceed. 0.9; 0.5 for quality, 1 never replaces.
+      most_steps: Maximum number of steps of a block without masks.
+      at_least: Minimum number of masks that a step unmasks.
     """
 
     threshold: TracedFraction = 0.95

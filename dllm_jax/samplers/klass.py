@@ -33,23 +33,22 @@ class Predictions(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KLASS(UntilDone):
-    """Decodes every position that is sure and stable; the surest one if there is none.
+    """Unmasks every position that is confident and stable, or else the most confident one (KLASS).
 
-    A position is stable if the KL divergence of its prediction from its previous one was below a threshold in
-    each of its last `history` predictions. Masks of later blocks are predicted and remembered too. A position
-    that a step does not predict, as cache policies leave some out, keeps what it had: its next prediction is
-    compared with the last one there was.
+    A position is stable if the KL divergence between successive predictions was below a threshold in each of
+    its last `history` predictions. Masks of later blocks count too. A position that a step does not predict
+    keeps its history.
 
-    The distributions are in the loop's carry: response x vocabulary float32 numbers per sequence, 130 MB for
-    256 positions of LLaDA; and logits are computed for all masks of the response that a step predicts.
+    Memory: response x vocabulary float32 numbers per sequence, 130 MB for 256 tokens of LLaDA. Logits are
+    computed for all masks of the response that a step predicts.
 
-    Exact limit: divergence=0 decodes one position per step, the surest.
+    Equals one token per step when: divergence=0.
 
     Attributes:
-      confidence_threshold: in [0, 1]; a confidence equal to it is accepted.
-      divergence: threshold of the KL divergence in nats; a smaller one is stable. The released settings for
-        LLaDA are 0.01 (MATH) and 0.015 (GSM8K).
-      history: how many divergences must be below it.
+      confidence_threshold: Minimum confidence, in [0, 1].
+      divergence: Maximum KL divergence of a stable position, in nats. The reference uses 0.01 (MATH) and
+        0.015 (GSM8K) for LLaDA.
+      history: Number of divergences that must be below it.
     """
 
     confidence_threshold: TracedFraction = 0.6

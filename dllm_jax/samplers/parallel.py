@@ -19,9 +19,9 @@ from dllm_jax.state.selection import best
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UntilDone(Sampler, abc.ABC):
-    """Stays in a block until nothing in it is masked, decoding at least one position per step.
+    """Base of samplers that stay in a block until nothing in it is masked (parallel decoding).
 
-    `steps` of the layout is not used.
+    Every step unmasks at least one position. `steps` of the layout is not used.
     """
 
     @override
@@ -49,12 +49,14 @@ class UntilDone(Sampler, abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Threshold(UntilDone):
-    """Decodes every position whose confidence reaches the threshold, and always the surest one.
+    """Unmasks every position whose confidence reaches the threshold, and always the most confident one.
+
+    Use it first for parallel decoding. The number of steps depends on the text.
 
     Attributes:
-      threshold: in [0, 1]; confidence equal to it is accepted. 0.9 in the paper. With alg="entropy" it is the
-        largest entropy that is accepted, in nats: 0.45 to 0.5 in dParallel (arXiv:2509.26488) and d3LLM.
-      alg: "prob", "margin" or "entropy".
+      threshold: Minimum confidence, in [0, 1]; the paper uses 0.9. With alg="entropy", the maximum entropy in
+        nats: 0.45 to 0.5 in dParallel (arXiv:2509.26488) and d3LLM.
+      alg: Measure of confidence: "prob", "margin" or "entropy".
     """
 
     threshold: TracedFraction = 0.9
@@ -71,12 +73,12 @@ class Threshold(UntilDone):
 
 @dataclasses.dataclass(frozen=True)
 class Factor(UntilDone):
-    """Decodes the n surest positions for the largest n with (n + 1)(1 - c_n) < factor, at least one.
+    """Unmasks the n most confident positions for the largest n with (n + 1)(1 - c_n) < factor, at least one.
 
-    This is the paper's rule (theorem 1); both released versions are off by one at its edge, and not copied.
+    This is the paper's rule (theorem 1); both released versions are off by one at its edge.
 
     Attributes:
-      factor: positive; larger decodes more at once.
+      factor: Positive factor; larger values unmask more tokens per step.
     """
 
     factor: TracedPositiveFloat = 1.0

@@ -24,13 +24,13 @@ from dllm_jax.state.selection import best
 
 @jax.tree_util.register_pytree_with_keys_class
 class TokenFrequencies(Arrays):
-    """How often each token of a vocabulary occurs in a corpus, as a fraction of all its tokens.
+    """Table of token frequencies in a corpus, as fractions of all its tokens.
 
-    Hashable by its numbers, and a pytree whose one leaf they are: programs take the table as an argument.
+    Hashable by its numbers, and a pytree with them as one leaf: programs take the table as an argument.
 
     Attributes:
-      values: float32 [v].
-      source: the file that they were read from, None for others.
+      values: Frequencies, float32 [v].
+      source: File that they were read from; None for others.
     """
 
     values: Float[Array, "v"] | np.ndarray
@@ -137,19 +137,19 @@ def _read(path: str) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class PCSampler(FixedSchedule):
-    """Decodes positions with sure and uncommon tokens first, the leftmost ones before others.
+    """Unmasks confident and uncommon tokens first, from left to right (PC-Sampler).
 
-    The confidence is min(-p ln(f + 1e-10), clip), p the probability of the chosen token and f its frequency
-    in a corpus: full stops and "the" are sure early and say little. The order is that of exp(-decay i) times
-    the confidence at position i.
+    The confidence is min(-p ln(f + 1e-10), clip), with p the probability of the selected token and f its
+    frequency in a corpus, because common tokens such as full stops are confident early. The order is that of
+    exp(-decay i) times the confidence at position i.
 
-    Neighbour limit: clip=inf is not offered; with decay=0, a table of equal frequencies and a clip above the
-    logarithm of the vocabulary, the order is that of `Confidence()`.
+    With decay=0, equal frequencies and a clip above the logarithm of the vocabulary the order is that of
+    `Confidence()`.
 
     Attributes:
       frequencies: Frequencies of the tokens of the model's vocabulary (`TokenFrequencies`).
-      decay: lambda, per position. The paper's settings are 0.25, 0 for Sudoku and 0.5 for Countdown.
-      clip: alpha, the largest confidence, in nats.
+      decay: Decay lambda per position. The paper uses 0.25, 0 for Sudoku and 0.5 for Countdown.
+      clip: Maximum confidence alpha, in nats.
     """
 
     frequencies: TokenFrequencies

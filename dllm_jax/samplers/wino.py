@@ -21,19 +21,17 @@ from dllm_jax.state.selection import best, fraction_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WINO(UntilDone):
-    """Decodes with a low threshold and verifies with a high one: what fails is masked again.
+    """Unmasks tokens with a low threshold, verifies them with a high one, and remasks those that fail (WINO).
 
-    Each step also computes a shadow block, `dllm_jax.engine.shadow`: the block's positions as if they were
-    masked, each blind to the token that it verifies; statistics do not count it. A token that was decoded in
-    an earlier step of the block and whose probability there is below `narrow_out` becomes a mask again, the
-    least likely first; of n newly decoded tokens at most n - 1 are taken back, so that a block of m masks
-    takes at most m steps. A block is finished when nothing in it is masked; its tokens then stay.
+    Each step also computes a shadow block (`dllm_jax.engine.shadow`): the block's positions as if they were
+    masked, each blind to the token that it verifies. Statistics do not count it. A token of an earlier step
+    of the block is remasked if its probability there is below `narrow_out`, the least likely first. Of n
+    newly unmasked tokens at most n - 1 are remasked, so a block of m masks takes at most m steps.
 
-    Goes with policies whose layers are the exact decoder's, over all positions' keys and values: `Policy`,
-    `PrefixCache`, `DualCache`, `DKVDecode`, `DKVPD`. Others are refused, and so is a shifted head (Dream),
-    where no position's output verifies its own token.
+    Works with policies of the default layer: `Policy`, `PrefixCache`, `DualCache`, `DKVDecode`, `DKVPD`.
+    Other policies and shifted output heads (Dream) raise `ValueError`.
 
-    Neighbour limit: narrow_out=0 is `Threshold(wide_in)`, but for the largest number of tokens per step.
+    With narrow_out=0 it is `Threshold(wide_in)`, except for the maximum number of tokens per step.
 
     Attributes:
       wide_in: Confidence from which a token is unmasked; the most confident one always is.

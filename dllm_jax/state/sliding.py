@@ -8,17 +8,16 @@ from dllm_jax.options import NoneMeans, Options, PositiveInt
 
 @dataclasses.dataclass(frozen=True)
 class Sliding(Options):
-    """A block schedule, `generate(..., block=Sliding(32))`: the block slides over the response.
+    """Block schedule `generate(..., block=Sliding(32))`, in which the block slides over the response (DSB).
 
-    The block begins at the first mask and ends `block` positions behind as many as have been decoded, but at
-    most `longest` behind its beginning (DSB, released code lizhuo-luo/DSB). So a mask that stays undecided
-    holds up nothing behind it. Whatever a policy does when a block begins, it does here whenever `block`
-    tokens have been decoded since the last time; a sampler's fixed schedule is that of the whole response.
+    The block begins at the first mask. Its end moves by one for every unmasked token, up to a length of
+    `longest`. So a token that stays masked does not hold up later ones. Policies start a new round whenever
+    `block` tokens have been unmasked. A sampler's fixed schedule is that of the whole response.
 
     Attributes:
-      block: positions of the first block, and tokens of a round.
-      longest: positions of any block; None lets it grow with what is decoded ("greedy"), `block` keeps it
-        as it is ("const").
+      block: Length of the first block, and number of tokens of a round.
+      longest: Maximum length of a block. None lets it grow with every unmasked token ("greedy"); `block`
+        keeps it constant ("const").
     """
 
     block: PositiveInt = 32
