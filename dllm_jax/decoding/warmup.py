@@ -39,7 +39,7 @@ def warmup(
     slots: int | None = None,
     **options: Unpack[WarmupOptions],
 ) -> list[Compiled]:
-    """Compiles the programs of `generate(.., buckets=ladder)` for every bucket length, without running a step.
+    """Compiles the programs of `generate(.., buckets=ladder)` for every bucket length; runs no step.
 
         dj.warmup(model, dj.buckets.geometric(64, 1024), length=128, block=32, policy=dj.policies.DualCache())
 

@@ -31,7 +31,7 @@ class Policy(Options):
     # -- what is stored -----------------------------------------------------------------------------
 
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
-        """Allocates storage for a generation: dense K and V per layer, or nothing if they would never be read."""
+        """Allocates storage for a generation: dense K and V per layer, if they are ever read."""
         layers = KV.zeros(spec, batch, layout.length, dtype) if self.stores(spec) else ()
         return Cache(layers, shared=())
 
@@ -130,7 +130,7 @@ class Policy(Options):
     # -- speed --------------------------------------------------------------------------------------
 
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
-        """Returns the static widths to compile a partial step for; a step uses the narrowest that holds its positions.
+        """Returns the static widths of partial steps; a step uses the narrowest that holds its positions.
 
         A selection that fits none of them runs as a full step: in place on the canvas, with padding rows
         where a sequence does not compute the position. With the default layer, widths affect speed only. A
@@ -152,13 +152,13 @@ class Policy(Options):
 
     @final
     def stores(self, spec: ModelSpec) -> bool:
-        """Whether keys and values are cached: by every policy that reuses them, and on every block-causal model."""
+        """Whether keys and values are cached: if the policy reuses them, or the model is block-causal."""
         return self.reuses or spec.block_size > 0
 
     @property
     @final
     def only_sets(self) -> bool:
-        """Whether the layers are the default ones, so that the policy consists of two sets: computed and readable.
+        """Whether the layers are the default ones, so that the policy consists of two sets.
 
         Such a policy is compatible with features that bring their own layers: `EvictPrompt`, a sampler that
         verifies.
@@ -167,7 +167,7 @@ class Policy(Options):
 
     @final
     def readable(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"] | None:
-        """Returns `reads` without padding, as `LayerCache` needs it; None if that is everything but padding."""
+        """Returns `reads` without padding, for `LayerCache`; None if that is everything but padding."""
         read = self.reads(cache, canvas)
         return None if read is canvas.valid else read & canvas.valid
 
