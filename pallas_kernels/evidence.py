@@ -197,15 +197,17 @@ def fault(operation: str, implementation: Implementation, dtype: str) -> str | N
             continue
         except jax.errors.JaxRuntimeError as error:
             return str(error).strip().partition("\n")[0]
-        return None if found.right else f"{found.error:.2g} off, where {found.allowed:.2g} would be rounding"
+        return None if found.right else f"{found.error:.2g} off; rounding explains {found.allowed:.2g}"
     return None
 
 
 def _believed(entry: Entry) -> bool:
     for dtype in entry.dtypes if entry.implementation != "xla" else ():
         if reason := fault(entry.operation, entry.implementation, dtype):
-            what = f"{entry.operation} by {entry.implementation} is wrong here ({dtype}: {reason})"
-            warnings.warn(f"{what}; XLA's is taken", ImplementationWarning, stacklevel=1)
+            what = f"{entry.implementation} {entry.operation} failed its correctness check on this device"
+            warnings.warn(
+                f"{what} ({dtype}: {reason}); using XLA instead", ImplementationWarning, stacklevel=1
+            )
             return False
     return True
 

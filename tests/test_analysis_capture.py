@@ -117,13 +117,13 @@ def test_bad_input_is_refused():
     model = tiny("llada")
     without = dj.generate(model, np.ones((1, 3), int), length=2)
     for options, message in (
-        (dict(layers=2), r"layers hold 2; the model has layers in \[0, 1\]"),
-        (dict(layers=3, what=("residual",)), r"layers hold 3; the model has layers in \[0, 2\]"),
+        (dict(layers=2), r"layers=2 is out of range: the model has the layers 0 to 1"),
+        (dict(layers=3, what=("residual",)), r"layers=3 is out of range: the model has the layers 0 to 2"),
         (dict(layers=-1), "layers=-1 must be whole numbers of at least 0"),
         (dict(layers=(0, 0)), r"layers=\[0, 0\] hold a number twice"),
         (dict(layers=()), r"layers=\(\) must be whole numbers"),
-        (dict(steps=1), r"steps hold 1; there are 1 canvases in \[0, 0\]"),
-        (dict(positions=6), r"positions hold 6; the canvas has positions in \[0, 5\]"),
+        (dict(steps=1), r"steps=1 is out of range: the canvases are 0 to 0"),
+        (dict(positions=6), r"positions=6 is out of range: the canvas has the positions 0 to 5"),
         (dict(positions=[[1], [2], [3]]), r"positions has shape \(3, 1\); expected \(j,\) or \(2, j\)"),
         (dict(what=("keys",)), r"what=\('keys',\) must be some of residual, attention, "),
         (dict(chunk=0), "chunk=0 must be a whole number of at least 1"),

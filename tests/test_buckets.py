@@ -59,5 +59,5 @@ def test_the_default_ladder():
     for ends in ((1, 4), (8, 4)):
         with pytest.raises(ValueError, match="smallest="):
             geometric(*ends)
-    with pytest.raises(ValueError, match="prompt of 9 positions exceeds the highest rung, 8"):
+    with pytest.raises(ValueError, match="prompt of 9 positions exceeds the largest bucket length, 8"):
         dj.generate(tiny("llada"), [[1] * 9], buckets=Ladder((8,)), **OPTIONS)

@@ -148,7 +148,8 @@ def test_evidence_that_is_wrong_here_is_not_believed(cache, monkeypatch):
     broken = with_kernel(kernel(1e-3))
     monkeypatch.setattr(evidence, "FAMILIES", [broken])
     with pytest.warns(
-        evidence.ImplementationWarning, match="attention by pallas is wrong here .* XLA's is taken"
+        evidence.ImplementationWarning,
+        match="pallas attention failed its correctness check .* using XLA instead",
     ):
         assert dj.load(dj.bundled.path("tiny-llada")).implementation is None
 

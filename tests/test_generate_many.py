@@ -182,7 +182,7 @@ def test_what_is_refused_is_told_with_its_index_and_loses_no_other():
     messages = {i: str(found[i]) for i in range(1, 5)}
     assert "vocabulary" in messages[1]
     assert "lenght" in messages[2]
-    assert "exceeds the highest rung, 12" in messages[3]
+    assert "exceeds the largest bucket length, 12" in messages[3]
     assert "one prompt" in messages[4]
     assert all(isinstance(found[i], dj.Output) for i in (0, 5))
 
@@ -204,7 +204,7 @@ def test_what_is_refused_is_told_with_its_index_and_loses_no_other():
         (dict(errors="ignore"), ValueError, "errors='ignore'"),
         (dict(noise=None), TypeError, "noise"),
         (dict(block=0), ValueError, "block=0"),
-        (dict(policy=P.D2Cache(), sampler=samplers.WINO()), ValueError, "WINO verifies"),
+        (dict(policy=P.D2Cache(), sampler=samplers.WINO()), ValueError, "WINO is not supported by"),
         (dict(group=0), ValueError, "group=0"),
         (dict(prompts="text"), ValueError, "must be an iterable of prompts"),
     ],

@@ -211,15 +211,21 @@ def test_gradients_reach_values():
     ("make", "message"),
     [
         (lambda i: i.mask("heads"), "place='heads' must be one of 'residual', 'attention_output', "),
-        (lambda i: i.mask("v", layers=2), r"layers hold 2; v is at layers in \[0, 1\]"),
-        (lambda i: i.mask("residual", layers=3), r"layers hold 3; residual is at layers in \[0, 2\]"),
+        (lambda i: i.mask("v", layers=2), r"layers=2 is out of range: v has the layers 0 to 1"),
+        (lambda i: i.mask("residual", layers=3), r"layers=3 is out of range: residual has the layers 0 to 2"),
         (lambda i: i.mask("k", layers=-1), "layers=-1 must be whole numbers of at least 0"),
         (lambda i: i.mask("k", layers=(1, 1)), r"layers=\[1, 1\] hold a number twice"),
-        (lambda i: i.mask("v", positions=10), r"positions hold 10; the canvas has positions in \[0, 9\]"),
+        (
+            lambda i: i.mask("v", positions=10),
+            r"positions=10 is out of range: the canvas has the positions 0 to 9",
+        ),
         (lambda i: i.mask("v", positions=[[1]] * 3), r"have shape \(3, 1\); expected \(j,\) or \(2, j\)"),
         (lambda i: i.mask("v", positions=1.5), "positions=1.5 must be whole numbers"),
-        (lambda i: i.mask("v", steps=8), r"steps hold 8; there are at most steps in \[0, 7\]"),
-        (lambda i: i.mask("v", heads=4), r"heads hold 4; v is of heads in \[0, 3\]"),
+        (
+            lambda i: i.mask("v", steps=8),
+            r"steps=8 is out of range: this generation has at most the steps 0 to 7\.",
+        ),
+        (lambda i: i.mask("v", heads=4), r"heads=4 is out of range: v has the heads 0 to 3"),
         (lambda i: i.mask("head_output", heads=(0, 0)), r"heads=\[0, 0\] hold a number twice"),
         (lambda i: i.mask("k", heads="x"), "heads='x' must be whole numbers of at least 0"),
         (lambda i: i.mask("attention_output", heads=0), 'attention_output has no heads.*"head_output"'),
@@ -320,5 +326,7 @@ def test_numbers_outside_of_a_policy_are_part_of_the_program():
 def test_a_sampler_with_a_shadow_block_is_refused():
     """Its shadow runs beside the layers' places."""
     steering = (dj.Intervention.steer("residual", jnp.ones(32)),)
-    with pytest.raises(ValueError, match="WINO verifies tokens by a shadow block, where they would not act"):
+    with pytest.raises(
+        ValueError, match="interventions= is not supported by WINO: it verifies tokens by a shadow block"
+    ):
         dj.generate(tiny("llada"), [[1]], length=2, sampler=samplers.WINO(), interventions=steering)

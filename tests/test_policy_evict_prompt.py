@@ -91,5 +91,7 @@ def test_what_recomputes_the_prompt_is_refused():
 def test_policies_that_decide_what_they_attend_to_are_refused(over):
     kinds = policies.MaskKV, policies.SparseDLLM, policies.DLLMCache, policies.D2Cache
     for kind in (*kinds, policies.ElasticCache, policies.EvictPrompt):
-        with pytest.raises(ValueError, match=rf"policy={kind.__name__}\(.* has a layer of its own"):
+        with pytest.raises(
+            ValueError, match=rf"policy={kind.__name__}\(.* is not supported by {over.__name__}"
+        ):
             over(policy=kind())

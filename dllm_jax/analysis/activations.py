@@ -128,8 +128,8 @@ def capture(
     batch, length = found.tokens.shape[1:]
     # The residual stream has one place more than there are layers: what the last one returns.
     count, only = model.spec.layers, what == ("residual",)
-    stream = chosen("layers", layers, count + (only or layers is None), "the model has layers")
-    of_layers = stream[:0] if only else chosen("layers", layers, count, "the model has layers")
+    stream = chosen("layers", layers, count + (only or layers is None), "the model has the layers")
+    of_layers = stream[:0] if only else chosen("layers", layers, count, "the model has the layers")
     distinct("layers", stream)
     stream = stream if "residual" in what else stream[:0]
     at = _positions(positions, batch, length)
@@ -174,7 +174,7 @@ def _positions(positions: Indices | None, batch: int, length: int) -> Int[np.nda
     if positions is None:
         return None
     at = np.asarray(indices("positions", positions, ndim=2))
-    within("positions", at, length, "the canvas has positions")
+    within("positions", at, length, "the canvas has the positions")
     if at.ndim == 2 and len(at) != batch:
         raise ValueError(f"positions has shape {at.shape}; expected (j,) or ({batch}, j)")
     return np.broadcast_to(at, (batch, at.shape[-1]))

@@ -40,7 +40,7 @@ def canvases(
     """The canvases of a source that are asked for; arguments and errors are those of `capture`."""
     tokens, taken = _all(model, source)
     count, batch, length = tokens.shape
-    index = chosen("steps", steps, count, f"there are {count} canvases")
+    index = chosen("steps", steps, count, "the canvases are")
     return Canvases(tokens[index], _valid(prompt_mask, batch, length), index, taken[index])
 
 

@@ -98,7 +98,7 @@ def save_hf(
     """Writes a model, e.g. one just trained, as a Hugging Face directory.
 
     Tokenizer, configs and licence of the original go along; its card, training log and results do not, since
-    they describe other weights. A short card says what the model is.
+    they describe other weights. A short card describes the model.
 
     A model on the devices of several processes is saved by all of them: each calls this, the first one writes
     and one parameter at a time is gathered for it.

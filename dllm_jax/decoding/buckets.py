@@ -38,15 +38,15 @@ class Ladder(Options):
             raise ValueError(f"rungs={self.rungs!r} must ascend, such as (64, 128)")
 
     def fit(self, length: int) -> int:
-        """The lowest rung that holds `length` positions.
+        """Returns the smallest bucket length that holds `length` positions.
 
         Raises:
-          ValueError: longer than the highest rung.
+          ValueError: The length exceeds the largest bucket length.
         """
         for rung in self.rungs:
             if length <= rung:
                 return rung
-        raise ValueError(f"prompt of {length} positions exceeds the highest rung, {self.rungs[-1]}")
+        raise ValueError(f"prompt of {length} positions exceeds the largest bucket length, {self.rungs[-1]}")
 
 
 def geometric(smallest: int = 64, largest: int = 32768) -> Ladder:
@@ -74,10 +74,10 @@ DEFAULT = geometric()
 
 
 def pad(prompts: Prompts, ladder: Ladder, pad_id: int) -> Prompts:
-    """Prompts padded on the left to the ladder's next rung; their mask is never None.
+    """Pads prompts on the left to the next bucket length; their mask is never None.
 
     Raises:
-      ValueError: no ladder, or a prompt longer than its highest rung.
+      ValueError: No bucket lengths, or a prompt longer than the largest one.
     """
     check_ladder("buckets", ladder)
     ids, mask, embeds = prompts

@@ -88,7 +88,7 @@ def chat(
       batch.
 
     Raises:
-      ValueError: an empty conversation, what is no conversation, a tokenizer without a chat template, or
+      ValueError: An empty or invalid conversation, a tokenizer without a chat template, or
         images that do not go with their message.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")

@@ -32,7 +32,7 @@ class Output(NamedTuple):
     trace: Trace | None
 
     def to_html(self, tokenizer: Any = None, *, sequence: int = 0) -> Page:
-        """One self-contained page about a sequence: its answer step by step, and what each step computed.
+        """Makes one self-contained page about a sequence: its answer and the computed tokens, step by step.
 
             Path("answer.html").write_text(out.to_html(tokenizer))
 

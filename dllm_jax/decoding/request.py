@@ -134,7 +134,10 @@ def blocks_of(
     if not (size := spec.block_size):
         return block, 0
     if suffix:
-        raise ValueError(f"suffix: a block of {spec.family} attends to nothing behind it")
+        raise ValueError(
+            f"suffix= is not supported by block-causal models ({spec.family}): a block attends to "
+            "nothing after it. Put the text into the prompt."
+        )
     block = size if block is None else block
     if isinstance(block, Sliding) or size % check_argument("block", block, PositiveInt):
         raise ValueError(f"block={block} must divide the blocks of {spec.family}, block_size={size}")
@@ -187,8 +190,8 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: 
     fitting = checked(asked.interventions, spec, batch, layout.length - extra, plan.step_limit)
     if fitting and sampler.verifies:
         raise ValueError(
-            f"interventions go with samplers that decode what the network computes once: "
-            f"{type(sampler).__name__} verifies tokens by a shadow block, where they would not act"
+            f"interventions= is not supported by {type(sampler).__name__}: it verifies tokens by a shadow "
+            "block, where they would not act. Use Threshold()."
         )
     plan = dataclasses.replace(plan, interventions=moved(fitting, extra))
     arrays = arrays._replace(noise=noise_for(plan, batch, asked.key, asked.noise, spec.vocab))

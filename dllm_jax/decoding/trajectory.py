@@ -66,7 +66,7 @@ def trajectory_log_probs(
 
     Args:
       model: whose log-probabilities they are.
-      run: what `generate` or `infill` returned with `trace=True`, or its trace.
+      run: Output of `generate` or `infill` with `trace=True`, or its trace.
       prompt_mask: the same as given to `generate` (Bool[b p], or `infill`'s token_mask), False at padding.
       temperature: that of the sampler, to score the distribution it drew from; 1 is the model's own.
       most_per_step: upper bound of the tokens that a step decodes in one sequence, static. None counts them;

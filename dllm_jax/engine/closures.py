@@ -39,7 +39,7 @@ def constants(options: Options, name: str) -> Constants:
             if isinstance(leaf, jax.Array | np.ndarray):
                 raise ValueError(
                     f"{name}: {method} reads {variable}, an array {leaf.dtype}{list(leaf.shape)} outside of "
-                    "the class. A compiled program would go on with what it was when it was compiled: pass "
+                    "the class. A compiled program would keep its first value. Pass "
                     "arrays as interventions=(dj.Intervention.patch(..),), numbers as fields "
                     "(docs/how-to/seeing-inside.md)"
                 )

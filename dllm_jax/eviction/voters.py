@@ -44,8 +44,9 @@ class MaskVotes(Voters):
 class PredictingVotes(Voters):
     """The positions that predict the masked ones: these themselves, with a shifted head those before them.
 
-    Ours: equation 7 counts what masks look at, but a shifted head's logits of the first masked position come
-    from the prompt's last one, which is no mask, and what it looks at is dropped (docs/policies/index.md).
+    Ours: equation 7 counts the attention of masks, but a shifted head's logits of the first masked position
+    come from the last prompt position, which is no mask, so its attention is ignored
+    (docs/policies/index.md).
     """
 
     @override

@@ -55,7 +55,7 @@ class LoRA(Options):
 
 
 def attach(model: Model, lora: LoRA, key: Key[Array, ""], dtype: Any = None) -> Model:
-    """The model with an update of zero beside each of the chosen matrices; it computes what it did before.
+    """Adds an update of zero to each of the selected matrices; results do not change.
 
     Factors are initialised as PEFT does: A uniform in +-1/sqrt(inputs), B zero. They are drawn layer by
     layer, so that stacked and separate layers get the same ones. The model's own arrays are shared, not
@@ -185,7 +185,7 @@ def merge(model: Model) -> Model:
 
 
 def detach(model: Model) -> Model:
-    """The model without its updates, arrays shared: what it was before `attach`, a reference for DPO or GRPO.
+    """Returns the model without its updates, with shared arrays: the reference model of DPO or GRPO.
 
     Raises:
       ValueError: no adapters.

@@ -91,7 +91,7 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
     the base weights, ...) is refused by name, unknown keys too, and so is an adapter of some layers only.
 
     Args:
-      model: what the adapter was trained on, without adapters.
+      model: Base model of the adapter, without adapters.
       directory: with adapter_config.json and adapter_model.safetensors, or a hub id of one.
 
     Raises:

@@ -173,10 +173,10 @@ class Intervention:
         end = spec.layers + (self.place == "residual")
         if self.layers is not None:
             distinct("layers", self.layers)
-            within("layers", self.layers, end, f"{self.place} is at layers")
+            within("layers", self.layers, end, f"{self.place} has the layers")
         if self.positions is not None:
             distinct("positions", self.positions)
-            within("positions", self.positions, length, "the canvas has positions")
+            within("positions", self.positions, length, "the canvas has the positions")
             if len(self.positions) not in (1, batch):
                 shape = self.positions.shape
                 raise ValueError(f"positions have shape {shape}; expected (j,) or ({batch}, j)")
@@ -185,7 +185,7 @@ class Intervention:
                 f"steps={shown(self.steps)}: a single pass has no denoising steps; leave them out"
             )
         if self.steps is not None and steps is not None:
-            within("steps", self.steps, steps, "there are at most steps")
+            within("steps", self.steps, steps, "this generation has at most the steps")
         count = {"head_output": spec.heads, "k": spec.kv_heads, "v": spec.kv_heads}.get(self.place)
         if self.heads is not None and count is None:
             raise ValueError(
@@ -194,7 +194,7 @@ class Intervention:
             )
         if self.heads is not None and count is not None:
             distinct("heads", self.heads)
-            within("heads", self.heads, count, f"{self.place} is of heads")
+            within("heads", self.heads, count, f"{self.place} has the heads")
         # Each axis of the value has the full length or 1: NumPy's broadcasting, without its missing axes.
         chosen = end if self.layers is None else len(self.layers)
         across = length if self.positions is None else self.positions.shape[1]

@@ -142,7 +142,7 @@ class Layer:
         """The residual stream that leaves the layer, as the next one reads it.
 
         A policy that adds the branches itself, without `finish`, passes the sum through here, where
-        interventions (`dllm_jax.nn.intervention`) change it. Without any it is what it was.
+        interventions (`dllm_jax.nn.intervention`) change it. Without interventions it does not change.
         """
         return x
 

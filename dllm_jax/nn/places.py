@@ -47,19 +47,19 @@ def indices(name: str, value: Any, ndim: int = 1) -> Int[np.ndarray, "..."] | In
 
 
 def within(name: str, array: Int[np.ndarray, "..."] | Int[Array, "..."], end: int, what: str):
-    """Refuses numbers beyond what there is; of traced ones nothing is known.
+    """Raises ValueError for numbers out of range; traced ones are not checked.
 
     Args:
-      name: what the user calls them.
-      array: from `indices`.
-      end: how many there are.
-      what: they are, for the message.
+      name: Name of the argument.
+      array: Numbers returned by `indices`.
+      end: Upper bound, exclusive.
+      what: Words of the message before the range.
 
     Raises:
       ValueError: a number of at least `end`.
     """
     if isinstance(array, np.ndarray) and array.max() >= end:
-        raise ValueError(f"{name} hold {array.max()}; {what} in [0, {end - 1}]")
+        raise ValueError(f"{name}={array.max()} is out of range: {what} 0 to {end - 1}.")
 
 
 def distinct(name: str, array: Int[np.ndarray, "..."] | Int[Array, "..."]):

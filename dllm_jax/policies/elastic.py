@@ -91,7 +91,7 @@ class ElasticCache(Policy):
 
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Everything at first; then the just decoded, the tracked, and what predicts the window."""
+        """Selects everything at first; then new and tracked tokens, and what predicts the window."""
         tracked = members(cache.shared.attended, canvas.layout.length)
         return canvas.first_step | canvas.just_decoded | tracked | self.voters(canvas)
 

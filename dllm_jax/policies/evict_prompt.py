@@ -78,9 +78,8 @@ class EvictPrompt(PromptEviction):
             raise ValueError(f"policy={self.policy!r} recomputes the prompt in every step: nothing to evict")
         if not self.policy.only_sets:
             raise ValueError(
-                f"policy={self.policy!r} has a layer of its own, which decides what is stored of the prompt: "
-                "EvictPrompt takes policies that only say which positions are computed and read, such as "
-                "DualCache()"
+                f"policy={self.policy!r} is not supported by EvictPrompt: it has its own layer, which "
+                "decides what to cache of the prompt. Use a policy of sets, such as DualCache()."
             )
 
     # -- what is stored -----------------------------------------------------------------------------

@@ -41,7 +41,7 @@ class SlidingCache(Policy):
 
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Everything when a round begins, else what predicts the block, and what lies just before it."""
+        """Selects everything when a round begins, else what predicts the block and the tokens before it."""
         # The block began at the first of what was masked before the last step.
         start = first_of(canvas.masked | canvas.just_decoded, canvas.layout.length)
         moved = canvas.block_start - jnp.maximum(start, canvas.layout.prompt)

@@ -56,13 +56,12 @@ class SuffixDropout(Policy):
         super().__post_init__()
         if not self.policy.only_sets:
             raise ValueError(
-                f"policy={self.policy!r} has a layer of its own, which decides what is stored and attended "
-                "to: SuffixDropout takes policies that only say which positions are computed and read, such "
-                "as DualCache()"
+                f"policy={self.policy!r} is not supported by SuffixDropout: it has its own layer, which "
+                "decides what to cache and attend to. Use a policy of sets, such as DualCache()."
             )
 
     def exists(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        """All positions but the masks behind the block that are dropped."""
+        """All positions except the dropped masks after the block."""
         distance = canvas.position - canvas.block_end
         dropped = canvas.masked & (distance >= 0) & ~self.keep.kept(canvas, distance)
         return ~dropped
@@ -80,7 +79,7 @@ class SuffixDropout(Policy):
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
-        """The policy's, what a block needs, and what there is at a quarter, a half, .. of the response."""
+        """Returns the policy's widths, a block's, and those at a quarter, a half, .. of the response."""
         kept = self.keep.size(layout) + int(spec.shifted)
         reached = (layout.prompt + -(-layout.response * quarter // 4) + kept for quarter in (1, 2, 3, 4))
         own = self.policy.widths(spec, layout) if self.policy.reuses else ()

@@ -59,7 +59,7 @@ class WindowDiffusion(Policy):
 
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Everything at a refresh, else the active masks and what the phase has decoded."""
+        """Selects everything at a refresh, else the active masks and the tokens unmasked since."""
         active, refreshed = leftmost(canvas.masked, self.active), self.refreshed_at(canvas)
         # The first partial step renews what the refresh has decoded, later ones what partial steps have.
         later = canvas.step[:, None] > refreshed + 1
@@ -70,7 +70,7 @@ class WindowDiffusion(Policy):
 
     @override
     def reads(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Everything at a refresh, else all but the masks behind the window, as the refresh has left them."""
+        """Limits attention to all positions but the masks after the window, except at a refresh."""
         # What partial steps have decoded was masked when the refresh had ended.
         masked = canvas.masked | (canvas.decoded_at > self.refreshed_at(canvas))
         return canvas.every_n_steps(self.refresh_every) | ~masked | leftmost(masked, self.window)

@@ -25,7 +25,7 @@ class MemoryUse:
 
     Attributes:
       weights: all parameters, the tower's included.
-      cache: what the policy stores, exactly (`Policy.init`).
+      cache: Bytes of the policy's cache (`Policy.init`).
       workspace: activations of one layer of the widest step, and its logits: an estimate.
       scores: float32 scores of one layer of a full step, of which attention holds a chunk at a time.
     """
@@ -85,7 +85,7 @@ class Work:
 
     Attributes:
       steps: each kind once.
-      memory: what must fit.
+      memory: Memory that must fit.
       tokens: response tokens of the batch.
       tower: the images of the batch, before the first step; None if there are none.
     """

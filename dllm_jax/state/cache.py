@@ -177,7 +177,7 @@ class LayerCache(NamedTuple):
         return LayerCache(storage, cache.shared, kernels, readable)
 
     def into(self, cache: Cache, layer: LayerIndex) -> Cache:
-        """The cache with what a layer has changed in its view of it."""
+        """Returns the cache with a layer's changes to its view."""
         # The set that is read is the step's, not the cache's: it stays behind with the view.
         return cache._replace(layers=self.storage.into(cache.layers, layer), shared=self.shared)
 

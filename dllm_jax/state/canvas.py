@@ -25,7 +25,7 @@ Streamed = TypeVar("Streamed")  # an array or a pytree of them
 class Canvas:
     """State of the sequences.
 
-    Each sequence is in a block of its own: none waits for its batch mates to finish theirs.
+    Each sequence has its own current block; none waits for other sequences.
 
     Sets are Bool[b l]; `first_step`, `block_begins` and `every_n_steps` are Bool[b 1] and combine with
     them by broadcasting. A policy reads as set algebra:
@@ -35,7 +35,8 @@ class Canvas:
       tokens: current ids, mask_id where undecided.
       decoded_at: the sequence's step at which a position was decoded; -1 for the prompt and while masked.
       valid: not padding.
-      block_start: first position of each sequence's current block; the end of the response behind the last.
+      block_start: First position of each sequence's current block; after the last block, the end of the
+        response.
       step: network forwards each sequence has taken part in.
       block_step: the same since the block began.
       block_masks: masks each sequence had in the block when it began.
@@ -85,7 +86,7 @@ class Canvas:
 
     @property
     def masked(self) -> Bool[Array, "b l"]:
-        """Positions that are masked; never padding, whatever token it holds."""
+        """Positions that are masked; never padding."""
         return self.valid & (self.tokens == self.spec.mask_id)
 
     @property
@@ -198,7 +199,7 @@ class Canvas:
 
     @property
     def opens_model_block(self) -> Bool[Array, "b 1"]:
-        """Whether the coming step decodes the first token of a model's block alone.
+        """Whether the coming step unmasks only the first token of a model's block.
 
         Where the head is shifted, the block before predicts it, and the rest of the block needs it.
         """
@@ -227,7 +228,7 @@ class Canvas:
 
     @property
     def block_end(self) -> Int[Array, "b 1"]:
-        """The first position behind the current block."""
+        """The first position after the current block."""
         if (sliding := self.layout.sliding) is None:
             end = (self.block_start + self.layout.block)[:, None]
             return jnp.minimum(end, self.layout.end) if self.layout.shorter_last else end

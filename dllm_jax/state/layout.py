@@ -93,7 +93,7 @@ class Layout(Options):
 
     @property
     def response_start(self) -> int | None:
-        """The first position behind the prompt; None for infilling, where masks may be anywhere."""
+        """The first position after the prompt; None for infilling, where masks may be anywhere."""
         return self.prompt or None
 
     @property
@@ -114,7 +114,7 @@ class Layout(Options):
 
     @property
     def end(self) -> int:
-        """The position behind the answer."""
+        """The position after the answer."""
         return self.length - self.suffix - self.tail
 
     @property
@@ -133,7 +133,7 @@ class Layout(Options):
         return self.steps + (self.steps_per_block if self.tail else 0)
 
     def response_inputs(self, shifted: bool) -> int:
-        """Upper bound of positions in `Canvas.response_inputs`: the response, and what predicts its first.
+        """Upper bound of the positions in `Canvas.response_inputs`.
 
         Args:
           shifted: whether the head is shifted, so that the position before the response is among them.

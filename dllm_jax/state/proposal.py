@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 
 class Proposal(NamedTuple):
-    """The candidate token of every position and how sure the sampler is of it.
+    """Candidate token of every position, and the sampler's score of it.
 
     Attributes:
       token: the candidate; mask_id where nothing was computed.

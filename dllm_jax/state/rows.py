@@ -39,7 +39,7 @@ class Rows:
         return places(self.index, self.length) < self.index.shape[1]
 
     def take(self, x: Shaped[Array, "b l *d"]) -> Shaped[Array, "b q *d"]:
-        """x at the computed positions; what padding reads must not be used."""
+        """Returns x at the computed positions; values at padding must not be used."""
         if not self.full:
             return gather(x, self.index)
         return jnp.pad(x, ((0, 0), (self.before, 0), *((0, 0),) * (x.ndim - 2))) if self.before else x

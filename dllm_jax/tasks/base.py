@@ -23,9 +23,9 @@ class Example(NamedTuple):
     """A question and its answer.
 
     Attributes:
-      prompt: what the user says.
-      answer: what the assistant must say, exactly.
-      image: what the question is about, for models with a vision tower; None of questions in text alone.
+      prompt: Text of the user.
+      answer: Exact answer of the assistant.
+      image: Image of the question, for models with a vision tower; None for text.
     """
 
     prompt: str

@@ -44,7 +44,7 @@ class Batch(NamedTuple):
         masks and large weights, which carry most of the gradient's variance and, where an answer follows
         from the prompt alone, little to learn; the loss is then no longer a bound of the likelihood.
       images: Images of prompts that hold `dllm_jax.EMBEDS_PLACEHOLDER` (-1) in place of image tokens
-        (`dllm_jax.vision.Processor.batch`); None of text alone.
+        (`dllm_jax.vision.Processor.batch`); None for text.
     """
 
     prompt: inputs.Ids

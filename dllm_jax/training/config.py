@@ -56,10 +56,9 @@ class TrainConfig(Options):
       remat: Whether activations are recomputed in the backward pass to save memory.
       prompt_isolation: probability, for each example, that its prompt does not see its answer, see
         `masked_diffusion_loss`.
-      blocks: lengths of answers' blocks, one of which is drawn for each example, and of its blocks one to be
-        learnt: what stands before it is known, what follows is masked, as when `generate` decodes in blocks
-        (Blockwise SFT, arXiv:2508.19529). A length of the whole answer or more is LLaDA's loss;
-        None is that too.
+      blocks: Block lengths, one of which is drawn for each example, with one of its blocks to learn. Earlier
+        tokens are known and later ones masked, as when `generate` decodes in blocks (Blockwise SFT,
+        arXiv:2508.19529). None, or the length of the whole answer, is LLaDA's loss.
       master_weights: keep trained parameters of narrower models (bfloat16), and with them the optimiser's
         state, in float32; every step computes with a copy in the model's dtype. Without, steps that are
         smaller than the spacing of bfloat16 numbers (1/256 of a weight) are lost.

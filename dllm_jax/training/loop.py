@@ -68,8 +68,8 @@ def train(
       optimizer: any transformation of optax, in place of the one that `config` describes; it sees what is
         trained, in float32 for bfloat16 models. Or a mapping from names in `trainable` to transformations,
         None for what is frozen.
-      trainable: what is trained: a tree of True and False (or of names) that the parameters extend, such as
-        `{"embed": False, "layers": True, "norm": True, "head": False}`, or a function that gives one from
+      trainable: Parameters to train: a tree of True and False (or of names) that the parameters extend, such
+        as `{"embed": False, "layers": True, "norm": True, "head": False}`, or a function that gives one from
         the parameters; None is the whole decoder, True also the vision tower and projector of LLaDA-V, which
         stand under "vision" in the tree. What is frozen has no gradient, no state and is in no checkpoint.
       mesh: devices to train on: axes "dp", "data" or "batch" split the batch, "fsdp" batch and parameters,

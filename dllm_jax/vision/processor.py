@@ -63,7 +63,8 @@ class Processor(Options):
       exif: turn images as their EXIF orientation says.
       convert: images to RGB before anything else, see `open_image`.
       at_once: views that the tower takes in one program, which bounds its memory.
-      longest: positions that a prompt may have; longer ones are refused (the released code cuts the end off).
+      longest: Maximum tokens of a prompt; longer ones raise `ValueError` (the reference implementation cuts
+        them).
     """
 
     tokenizer: Any
@@ -157,7 +158,7 @@ class Processor(Options):
         return ids, mask, PromptImages(pixels, source, weight)
 
     def prompt(self, messages: list[dict[str, Any]], vision: VisionSpec) -> Encoded:
-        """One conversation on the host: ids, and what its image tokens are made of."""
+        """Encodes one conversation on the host: ids, and the composition of its image tokens."""
         text, sources = rendered(messages, functools.partial(mark_plain, self.tokenizer))
         # One image is cut into tiles, several have one view each, as published.
         images = [open_image(source, self.exif, self.convert) for source in sources]

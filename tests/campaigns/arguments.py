@@ -220,7 +220,7 @@ def targets() -> Iterator[Target]:
     model, layout = tiny("llada"), dj.Layout(prompt=3, response=4, block=2, steps=4)
     own = dict(model=model, key=jax.random.key(0), sampler=samplers.RandomOrder())
     arrays = {"prompt_mask": PADDING.but(ALL_PADDING), "prompt": PROMPTS.but(NO_TOKEN)}
-    options, rung = own | dict(length=4, block=2), {"buckets": ("buckets", "highest rung")}
+    options, rung = own | dict(length=4, block=2), {"buckets": ("buckets", "largest bucket")}
     yield Target(dj.generate, options | dict(prompt=PAIR), arrays, rung)
     yield Target(dj.infill, own | dict(tokens=[[1, MASK_ID, 3]] * 2))
     warm = {

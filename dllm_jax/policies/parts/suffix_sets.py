@@ -34,7 +34,7 @@ class SuffixSet(Options, abc.ABC):
 
         Args:
           canvas: state before the step.
-          distance: from the first position behind the block, which has 0.
+          distance: Distance from the first position after the block, which has 0.
         """
 
     @abc.abstractmethod
@@ -72,7 +72,7 @@ class GaussianDropout(Drawn):
     The probability is scale * N(x; 0, 1), x going from 0 at the block to sigma at the end of the window;
     where that exceeds 1, the position stays always.
 
-    Attributes: besides those of `Drawn`,
+    Attributes:
       sigma: standard deviations that the window spans.
       scale: multiplies the density, 0.4 next to the block. The released code's is 2, others by task.
     """
@@ -103,7 +103,7 @@ class GaussianDropout(Drawn):
 class UniformDropout(Drawn):
     """Keeps `number` positions of the window, all of them equally likely (DPad's ablation).
 
-    Attributes: besides those of `Drawn`,
+    Attributes:
       number: positions that stay.
     """
 
