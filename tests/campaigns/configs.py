@@ -161,6 +161,8 @@ def blocks(case: Drawn, plain: ModelSpec, drawn: random.Random):
 
 def fault(case: Drawn, plain: ModelSpec, drawn: random.Random):
     """A key that is refused."""
+    # All layers of A2D attend everywhere, whatever they did in the model that it is made from.
+    other = "chunked_attention" if plain.family.startswith("a2d") else "sliding_attention"
     faults: dict[str, dict[str, Any]] = {
         "dynamic": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
         "longrope": {"rope_parameters": None, "rope_scaling": {"type": "longrope", "factor": 2.0}},
@@ -168,7 +170,7 @@ def fault(case: Drawn, plain: ModelSpec, drawn: random.Random):
         "rope_parameters": {"rope_parameters": drawn.choice(([], "yarn", 3, {"rope_type": "linear"}))},
         "short_factor": {"rope_parameters": {"rope_type": "default", "short_factor": [1.0]}},
         "eos_token_id": {"eos_token_id": drawn.choice((["x"], -1, 2.5, [[3]], True, "3"))},
-        "layer_types": {"layer_types": drawn.choice((["sliding_attention"], "full", [None]))},
+        "layer_types": {"layer_types": drawn.choice(([other], "full", [None]))},
     }
     case.fault = drawn.choice(sorted(faults))
     case.values |= faults[case.fault]
