@@ -35,8 +35,8 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
       block: Block length (`block_length` in LLaDA). Blocks are decoded from left to right. Default: `length`,
         one block. `Sliding(32)` slides over the response instead.
       steps: Number of denoising steps, a multiple of length / block. Default: `length`, one token per step.
-        Samplers that decode in parallel until a block is done (such as `Threshold`) ignore it; with these, and
-        with another schedule (`Confidence(schedule="rounded")`), neither it nor the length need be a multiple.
+        Samplers that decode in parallel until a block is done (such as `Threshold`) ignore it. With them,
+        and with other schedules (`Confidence(schedule="rounded")`), no multiples are needed.
       policy: Cache policy, which selects the tokens to recompute at each step. Default: exact decoding.
       sampler: Remasking strategy, which selects the tokens to unmask at each step. Default: LLaDA's
         low-confidence remasking.
