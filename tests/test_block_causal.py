@@ -200,7 +200,9 @@ def test_all_other_policies_decode(policy):
 @pytest.mark.parametrize(
     "policy", daily((policies.Policy(), policies.DualCache()), policies.DualCache), ids=short
 )
-def test_its_loop_stays_on_the_device_and_copies_no_cache(policy, optimised):
+def test_its_loop_stays_on_the_device_and_copies_no_cache(policy, request):
+    if EXHAUSTIVE:
+        request.getfixturevalue("optimised")
     copies = [checks.no_copy_of_the_cache_inside_the_loop] * EXHAUSTIVE
     looked_at = checks.one_program_per_setting, checks.nothing_leaves_the_device_inside, *copies
     check_policy(policy, families=("sdar",), checks=looked_at)

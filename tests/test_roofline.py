@@ -172,7 +172,7 @@ def test_schedule_of_a_block_causal_model_is_the_engine_s(policy, shifted):
 @pytest.mark.parametrize(("uneven", "chunks"), [(1, 1), (3, 3), (1000, 32)])
 def test_maskkv_reads_what_its_widest_head_keeps(uneven, chunks, prompt):
     """In chunks of 256, up to the pairs of all 32 heads of a layer in one."""
-    layout = dj.Layout(prompt, 256, 32, 256)
+    layout = dj.Layout(prompt, 256, 32, 16)
     policy = dj.policies.MaskKV(budget=256, layers=dj.eviction.UniformLayers())
     steps = roofline.schedule(policy, LLADA, layout, roofline.Assumed(uneven=uneven))
     slots = {step.slots for step in steps if not step.full}
@@ -181,7 +181,7 @@ def test_maskkv_reads_what_its_widest_head_keeps(uneven, chunks, prompt):
 
 def test_copies_and_statistics_are_counted():
     """Per step and layer: pairs moved besides those attended to, keys read again being half of one."""
-    layout = dj.Layout(4096, 256, 32, 256)
+    layout = dj.Layout(4096, 256, 32, 64)
 
     def moved(policy: dj.policies.Policy) -> float:
         return next(step.moved for step in roofline.schedule(policy, SHORT, layout) if not step.full)
@@ -226,7 +226,7 @@ def test_refusals():
 
 
 def test_memory_is_the_policy_s_and_shared_by_chips():
-    layout = dj.Layout(1024, 256, 32, 256)
+    layout = dj.Layout(1024, 256, 32, 8)
     of = lambda policy, **options: roofline.work(LLADA, policy, layout, **options)
     dense = of(p.DualCache(), batch=3).memory.cache
     assert dense == 3 * 1280 * 512 * 1024
