@@ -186,8 +186,12 @@ def block_by_block(model: Model, tokens, batch: Batch) -> np.ndarray:
         first = PROMPT - pad if model.spec.blocks_from == "response" else 0
         for start in range(first, length, size):
             end = min(start + size, length)
-            seen = jnp.asarray(np.concatenate([clean[:start], noised[start:end]])[None])
-            log_p = np.asarray(jax.nn.log_softmax(forward(model, seen, response=PROMPT - pad)[0]))
+            # Padded on the right, so that all passes have one shape.
+            seen = np.pad(np.concatenate([clean[:start], noised[start:end]]), (0, PROMPT + ANSWER - end))
+            valid = np.arange(len(seen)) < end
+            log_p = np.asarray(
+                jax.nn.log_softmax(forward(model, seen[None], valid[None], response=PROMPT - pad)[0])
+            )
             for i in range(max(start, PROMPT - pad), end):
                 out[row, i + pad - PROMPT] = log_p[max(i - int(model.spec.shifted), 0), clean[i]]
     return out
