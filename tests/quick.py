@@ -43,6 +43,8 @@ LEFT_OUT: dict[str, str] = {
         test_bench_peer_torch.py but test_other_policies_have_no_peer
         test_bench_policies.py::test_every_setting_is_printed_and_drawn
         test_bench_policies.py::test_rows
+        test_bundled.py::test_block_causal_models_answer_chains_block_by_block
+        test_bundled.py::test_questions_about_pictures_are_answered_and_need_their_picture
         test_campaigns.py::test_a_sample_of_the_campaign
         test_check.py::test_a_device_without_memory_turns_the_verdict
         test_check.py::test_each_operation_may_have_an_implementation_of_its_own
@@ -51,8 +53,6 @@ LEFT_OUT: dict[str, str] = {
         test_check.py::test_speed_says_what_it_measured_and_what_it_left_out
         test_check.py::test_tokens_of_a_device_are_compared_with_another
         test_check.py::test_what_was_recorded_decides_where_load_says_nothing
-        test_bundled.py::test_block_causal_models_answer_chains_block_by_block
-        test_bundled.py::test_questions_about_pictures_are_answered_and_need_their_picture
         test_eval_harness.py but test_arguments_*
         test_eval_images.py::test_a_run_from_the_command_line
         test_eval_images.py::test_text_and_images_go_through_one_runner_and_end_at_stops
@@ -60,8 +60,8 @@ LEFT_OUT: dict[str, str] = {
         test_eval_reproduce.py::test_averages_are_over_tasks
         test_eval_reproduce.py::test_cells_are_measured_beside_what_is_printed_and_resumed
         test_eval_reproduce.py::test_tasks_of_lm_eval_are_asked
-        test_eval_results.py::test_parts_are_merged_without_loss
         test_eval_results.py::test_a_result_is_replaced_by_the_same_run_only
+        test_eval_results.py::test_parts_are_merged_without_loss
         test_eval_runner.py::test_a_draw_depends_on_the_seed_and_the_request_only
         test_eval_runner.py::test_an_adapter_is_part_of_a_checkpoint_and_of_its_identity
         test_eval_runner.py::test_costs_are_counted_without_padding
@@ -146,6 +146,7 @@ LEFT_OUT: dict[str, str] = {
         test_samplers_generate.py::test_steps_of_a_users_sampler_that_decode_nothing_are_counted_and_told_of
         test_samplers_methods.py::test_a_large_decay_decodes_from_left_to_right_also_in_padded_batches
         test_samplers_methods.py::test_predictions_of_later_blocks_count
+        test_samplers_propose.py::test_confidences_are_never_infinite_or_nan
         test_samplers_propose.py::test_the_mask_token_is_chosen_only_*
         test_samplers_wino.py::test_a_cache_that_is_always_refreshed_is_exact
         test_samplers_wino.py::test_an_end_ends_nothing_while_it_may_be_taken_back
@@ -153,7 +154,7 @@ LEFT_OUT: dict[str, str] = {
         test_sliding.py but test_a_round_begins_* or test_masks_are_decoded_* or *refuse*
         test_sliding.py::test_masks_are_decoded_up_to_* but Sliding-Confidence-llada
         test_testing.py::test_a_broken_policy_is_told_by_the_check_that_it_breaks but AsItsMates-*
-        test_testing.py::test_a_combination_* but D2Cache-Sequential-block-causal
+        test_testing.py::test_a_combination_* but SparseDLLM-WINO-LLaDA
     """,
     "The same code over devices of a mesh.": """
         test_experts.py::test_experts_over_a_mesh
@@ -171,9 +172,9 @@ LEFT_OUT: dict[str, str] = {
         test_vision.py::test_neither_batches_nor_the_form_of_layers_nor_a_mesh_change_features
     """,
     "The same code in another combination, which costs another compilation.": """
-        test_attention.py::test_one_sequence_after_another_is_all_at_once but keys-2-3
         test_analysis_capture.py::test_token_arrays_*
         test_analysis_capture.py::test_what_is_chosen_*
+        test_attention.py::test_one_sequence_after_another_is_all_at_once but keys-2-3
         test_attention.py::test_platforms_that_differ_*
         test_block_causal.py::test_all_other_policies_decode
         test_block_causal.py::test_its_loop_stays_on_the_device_and_copies_no_cache
@@ -188,8 +189,8 @@ LEFT_OUT: dict[str, str] = {
         test_eviction.py::test_budgets_*
         test_eviction.py::test_chunks_give_what_all_pairs_give but 4-1
         test_eviction.py::test_heads_that_compete_share_*
-        test_experts.py::test_int8_experts_decode_near_the_original
         test_experts.py::test_a_router_decides_in_float32_whatever_the_models_dtype
+        test_experts.py::test_int8_experts_decode_near_the_original
         test_experts.py::test_stacked_and_separate_layers_and_gradients
         test_export.py but test_an_exported_generation_* or *refuse*
         test_generate_many.py but test_an_interrupt_* or test_options_* or *_read_as_* or *refuse*
@@ -227,8 +228,13 @@ LEFT_OUT: dict[str, str] = {
         test_stream.py::test_embeddings_guidance_ends_and_suffixes_are_as_at_once
         test_stream.py::test_the_cache_is_written_in_place_from_piece_to_piece
         test_strict_modes.py::test_modes_change_no_bit but forward-all
+        test_suffix.py::test_a_response_before_a_suffix_is_a_template_with_masks_before_it
+        test_traced_numbers.py::test_bits_are_those_of_a_program_with_constants
         test_traced_numbers.py::test_options_pass_through_jit_and_are_stacked_for_vmap
+        test_traced_numbers.py::test_switching_a_feature_off_is_another_program
         test_traced_numbers.py::test_ten_values_compile_once but thresholds
+        test_traced_numbers.py::test_vmap_over_numbers_equals_a_loop
+        test_training_batch.py::test_labels_of_minus_100_do_not_count_wherever_they_stand but dream
         test_trajectory.py::test_one_program_may_generate_and_score
         test_trajectory.py::test_plain_forwards_give_the_same but llada-exact
         test_tuning.py::test_every_grid_holds_settings_that_a_model_can_decode_with but llada-4-4
@@ -238,15 +244,16 @@ LEFT_OUT: dict[str, str] = {
     "A checkpoint of another model or dtype through the same code.": """
         test_bench.py::test_random_weights_of_published_shapes
         test_block_checkpoints.py::test_a_model_that_never_had_a_config_* but sdar-tiny-tied
-        test_block_checkpoints.py::test_both_ways_bit_for_bit but *bfloat16
+        test_block_checkpoints.py::test_both_ways_bit_for_bit but sdar-tiny-tied-bfloat16
+        test_bundled.py::test_it_chats but tiny-llada
+        test_bundled.py::test_the_exact_decoder_answers_held_out_prompts
         test_convert.py::test_a_cut_vocabulary_is_one_that_the_authors_classes_take but llada
         test_convert.py::test_round_trip_is_bit_exact but float32-1-*
         test_convert.py::test_save_hf_writes_the_tokenizer_of_the_directory_a_model_came_from but True
-        test_bundled.py::test_it_chats but tiny-llada
-        test_bundled.py::test_the_exact_decoder_answers_held_out_prompts
         test_llada_v_checkpoint.py::test_there_and_back_every_bit_is_the_same but bfloat16
         test_load.py::test_prefixes_of_wrappers_are_removed but *llada*
         test_load.py::test_shapes_and_dtypes_are_those_of_the_definition but float32-*
+        test_lora.py::test_pefts_files_hold_* but bfloat16-llada
         test_oracle_torch.py::test_left_padding
         test_oracle_torch.py::test_logits but *-1
         test_paths.py::test_all_ways_lead_to_one_place but relative
