@@ -1,7 +1,7 @@
 """Diffusion language models (LLaDA, Dream, SDAR, LLaDA2) in JAX, with training-free KV-cache policies.
 
 Axes, used in every annotation and einsum: `b` batch, `l` canvas positions, `c` candidate positions,
-`q` computed positions, `s` cached slots, `h` query heads, `k` kv heads, `d` head width, `m` model width,
+`q` computed positions, `s` cached slots, `h` query heads, `k` KV heads, `d` head width, `m` model width,
 `f` MLP width, `v` vocabulary, `n` layers, `t` denoising steps, `e` experts, `i` an expert's width.
 """
 

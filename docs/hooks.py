@@ -125,9 +125,9 @@ options); a dense KV cache takes 0.67 GB. {memory}
 """
 EVERY_SETTING = "<!-- every setting -->"
 BESIDES = " Tokens that single layers skip or evict are not drawn."
-LABELS = {  # paragraphs of docstrings, in older words and newer ones
-    "exact": "Equals exact decoding when|Exact limit",
-    "differences": "Differences|Departures",
+LABELS = {  # paragraphs of docstrings
+    "exact": "Equals exact decoding when",
+    "differences": "Differences",
     "memory": "Memory",
     "limits": "Limits",
     "attributes": "Attributes",
@@ -234,7 +234,7 @@ def page_of(policy: dj.policies.Policy) -> str:
 
 def parts(kind: type) -> dict[str, str]:
     """Splits the docstring of a policy into its description and the paragraphs of `LABELS`."""
-    labels = {label: name for name, labels in LABELS.items() for label in labels.split("|")}
+    labels = {label: name for name, label in LABELS.items()}
     pattern = rf"^({'|'.join(labels)}):"
     text, *pieces = re.split(pattern, inspect.getdoc(kind) or "", flags=re.MULTILINE)
     found = {labels[label]: body.strip("\n") for label, body in zip(*[iter(pieces)] * 2, strict=True)}

@@ -56,7 +56,7 @@ class Similarity:
     def around_decoding(self, window: int = 8) -> Means:
         """Means by how many pairs lie between a pair and the one that decoded the position, [n 2w+1].
 
-        Entry `window` is the pair in which the position was decoded; the one behind it, in which its token no
+        Entry `window` is the pair in which the position was decoded; the one after it, in which its token no
         longer changes but the others' have, is what dKV-Cache's delay of one step waits for.
         """
         decoded = self.kind == KINDS.index("just_decoded")
@@ -140,7 +140,7 @@ def pairwise_similarity(
     """Mean cosine similarity of all positions' states between any two steps (dKV-Cache, figure 2a).
 
     Args:
-      states: one of the arrays of a `Capture` with a position axis behind the batch's, such as `k`.
+      states: one of the arrays of a `Capture` with a position axis after the batch's, such as `k`.
       valid: positions that count, such as those of a `Capture`; None: all.
     """
     real = np.ones(states.shape[2:4], bool) if valid is None else valid

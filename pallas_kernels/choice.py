@@ -112,7 +112,7 @@ class Operation:
       name: Name of the operation.
       xla: defines the meaning and takes every shape.
       check: refuses arrays and options that do not go together, with a ValueError; called like `xla`.
-      operands: axes of each array, a letter each (b sequences, h query heads, k kv heads; others are not
+      operands: axes of each array, a letter each (b sequences, h query heads, k KV heads; others are not
         split); an axis may have length 1 instead, and an optional array may be None.
       results: axes of each array that it returns.
       kernels: one per platform that has one; same signature and an option `interpret` besides. A kernel

@@ -1,6 +1,6 @@
 """Decoding loops in torch, as plain as their papers' code: exact, DualCache, Sparse-dLLM, block-causal.
 
-A cache is a list with a pair of tensors [b k s d] per layer. The first step of a block makes it anew, later
+A cache is a list with a pair of tensors [b k s d] per layer. The first step of a block makes it again, later
 ones change it in place, by slices; a block-causal model's grows by finished blocks. Attention is SDPA, with a
 mask for such a model's prompt alone.
 """
@@ -110,7 +110,7 @@ class SparseDLLM(DualCache):
         return self.twin.hidden(tokens, 0, filling)[:, computed]
 
     def _kept(self, q: Any, k: Any, v: Any, block: slice) -> tuple[Any, Any]:
-        """The pairs of one layer that the block will attend to, behind them its own (Algorithm 1)."""
+        """The pairs of one layer that the block will attend to, after them its own (Algorithm 1)."""
         torch, policy, computed = self.twin.torch, self.policy, self._predictors(block)
         canvas = torch.arange(k.shape[2], device=k.device)
         outside = torch.cat((canvas[: computed.start], canvas[block.stop :]))

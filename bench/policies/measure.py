@@ -64,7 +64,7 @@ def _row(workload: Workload, setting: Setting, plain: dj.Output, base: dj.Output
 
 
 def _storage(workload: Workload, setting: Setting) -> tuple[float, int]:
-    """K/V pairs per layer and kv head, and bytes of the whole cache, both per prompt."""
+    """K/V pairs per layer and KV head, and bytes of the whole cache, both per prompt."""
     spec, block = workload.model.spec, setting.block(workload.length, workload.block)
     steps = workload.length // setting.divide_steps
     layout = dj.Layout.of(workload.prompt.shape[1], workload.length, block, steps)

@@ -24,7 +24,7 @@ class Claim:
       one: Setting of the claim.
       other: Setting it is compared with.
       keeps: the share of the other's accuracy that the one is said to keep at least; None: it is better.
-      behind: they differ only in what lies behind the block, so not at all in a block that ends the response.
+      behind: they differ only in what lies after the block, so not at all in a block that ends the response.
       only: workloads that it is about, by their titles' ends; empty if all.
     """
 

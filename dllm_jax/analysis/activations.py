@@ -95,7 +95,7 @@ def capture(
     Every chosen canvas goes through the network once, as the exact decoder would compute it, whatever policy
     decoded it. Layers, steps and positions are chosen before anything is stored: the devices hold what is
     chosen of `chunk` canvases, the host all of it. Other layers, steps or positions of the same number
-    compile nothing anew.
+    compile nothing again.
 
     Args:
       model: Model returned by `load`.

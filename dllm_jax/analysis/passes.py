@@ -36,11 +36,11 @@ Stores = dict[What, Float[Array, "n b ..."]]
 
 
 class Asked(NamedTuple):
-    """Where a pass looks; numbers, so that others do not compile anew.
+    """Where a pass looks; numbers, so that others do not compile again.
 
     Attributes:
       layers: layers, distinct.
-      stream: places of the residual stream, 0 .. n, n being behind the last layer, distinct.
+      stream: places of the residual stream, 0 .. n, n being after the last layer, distinct.
       positions: Positions to capture of each sequence; None: all.
       interventions: in the pass.
       taken: denoising steps that each sequence of each canvas has taken part in before.

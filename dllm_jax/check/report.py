@@ -16,7 +16,7 @@ class Finding:
       name: what it is, unique within its part.
       text: what was found, in a few words.
       right: whether it is as it should be; None of what can only be reported.
-      data: the numbers behind it, for JSON.
+      data: the numbers after it, for JSON.
     """
 
     name: str

@@ -68,7 +68,7 @@ def step_times(model: Model, request: Request, repeats: int) -> StepTimes:
 
 
 def _timed(step: Callable[[State], State], start: Callable[[], State], most: int, repeats: int) -> Time:
-    """Time of a step. Every repeat starts anew, and making its start is not timed."""
+    """Time of a step. Every repeat starts again, and making its start is not timed."""
     jax.block_until_ready(step(start()))  # compiles
     once = seconds(lambda: step(start()))
     calls = max(1, min(most, round(ENOUGH / once)))

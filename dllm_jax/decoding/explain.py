@@ -35,7 +35,7 @@ class Choice(NamedTuple):
       positions: query positions of attention, or candidates that an eviction chooses or copies from; of
         experts the positions of all sequences (of a mesh's device, of its own).
       platform: "cpu", "cuda" or "tpu".
-      implementation: "pallas", "pallas, interpreted", "cudnn", or "xla: " and why it is none of these; behind
+      implementation: "pallas", "pallas, interpreted", "cudnn", or "xla: " and why it is none of these; after
         it, in brackets, what says that it is the best one here.
     """
 

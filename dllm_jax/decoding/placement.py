@@ -42,7 +42,7 @@ class Placed(NamedTuple):
       inputs: on the devices, split by sequence.
       plan: its numbers on the devices.
       mesh: None without one.
-      batch: how many sequences there are; those behind them compute nothing.
+      batch: how many sequences there are; those after them compute nothing.
       extra: positions a bucket added on the left.
       nonfinite: what the host does about sequences without finite logits.
     """
@@ -153,7 +153,7 @@ def runs_on(placed: Placed) -> Iterator[None]:
 
 
 def divisible(model: Model, mesh: AnyMesh | None, arrays: PyTree, axes: PyTree[int]) -> tuple[PyTree, int]:
-    """Arrays of as many sequences as a mesh divides, the first one again behind them; and how many there are.
+    """Arrays of as many sequences as a mesh divides, the first one again after them; and how many there are.
 
     Args:
       model: whose rules apply.

@@ -124,12 +124,12 @@ def blocks_of(
     Args:
       block: the user's.
       spec: the model, whose blocks begin where a sequence does: the last one may reach beyond an answer.
-      suffix: positions given behind the response.
+      suffix: positions given after the response.
       infilled: whether there is no prompt, so that blocks are counted from a sequence's beginning.
 
     Raises:
       ValueError: the model is block-causal, and the block does not divide its blocks, or something is given
-        behind it.
+        after it.
     """
     if not (size := spec.block_size):
         return block, 0
@@ -199,7 +199,7 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: 
 
 
 def _suffix_ids(suffix: inputs.Ids, batch: int, spec: ModelSpec) -> Int[AnyArray, "b s"]:
-    """Token ids behind the responses, one text for all or one for each sequence."""
+    """Token ids after the responses, one text for all or one for each sequence."""
     ids = inputs.token_ids(suffix, spec, "suffix")
     inputs.no_masks(ids, spec, "suffix")
     if len(ids) == 1 and batch > 1 and not host.stays_on_devices(ids):

@@ -1,1 +1,1 @@
-"""The demonstration behind `python -m dllm_jax`."""
+"""The demonstration after `python -m dllm_jax`."""

@@ -76,7 +76,7 @@ class Arguments(Options):
 
 
 def main(args: list[str]) -> int:
-    """Entry point of the command; its arguments are those behind `chat`."""
+    """Entry point of the command; its arguments are those after `chat`."""
     arguments = tyro.cli(Arguments, prog="python -m dllm_jax chat", args=args, registry=PATHS)
     console = rich.console.Console()
     conversation = Conversation.open(arguments)

@@ -85,7 +85,7 @@ def block_finished(canvas: Canvas, policy: Policy, sampler: Sampler) -> Bool[Arr
     """Sequences whose sampler has finished the block, or whose policy offers nothing after the schedule.
 
     A block with masks goes on after its schedule if the policy offered fewer positions than the schedule
-    wanted; Elastic-Cache may leave masks behind an end-of-text for good.
+    wanted; Elastic-Cache may leave masks after an end-of-text for good.
     """
     schedule_over = canvas.schedule_step >= canvas.layout.steps_per_block
     nothing_offered = ~jnp.any(offered_positions(policy, canvas), axis=1)
@@ -119,8 +119,8 @@ def find_stop(canvas: Canvas, stop: tuple[tuple[int, ...], ...], sampler: Sample
 
     Tokens that may be revoked are looked at when their block is finished.
 
-    As in LLaDA-V's released code: the first of the list that is found counts, at its leftmost place; from
-    then on only the first of the list is looked for, and counts if it lies further to the left.
+    As in LLaDA-V's reference implementation: the first of the list that is found counts, at its leftmost
+    place; from then on only the first of the list is looked for, and counts if it lies further to the left.
     """
     if canvas.stop is None:
         return canvas

@@ -182,7 +182,7 @@ def gather_sequences(
 def scatter_sequences(
     array: Shaped[Array, "..."], new: Shaped[Array, "..."], index: Int[Array, "g"], axis: int, shares: int = 1
 ) -> Shaped[Array, "..."]:
-    """The array with new values of these sequences; a place behind the last is none."""
+    """The array with new values of these sequences; a place after the last is none."""
     if len(index) == 1:
         return jax.lax.dynamic_update_slice_in_dim(array, new, index[0], axis)
     own = lambda array, new, index: array.at[(slice(None),) * axis + (index,)].set(new, mode="drop")

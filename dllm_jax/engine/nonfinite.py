@@ -1,6 +1,6 @@
 """The guard against NaN and infinity: a sequence whose logits hold one ends with that step, and is told of.
 
-Its batch mates go on: what is not finite never leaves a sequence, as attention reads no other's keys.
+Its other sequences go on: what is not finite never leaves a sequence, as attention reads no other's keys.
 """
 
 import dataclasses

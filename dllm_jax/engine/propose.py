@@ -27,7 +27,7 @@ def propose(
       generation: the constants.
       canvas: state before the step.
       rows: what the conditional stream computed.
-      hidden: the residual stream after the last layer, of all streams; behind it that of the shadow block, if
+      hidden: the residual stream after the last layer, of all streams; after it that of the shadow block, if
         the sampler verifies tokens, which are then candidates too.
     """
     plan, spec, layout = generation.plan, canvas.spec, canvas.layout

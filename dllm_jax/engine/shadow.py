@@ -2,7 +2,7 @@
 
 Nothing on the canvas sees the shadow. A shadow position attends to the whole shadow block and to what is read
 of the canvas except the position that it stands for, so that its output predicts that position's token
-without seeing it. A step carries the shadow's residual stream behind that of its rows.
+without seeing it. A step carries the shadow's residual stream after that of its rows.
 """
 
 from collections.abc import Callable

@@ -62,7 +62,7 @@ def initial_state(generation: Generation, inputs: Inputs) -> State:
 
 
 def split_cache(cache: Cache, model: Model, batch: int) -> Cache:
-    """The cache as a mesh splits it: by sequence and kv head; unchanged without a mesh."""
+    """The cache as a mesh splits it: by sequence and KV head; unchanged without a mesh."""
     stacked = "" if model.layers_are_separate else "n"
 
     def of_layers(array: Array) -> Array:
@@ -201,7 +201,7 @@ def network(
       cache: the policy's.
 
     Returns:
-      the residual stream at the rows after the last layer, behind it that of the shadow block if the sampler
+      the residual stream at the rows after the last layer, after it that of the shadow block if the sampler
       verifies tokens (`engine.shadow`), and the changed cache.
 
     Raises:

@@ -48,7 +48,7 @@ Steps = Int[Array, "t_plus_1 everyone _"]
 
 
 def begin(canvas: Canvas, limit: int) -> Steps:
-    """Room for `limit` steps behind the canvas before the first one."""
+    """Room for `limit` steps after the canvas before the first one."""
     b, length = canvas.tokens.shape
     rest = jnp.zeros((b, 2 * length + canvas.spec.layers), jnp.int32)
     first = jnp.concatenate([canvas.tokens, rest], axis=1)[None]
@@ -87,7 +87,7 @@ def add(
 
 
 def completed(steps: Steps, canvas: Canvas) -> Trace:
-    """The trace, in which the last tokens of a sequence stay behind its last step."""
+    """The trace, in which the last tokens of a sequence stay after its last step."""
     length, mask_id = canvas.layout.length, canvas.spec.mask_id
     tokens, flagged, bits, layers = jnp.split(steps, (length, 2 * length, 3 * length), axis=2)
     ran = jnp.arange(len(steps))[:, None] <= canvas.step

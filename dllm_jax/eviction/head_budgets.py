@@ -1,4 +1,4 @@
-"""How many prompt pairs each kv head of a layer keeps, given the votes and the layer's budget."""
+"""How many prompt pairs each KV head of a layer keeps, given the votes and the layer's budget."""
 
 import abc
 import dataclasses
@@ -18,7 +18,7 @@ class Evidence(NamedTuple):
 
     Attributes:
       votes: attention that each prompt position received, -inf at padding.
-      preference: P_h, the fraction of its attention that each kv head gives to the prompt.
+      preference: P_h, the fraction of its attention that each KV head gives to the prompt.
     """
 
     votes: Float[Array, "b k p"]
@@ -27,11 +27,11 @@ class Evidence(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class HeadBudgets(Options, abc.ABC):
-    """How a layer's budget is spread over its kv heads."""
+    """How a layer's budget is spread over its KV heads."""
 
     @abc.abstractmethod
     def budgets(self, seen: Evidence, budget: Int[Array, "b"], prompt: Int[Array, "b"]) -> Int[Array, "b k"]:
-        """Pairs that each kv head keeps, k * budget in all: those with most votes (MaskKV, equation 16).
+        """Pairs that each KV head keeps, k * budget in all: those with most votes (MaskKV, equation 16).
 
         Args:
           seen: votes and preferences, see `eviction.evidence`.
@@ -40,11 +40,11 @@ class HeadBudgets(Options, abc.ABC):
         """
 
     def widest(self, budget: int, heads: int, prompt: int) -> int:
-        """Upper bound of the pairs that one kv head keeps: those of all heads; static, for sizes of arrays.
+        """Upper bound of the pairs that one KV head keeps: those of all heads; static, for sizes of arrays.
 
         Args:
           budget: upper bound of the layer's pairs per head, on average.
-          heads: kv heads.
+          heads: KV heads.
           prompt: prompt positions.
         """
         # One of them may win every comparison, or be the only one that looks at the prompt.
@@ -53,7 +53,7 @@ class HeadBudgets(Options, abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class EvenHeads(HeadBudgets):
-    """The same number for every kv head."""
+    """The same number for every KV head."""
 
     @override
     def budgets(self, seen: Evidence, budget: Int[Array, "b"], prompt: Int[Array, "b"]) -> Int[Array, "b k"]:
@@ -81,9 +81,9 @@ class PromptPreference(HeadBudgets):
         return round_to_total(self.allocate(seen.preference, budget), total, prompt[:, None])
 
     def allocate(self, preference: Float[Array, "b k"], budget: Int[Array, "b"]) -> Float[Array, "b k"]:
-        """The budget of each kv head before rounding (equation 15).
+        """The budget of each KV head before rounding (equation 15).
 
-        It is alpha k_l + (1 - alpha) H k_l P_h / sum P, with H kv heads.
+        It is alpha k_l + (1 - alpha) H k_l P_h / sum P, with H KV heads.
 
         Args:
           preference: P_h of each head.

@@ -1,4 +1,4 @@
-"""How many prompt pairs each layer keeps per kv head, as far as known before the run."""
+"""How many prompt pairs each layer keeps per KV head, as far as known before the run."""
 
 import abc
 import dataclasses
@@ -31,7 +31,7 @@ class LayerBudgets(Options, abc.ABC):
 
     @abc.abstractmethod
     def budgets(self, layers: int, budget: int, prompt: int) -> Int[np.ndarray, "n"]:
-        """Pairs per kv head of each layer: at most `prompt` each, n * min(budget, prompt) in all.
+        """Pairs per KV head of each layer: at most `prompt` each, n * min(budget, prompt) in all.
 
         Args:
           layers: n.
@@ -40,7 +40,7 @@ class LayerBudgets(Options, abc.ABC):
         """
 
     def widest(self, budgets: Int[np.ndarray, "lengths n"], budget: int, prompt: int) -> int:
-        """Upper bound of a layer's pairs per kv head; static, for sizes of arrays.
+        """Upper bound of a layer's pairs per KV head; static, for sizes of arrays.
 
         Args:
           budgets: `budgets` for each prompt length that may occur.
@@ -119,7 +119,7 @@ class BoundaryMiddle(LayerBudgets):
 
         Args:
           importance: Importance of the layers, [... n].
-          budget: pairs per kv head, average over the layers.
+          budget: pairs per KV head, average over the layers.
 
         Returns:
           the base budget of every layer, and each layer's addition by importance [... n].

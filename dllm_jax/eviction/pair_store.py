@@ -11,7 +11,7 @@ from dllm_jax.nn.layer import Layer, LayerIndex
 
 
 class PairStore(NamedTuple):
-    """Pairs of all layers and kv heads stored back to back, each head's in order of position.
+    """Pairs of all layers and KV heads stored back to back, each head's in order of position.
 
     Attributes:
       k: rotated keys.
@@ -19,7 +19,7 @@ class PairStore(NamedTuple):
       position: prompt position of each pair.
       start: first slot of each layer and head.
       length: slots of each layer and head.
-      budget: slots of each layer, per kv head.
+      budget: slots of each layer, per KV head.
     """
 
     k: Float[Array, "b s d"]
@@ -126,7 +126,7 @@ class PairStore(NamedTuple):
         return self._replace(k=put(self.k, by_head[0]), v=put(self.v, by_head[1]))
 
     def _at(self, array: Shaped[Array, "b s *d"], slots: Int[Array, "b k w"]) -> Shaped[Array, "b k w *d"]:
-        """The array at the slots; padding, which lies behind the store, reads its last slot."""
+        """The array at the slots; padding, which lies after the store, reads its last slot."""
         return array[_sequence(slots), jnp.minimum(slots, self.k.shape[1] - 1)]
 
 
@@ -136,9 +136,9 @@ def empty(
     """An empty store with room for any prompt length.
 
     Args:
-      budgets: pairs per kv head of each layer, for each prompt length that may occur (`eviction.table`).
+      budgets: pairs per KV head of each layer, for each prompt length that may occur (`eviction.table`).
       batch: sequences.
-      kv_heads: kv heads of a layer.
+      kv_heads: KV heads of a layer.
       head: width of a head.
       dtype: Dtype of keys and values.
     """

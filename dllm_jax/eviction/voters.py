@@ -139,7 +139,7 @@ def evidence(
     rows: Rows,
     canvas: Canvas,
 ) -> Evidence:
-    """Votes for the prompt positions, and how much each kv head prefers the prompt.
+    """Votes for the prompt positions, and how much each KV head prefers the prompt.
 
     Args:
       voter: decides whose attention counts.
@@ -152,7 +152,7 @@ def evidence(
       canvas: state before the step.
 
     Returns:
-      votes, summed over the voters and averaged over the query heads of a kv head, -inf at padding; and P_h
+      votes, summed over the voters and averaged over the query heads of a KV head, -inf at padding; and P_h
       of equation 14, the masked queries' attention to the prompt over that to prompt and masked positions.
     """
     p = canvas.layout.prompt

@@ -1,7 +1,7 @@
 """Logits of an answer's tokens, as losses and likelihoods compare them with the tokens that are right.
 
 A model that attends everywhere sees the prompt and the noised answer. A block-causal one decodes a block
-behind blocks that are finished, so it is to see its own block as it is noised and earlier ones as they are:
+after blocks that are finished, so it is to see its own block as it is noised and earlier ones as they are:
 one pass computes all blocks of an answer, from a clean canvas and a noisy copy of its end side by side (Block
 Diffusion, arXiv:2503.09573; SDAR, arXiv:2510.06303; Fast-dLLM v2, arXiv:2509.26328).
 """

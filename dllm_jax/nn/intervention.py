@@ -290,7 +290,7 @@ def _by_sequence(
 def for_sequences(
     interventions: tuple[Intervention, ...], batch: int, copies: int = 1
 ) -> tuple[Intervention, ...]:
-    """The same for more sequences: those added behind the others, and several copies of each, side by side.
+    """The same for more sequences: those added after the others, and several copies of each, side by side.
 
     Args:
       interventions: in a traced program.

@@ -38,7 +38,7 @@ class Kernels:
     def run(self, operation: Operation, *arrays: Any, **options: Any) -> Any:
         """The operation on whole arrays; over a mesh each device computes its sequences and heads.
 
-        Query heads are split as the kv heads that they read, so only as far as these divide.
+        Query heads are split as the KV heads that they read, so only as far as these divide.
         """
         # Without rules, or outside of a partitioned program, arrays are whole: nothing is to be divided.
         mesh = partitioned_over()
@@ -80,7 +80,7 @@ class Kernels:
 def _split(
     operation: Operation, arrays: tuple[Any, ...], mesh: AbstractMesh, rules: MeshRules
 ) -> dict[str, tuple[str, ...]]:
-    """Axes of the mesh that split sequences, kv heads and their query heads, by letter."""
+    """Axes of the mesh that split sequences, KV heads and their query heads, by letter."""
     # Of operands that broadcast, the longest counts: an axis of length 1 is no reason not to split the
     # others.
     length = {"b": 1, "k": 1}

@@ -117,7 +117,7 @@ class Layer:
     def sparse_gather(
         self, k: Float[Array, "b s k d"], v: Float[Array, "b s k d"], index: Int[Array, "b #k w"]
     ) -> tuple[Float[Array, "b w k d"], Float[Array, "b w k d"]]:
-        """The pairs at the slots of each kv head's list (or of one for all heads); 0 where a list has s."""
+        """The pairs at the slots of each KV head's list (or of one for all heads); 0 where a list has s."""
         return self.kernels.run(sparse_gather.OPERATION, k, v, index)
 
     def out(self, o: Float[Array, "b q h d"]) -> Float[Array, "b q m"]:
@@ -259,7 +259,7 @@ class OneOfStacked(Mapping[str, Any]):
         self._stacks, self._index = stacks, index
 
     def behind(self, layers: Int[Array, ""]) -> "OneOfStacked":
-        """The weights of the layer that lies so many behind this one."""
+        """The weights of the layer that lies so many after this one."""
         return OneOfStacked(self._stacks, self._index + layers)
 
     @override

@@ -37,7 +37,7 @@ def block_causal(
     length: int,
     response: int | None = None,
 ) -> Mask | None:
-    """The mask without keys of blocks behind the query's; the mask itself where every position sees all.
+    """The mask without keys of blocks after the query's; the mask itself where every position sees all.
 
     With blocks of B positions the query at i attends to the key at j iff floor(j / B) <= floor(i / B), both
     counted from the first position that is not padding: a prompt's beginning is at 0 whatever stands beside
@@ -67,7 +67,7 @@ def with_noisy_copy(
     length: int,
     response: int | None = None,
 ) -> Mask:
-    """The mask of a clean canvas with a noisy copy of its end behind it (Block Diffusion, arXiv:2503.09573).
+    """The mask of a clean canvas with a noisy copy of its end after it (Block Diffusion, arXiv:2503.09573).
 
     A clean position sees its own and earlier blocks of the clean canvas. A noisy one sees its own block in
     the noisy copy, and earlier blocks as they are on the clean canvas. Nothing clean sees what is noisy.
@@ -77,7 +77,7 @@ def with_noisy_copy(
       spec: has a `block_size`.
       position: Canvas position of each query and key; those of the copy occur twice.
       valid: False at left padding; None if there is none.
-      length: positions of the canvas; the copy's are behind them.
+      length: positions of the canvas; the copy's are after them.
       response: canvas position where the response begins; None if it is not known.
     """
     start = block_start(position[:1] if valid is None else position, valid, spec, response)

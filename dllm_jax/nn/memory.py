@@ -1,4 +1,4 @@
-"""How arrays lie in memory: the physical order of axes, which XLA would otherwise choose for each loop anew.
+"""How arrays lie in memory: the physical order of axes, which XLA would otherwise choose for each loop again.
 
 The axes that programs name stay [b s k d]. Left to itself, XLA picks one order for the loop of full steps and
 another one for partial steps, and copies the whole cache from one to the other whenever a block begins.

@@ -1,7 +1,7 @@
 """Places inside of the network by name, and the layers, positions and steps that are meant there.
 
 `residual` is the stream that enters a layer: `residual` at layer i + 1 is what layer i returns, and at layer
-n (behind the last one) what the final norm reads. Keys are rotated, as caches hold them. The outputs of both
+n (after the last one) what the final norm reads. Keys are rotated, as caches hold them. The outputs of both
 branches are what is added to the stream.
 """
 

@@ -166,7 +166,7 @@ def replicas(spec: ModelSpec, mesh: Mesh, rules: MeshRules = MeshRules()) -> dic
 
     Returns:
       by parameter, into how many parts it is split and into how many it should be. Keys and values of fewer
-      kv heads than devices are not among them: each head has to be on every device that has queries for it.
+      KV heads than devices are not among them: each head has to be on every device that has queries for it.
     """
     short, length = {}, sizes(spec)
     for leaf in leaves(spec):

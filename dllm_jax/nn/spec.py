@@ -23,7 +23,7 @@ NormEps = Annotated[float, Interval(ge=1e-12, le=1)]  # float32 as well
 @accepts_old_names
 @dataclasses.dataclass(frozen=True)
 class VisionSpec(Options):
-    """Static description of a SigLIP tower and of the projector behind it; hashable.
+    """Static description of a SigLIP tower and of the projector after it; hashable.
 
     The projector's inner width is the decoder's width.
 
@@ -161,7 +161,7 @@ class ModelSpec(Options):
       layers: number of decoder layers `n`.
       width: model width `m`.
       heads: query heads `h`.
-      kv_heads: key/value heads `k`; query head i reads kv head i // (heads // kv_heads).
+      kv_heads: key/value heads `k`; query head i reads KV head i // (heads // kv_heads).
       head_dim: head width `d`.
       mlp_width: width of the gated MLP.
       vocab: vocabulary size `v` (of the embedding, unused ids included).
@@ -188,7 +188,7 @@ class ModelSpec(Options):
       stop_ids: token ids beside `eos_id` that end a response, as a list at `eos_token_id` names them; None if
         there are no others.
       blocks_from: where blocks of `block_size` are counted from: "sequence", its first position that is not
-        padding, or "response", the first position behind the prompt, so that a prompt's first block may be
+        padding, or "response", the first position after the prompt, so that a prompt's first block may be
         shorter.
     """
 
@@ -276,7 +276,7 @@ class ModelSpec(Options):
 
     @property
     def group(self) -> int:
-        """Query heads per kv head."""
+        """Query heads per KV head."""
         return self.heads // self.kv_heads
 
     @property

@@ -53,7 +53,7 @@ class Rule(NamedTuple):
 
     Attributes:
       read: the value as it is stored; raises ValueError for one that is refused.
-      words: describes the valid values, behind "must be".
+      words: describes the valid values, after "must be".
       argument: the value as an argument of programs, or None where it is static; None if it always is.
     """
 

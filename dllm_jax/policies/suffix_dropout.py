@@ -1,6 +1,6 @@
-"""Suffix dropout: most masks behind the block leave the network and attention (DPad, arXiv:2508.14148).
+"""Suffix dropout: most masks after the block leave the network and attention (DPad, arXiv:2508.14148).
 
-Masks far behind the block are alike and many; a few of them serve the block as well. DPad draws them for each
+Masks far after the block are alike and many; a few of them serve the block as well. DPad draws them for each
 block, Streaming-dLLM (arXiv:2601.17917) keeps the next and the last ones: two sets under one policy.
 """
 

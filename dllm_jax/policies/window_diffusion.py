@@ -1,6 +1,6 @@
 """Window-Diffusion: a window of masks is read, the rest of them left out (arXiv:2601.20332).
 
-Masks far behind the tokens that are being decoded add little to them, and are most of a long response: they
+Masks far after the tokens that are being decoded add little to them, and are most of a long response: they
 leave the network and attention until the next refresh.
 """
 

@@ -78,7 +78,7 @@ def _in_flight(requests, slots: int, group: int, full: float, partial: float | N
 
 
 def _in_batches(requests, slots: int, full: float, partial: float) -> float:
-    """Milliseconds until all have ended, a batch behind the other."""
+    """Milliseconds until all have ended, a batch after the other."""
     time = 0.0
     for start in range(0, len(requests), slots):
         batch = requests[start : start + slots]

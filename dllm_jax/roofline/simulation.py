@@ -47,7 +47,7 @@ def schedule(
 
 @functools.lru_cache(maxsize=256)
 def selected_positions(policy: Policy, spec: ModelSpec, layout: Layout, assumed: Assumed) -> np.ndarray:
-    """How many positions each step computes, [steps]; none behind the last one of a shorter schedule."""
+    """How many positions each step computes, [steps]; none after the last one of a shorter schedule."""
     if isinstance(policy, D2Cache) and assumed.nucleus is not None:
         policy = dataclasses.replace(policy, p=assumed.nucleus)
     # Without a cache every step computes the canvas, and there is nothing to simulate.

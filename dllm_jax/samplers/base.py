@@ -127,7 +127,8 @@ class Sampler(Options, abc.ABC):
         The default is those that have taken the block's scheduled steps and have no mask left in it. If a
         policy offered fewer positions than the schedule wanted, further steps follow; with `allow_mask_token`
         masks are a result like any other token. In a block-causal model, whose first block may begin with a
-        prompt's end, a block without masks is finished whatever its schedule, as in SDAR's released code.
+        prompt's end, a block without masks is finished whatever its schedule, as in SDAR's reference
+        implementation.
         """
         schedule_over = canvas.schedule_step >= canvas.layout.steps_per_block
         if self.allow_mask_token:

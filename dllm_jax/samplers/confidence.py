@@ -36,7 +36,7 @@ class FixedSchedule(Sampler):
 
     @override
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
-        """The surest positions, as many as the transfer schedule wants in this step."""
+        """The most confident positions, as many as the transfer schedule wants in this step."""
         return best(candidates.score, self.count(canvas))
 
     def count(self, canvas: Canvas) -> Int[Array, "b"]:
@@ -97,7 +97,7 @@ class RandomOrder(FixedSchedule):
         canvas: Canvas,
         noise: Noise | None,
     ) -> Float[Array, "b c"]:
-        """Uniform [0, 1) noise, drawn anew at every step."""
+        """Uniform [0, 1) noise, drawn again at every step."""
         return require_noise(noise).order_uniform(canvas, index)
 
     @override

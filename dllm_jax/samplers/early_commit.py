@@ -42,7 +42,7 @@ class EarlyCommit(Options):
         """The positions whose gaps count: of the answer, whatever they hold, or all masks.
 
         Raises:
-          ValueError: the answer begins behind the response.
+          ValueError: the answer begins after the response.
         """
         if self.answer is None:
             return canvas.masked

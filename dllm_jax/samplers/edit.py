@@ -45,7 +45,7 @@ class Edit(UntilDone):
 
     @override
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
-        """The masks above the threshold, or the surest ones."""
+        """The masks above the threshold, or the most confident ones."""
         least = jnp.full(len(candidates.score), self.at_least, jnp.int32)
         return sure_or_best(candidates.score, self.threshold, least)
 

@@ -65,7 +65,7 @@ class KLASS(UntilDone):
 
     @override
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
-        """The surest position, which is decoded where no position is sure and stable."""
+        """The most confident position, which is decoded where no position is sure and stable."""
         return best(candidates.score, jnp.ones(len(candidates.score), jnp.int32))
 
     @override

@@ -64,7 +64,7 @@ class Threshold(UntilDone):
 
     @override
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
-        """All positions whose confidence reaches the threshold, and the surest one in any case."""
+        """All positions whose confidence reaches the threshold, and the most confident one in any case."""
         # Without it a step might decode nothing, and the block would never be done.
         surest = best(candidates.score, jnp.ones(len(candidates.score), jnp.int32))
         least = -self.threshold if self.alg == "entropy" else self.threshold

@@ -27,8 +27,8 @@ def even_schedule(canvas: Canvas, positions: int | None = None) -> Int[Array, "b
 def rounded_schedule(canvas: Canvas) -> Int[Array, "b"]:
     """dllm's transfer schedule: masks left over steps left, rounded half to even; at least one.
 
-    Steps that would decode none are left out. The released code rounds what float32 makes of the quotient, so
-    that a half may go either way there.
+    Steps that would decode none are left out. The reference implementation rounds what float32 makes of the
+    quotient, so that a half may go either way there.
     """
     # m / s rounds to 0 until s < 2m: such steps are skipped, and each step behind one decodes one token. So
     # what is left says how many were skipped, and nothing is remembered.

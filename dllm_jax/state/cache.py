@@ -220,7 +220,7 @@ class LayerCache(NamedTuple):
     def write_last(self, new: PyTree) -> tuple["LayerCache", PyTree]:
         """Writes new values [b q ...] into the last q slots of every array, in all sequences.
 
-        For pairs that only the step itself reads, behind those that `replace` has stored.
+        For pairs that only the step itself reads, after those that `replace` has stored.
 
         Returns:
           the changed cache, and this layer after the write.

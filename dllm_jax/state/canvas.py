@@ -336,7 +336,7 @@ def stream(array: Shaped[Array, "streams_b ..."], index: int, streams: int) -> S
 
 
 def first_of(positions: Bool[Array, "b l"], otherwise: int) -> Int[Array, "b"]:
-    """The first position of each set; of an empty one `otherwise`, which lies behind all of them."""
+    """The first position of each set; of an empty one `otherwise`, which lies after all of them."""
     return jnp.min(jnp.where(positions, jnp.arange(positions.shape[1]), otherwise), axis=1).astype(jnp.int32)
 
 
@@ -354,7 +354,7 @@ def first_eos(canvas: Canvas) -> Int[Array, "b"]:
 
 
 def behind_first_eos(canvas: Canvas) -> Bool[Array, "b l"]:
-    """Positions behind the leftmost end-of-text of the first step that decoded one."""
+    """Positions after the leftmost end-of-text of the first step that decoded one."""
     # Only decoded ones count: an end-of-text in the prompt is text. Without any, a step after all steps.
     eos = is_end(canvas.tokens, canvas.spec) & (canvas.decoded_at >= 0)
     first = jnp.min(jnp.where(eos, canvas.decoded_at, jnp.iinfo(jnp.int32).max), axis=1)

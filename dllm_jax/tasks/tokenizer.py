@@ -26,7 +26,7 @@ def build(phrases: Sequence[str] = ()) -> Tokenizer:
     """Builds the tokenizer: printable ASCII by character, and <|unk|> for anything else.
 
     Args:
-      phrases: texts that are one token each, with the ids behind `VOCAB`'s; such as a system prompt that
+      phrases: texts that are one token each, with the ids after `VOCAB`'s; such as a system prompt that
         would be long in characters.
     """
     vocab = VOCAB | {phrase: len(VOCAB) + i for i, phrase in enumerate(phrases)}

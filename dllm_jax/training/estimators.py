@@ -49,7 +49,7 @@ def one_step_masks(key: Key[Array, ""], batch: Batch, prompt_masking: float = 0.
 
     The whole answer is masked, and every prompt token with probability `prompt_masking`:
     log phi(o^k | q') with q' the masked prompt, from a single pass. The mean-field approximation of the
-    answer's log-probability is the sum over k. d1 draws q' anew in each gradient step, as a regularisation;
+    answer's log-probability is the sum over k. d1 draws q' again in each gradient step, as a regularisation;
     within a step, pass the same masks to policy, old policy and reference.
 
     Args:

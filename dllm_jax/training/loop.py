@@ -125,7 +125,7 @@ def _run(
     bar: Progress,
     begun: tuple[TrainState, Memory, list[LogEntry]],
 ) -> Run:
-    """The steps that are left: each a batch and a `train_step`, some with a review or a checkpoint behind."""
+    """The steps that are left: each a batch and a `train_step`, some with a review or a checkpoint after."""
     config, (state, memory, entries) = setup.config, begun
     first = int(state.step)
     task = bar.add_task("training", total=config.steps, completed=first, note="")

@@ -111,8 +111,8 @@ def masked_diffusion_loss(
         those of LLaDA-8B and Dream-7B hardly do (dKV-Cache, arXiv:2505.15781, figure 2), which is what caches
         rest on. With one half, a model answers with and without.
       blocks: lengths of blocks, one of which is drawn for each example, and one of its blocks; r above is
-        then its length, the tokens before it are known and those behind it masked (Blockwise SFT,
-        arXiv:2508.19529, which hides those behind from attention; here they are seen as masks, as in
+        then its length, the tokens before it are known and those after it masked (Blockwise SFT,
+        arXiv:2508.19529, which hides those after from attention; here they are seen as masks, as in
         `generate`). A length of r or more is the whole answer, as is None.
 
     Returns:
@@ -240,7 +240,7 @@ def check_objective(spec: ModelSpec, prompt_isolation: float, blocks: tuple[int,
 def draw_blocks(
     key: Key[Array, ""], b: int, r: int, lengths: tuple[int, ...]
 ) -> tuple[Bool[Array, "b r"], Bool[Array, "b r"]]:
-    """One block of each example: the positions within it, and those behind it.
+    """One block of each example: the positions within it, and those after it.
 
     All lengths are equally likely, and so are all blocks of one; the last is shorter where a length does not
     divide r.

@@ -123,7 +123,7 @@ class RunDirectory:
         return [entry for entry in entries if entry["step"] <= done]
 
     def write_log(self, entries: list[LogEntry], mode: Literal["w", "a"]):
-        """Writes entries to `log.jsonl`, a line each: in place of what is there ("w"), or behind it ("a")."""
+        """Writes entries to `log.jsonl`, a line each: in place of what is there ("w"), or after it ("a")."""
         if jax.process_index() == 0:
             with self._log.open(mode, encoding="utf-8") as out:
                 out.writelines(json.dumps(entry) + "\n" for entry in entries)

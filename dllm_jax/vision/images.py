@@ -327,7 +327,7 @@ def _features(source: Int[np.ndarray, "t"]) -> Merge:
 
 
 def _with_newlines(source: Int[np.ndarray, "r c 4"], weight: Float[np.ndarray, "r c 4"]) -> Merge:
-    """The tokens of a map, row by row, each row with a newline behind it."""
+    """The tokens of a map, row by row, each row with a newline after it."""
     end = np.full((len(source), 1, 4), NEWLINE)
     newline = np.tile(ALONE, (len(source), 1, 1))
     source = np.concatenate([source, end], axis=1).reshape(-1, 4)

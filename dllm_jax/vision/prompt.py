@@ -95,9 +95,9 @@ def prompt_ids(tokenizer: Any, text: str, drop_first_id: bool = True) -> list[in
     Args:
       tokenizer: whose `encode` is used, piece by piece between the images.
       text: from `rendered`.
-      drop_first_id: leave out the first id behind every image, usually the line break. The released code
-        takes it to be a begin-of-text that its tokenizer does not add, so published numbers are without it;
-        False is the form that the model was trained on.
+      drop_first_id: leave out the first id after every image, usually the line break. The reference
+        implementation takes it to be a begin-of-text that its tokenizer does not add, so published numbers
+        are without it; False is the form that the model was trained on.
     """
     # Pieces are encoded one by one, as the released code does: no token spans an image.
     first, *others = (encode_marked(tokenizer, piece) for piece in text.split(IMAGE))

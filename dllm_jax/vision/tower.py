@@ -113,7 +113,7 @@ def encoder_layer(
 def encode(
     params: Params, vision: VisionSpec, pixels: Float[Array, "views side side 3"]
 ) -> Float[Array, "views P M"]:
-    """The tower's features: the residual stream behind its last layer."""
+    """The tower's features: the residual stream after its last layer."""
     x, layers = patch_embeddings(params, vision, pixels), params["layers"]
     # Separate layers are unrolled, stacked ones share one body.
     if isinstance(layers, list):
@@ -155,7 +155,7 @@ def view_embeddings(
         end of the last, so that one program serves any number of views.
 
     Returns:
-      features of the views and, behind them, of the black ones.
+      features of the views and, after them, of the black ones.
     """
     found = []
     for start in range(0, len(pixels), at_once):

@@ -52,11 +52,11 @@ def attention(
     """Softmax attention and its log-sum-exp, as `pallas_kernels.attention.xla.attention` defines them.
 
     Args:
-      q: queries; head i reads kv head i // (h // k).
+      q: queries; head i reads KV head i // (h // k).
       k: keys.
       v: values.
       mask: True where a query may attend; None means everywhere.
-      lengths: each kv head may read its first `lengths` slots; None means all. With a mask, both must allow.
+      lengths: each KV head may read its first `lengths` slots; None means all. With a mask, both must allow.
       implementation: Implementation to use, or None for the default (`pallas_kernels.choice`).
 
     Raises:
@@ -82,7 +82,7 @@ def received(
       lse: log-sum-exp of the scaled scores, from `attention`.
       weight: Weight of each query position.
       mask: Mask given to `attention`.
-      lengths: each kv head may read its first `lengths` slots.
+      lengths: each KV head may read its first `lengths` slots.
       implementation: Implementation to use, or None for the default (`pallas_kernels.choice`).
 
     Raises:

@@ -4,9 +4,9 @@ Programs run in no order and share nothing, so each walks by itself over what it
 
 | kernel | grid | a program |
 |---|---|---|
-| `attention` | slot range, sequence, kv head, query tile | walks over its slots; XLA merges the ranges |
-| `received` | sequence, kv head, slot tile | walks over the queries with its 64 keys |
-| `head_mean` | sequence, query tile, slot tile | walks over the kv heads for its positions and 64 slots |
+| `attention` | slot range, sequence, KV head, query tile | walks over its slots; XLA merges the ranges |
+| `received` | sequence, KV head, slot tile | walks over the queries with its 64 keys |
+| `head_mean` | sequence, query tile, slot tile | walks over the KV heads for its positions and 64 slots |
 
 K and V are read heads first, as they lie in memory, and only up to the last visible slot. Triton checks no
 bounds: what a BlockSpec lays out is filled up to whole tiles, and everything else is loaded under a mask.
@@ -210,7 +210,7 @@ def head_mean(
 
 
 def _head_mean(q_ref, lse_ref, k_ref, ends_ref, *rest, kv_heads):
-    """The mean weights of one tile of positions and slots, summed over the query heads of each kv head."""
+    """The mean weights of one tile of positions and slots, summed over the query heads of each KV head."""
     *mask_ref, out_ref = rest
     b, j = pl.program_id(0), pl.program_id(2)
     groups = q_ref.shape[1] // kv_heads

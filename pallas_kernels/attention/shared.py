@@ -1,7 +1,7 @@
 """Shared parts of the attention kernels of all platforms: operands, products, and the online softmax.
 
-Kernels see the queries grouped by the kv head that they read, [b k n d]: n counts the query heads of a kv
-head times the query positions, so that the keys and values of a kv head are loaded once for all of them.
+Kernels see the queries grouped by the KV head that they read, [b k n d]: n counts the query heads of a kv
+head times the query positions, so that the keys and values of a KV head are loaded once for all of them.
 """
 
 from collections.abc import Collection
@@ -52,7 +52,7 @@ def extent(
     """The slots that kernels must look at.
 
     Returns:
-      how many of each kv head, up to its last visible one; and which of these are visible, None if all are.
+      how many of each KV head, up to its last visible one; and which of these are visible, None if all are.
     """
     batch, slots, kv_heads = k.shape[:3]
     ends = jnp.full((batch, kv_heads), slots) if lengths is None else jnp.clip(lengths, 0, slots)
@@ -66,7 +66,7 @@ def extent(
 
 
 def by_kv_head(q: Float[Array, "b q h d"], kv_heads: int) -> Float[Array, "b k n d"]:
-    """Queries grouped by the kv head that they read."""
+    """Queries grouped by the KV head that they read."""
     batch, queries, heads, head = q.shape
 
     # Query head i reads kv head i // (h / k): the heads of a group are neighbours.
@@ -89,7 +89,7 @@ def lse_column(lse: Float[Array, "b h q"], kv_heads: int) -> Float[Array, "b k n
 
 
 def weight_column(weight: Float[Array, "b q"], groups: int) -> Float[Array, "b 1 n 1"]:
-    """The weight of each query for any kv head, grouped as `by_kv_head` does for `groups` query heads."""
+    """The weight of each query for any KV head, grouped as `by_kv_head` does for `groups` query heads."""
     return jnp.tile(weight.astype(jnp.float32), (1, groups))[:, None, :, None]
 
 

@@ -5,9 +5,9 @@ last axis of its grid, which runs in order; the other axes are independent of on
 
 | kernel | grid | summed over |
 |---|---|---|
-| `attention` | sequence, kv head, query tile, slot tile | slot tiles: the online softmax |
-| `received` | sequence, kv head, slot tile, query tile | query tiles: what arrives at the keys of a tile |
-| `head_mean` | sequence, query tile, slot tile, kv head | kv heads: the mean weight |
+| `attention` | sequence, KV head, query tile, slot tile | slot tiles: the online softmax |
+| `received` | sequence, KV head, slot tile, query tile | query tiles: what arrives at the keys of a tile |
+| `head_mean` | sequence, query tile, slot tile, KV head | KV heads: the mean weight |
 
 Keys and values are wanted heads first, [b k s d], so that a tile of a head is contiguous: a bitcast where XLA
 lays the cache out so, else a copy. The number of slots up to the last visible one, `ends` [b k], is
@@ -51,7 +51,7 @@ def attention(
     lengths: Int[Array, "b k"] | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
-    """As `xla.attention`; a kv head's K and V are read once per 512 queries, without tiles that nobody sees.
+    """As `xla.attention`; a KV head's K and V are read once per 512 queries, without tiles that nobody sees.
 
     Raises:
       NotImplementedError: heads wider than 256 or no multiple of 8, no slots, no queries, a mask that differs
@@ -277,7 +277,7 @@ def head_mean(
 
 
 def _head_mean(ends_ref, q_ref, k_ref, lse_ref, *rest, tile, heads):
-    """The weights of the query heads of one kv head, added to the mean of a tile of positions and slots."""
+    """The weights of the query heads of one KV head, added to the mean of a tile of positions and slots."""
     *mask_ref, out_ref = rest
     h = pl.program_id(3)
     left = ends_ref[pl.program_id(0), h] - pl.program_id(2) * tile

@@ -35,12 +35,12 @@ def attention(
     """Softmax attention with grouped query heads; scale 1/sqrt(d), scores and softmax in float32.
 
     Args:
-      q: queries; head i reads kv head i // (h // k). No query influences another.
+      q: queries; head i reads KV head i // (h // k). No query influences another.
       k: keys, rotated.
       v: values.
       mask: True where a query may attend; None means everywhere. A slot that no query may attend to can
         hold anything, NaN included.
-      lengths: each kv head may read its first `lengths` slots; None means all. With a mask, both must allow.
+      lengths: each KV head may read its first `lengths` slots; None means all. With a mask, both must allow.
       chunk: queries at a time; None means as many as `queries_at_once` says.
 
     Returns:
@@ -118,7 +118,7 @@ def received(
     lengths: Int[Array, "b k"] | None = None,
     chunk: int | None = None,
 ) -> Float[Array, "b k s"]:
-    """Attention that each key receives from the weighted queries, summed over a kv head's query heads.
+    """Attention that each key receives from the weighted queries, summed over a KV head's query heads.
 
     Query positions of weight 0 may hold anything, NaN included, and so may slots that no query may attend to,
     which receive 0.
@@ -176,7 +176,7 @@ def weights(
 
 
 def length_mask(lengths: Int[Array, "b k"], slots: int) -> Mask:
-    """Each kv head may read its first `lengths` of `slots` cached pairs."""
+    """Each KV head may read its first `lengths` of `slots` cached pairs."""
     return jnp.arange(slots) < lengths[:, :, None, None]
 
 
@@ -189,7 +189,7 @@ def check_shapes(
     """Refuses arrays whose shapes do not fit together.
 
     Raises:
-      ValueError: query heads that are not a multiple of the kv heads, or a mask or lengths of another shape.
+      ValueError: query heads that are not a multiple of the KV heads, or a mask or lengths of another shape.
     """
     batch, slots, kv_heads, head = k.shape
     if q.shape[0] != batch or q.shape[3] != head or q.shape[2] % kv_heads:
@@ -252,7 +252,7 @@ def both(mask: Mask | None, lengths: Int[Array, "b k"] | None, k: Float[Array, "
 
 
 def _scores(q, k, mask) -> Float[Array, "b k g q s"]:
-    """Scaled products of the g query heads of each kv head; -inf where masked."""
+    """Scaled products of the g query heads of each KV head; -inf where masked."""
     # Heads first, written out: else XLA's CPU compiler turns the scores around instead of q and k.
     b, queries, heads, head = q.shape
     kv_heads = k.shape[2]

@@ -1,4 +1,4 @@
-"""The pairs that an eviction keeps, copied behind one another."""
+"""The pairs that an eviction keeps, copied after one another."""
 
 from jaxtyping import Array, Float, Int
 
@@ -28,12 +28,12 @@ def sparse_gather(
     index: Int[Array, "b #k w"],
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "b w k d"], Float[Array, "b w k d"]]:
-    """The pairs that each kv head keeps, as `pallas_kernels.sparse_gather.xla.sparse_gather` defines them.
+    """The pairs that each KV head keeps, as `pallas_kernels.sparse_gather.xla.sparse_gather` defines them.
 
     Args:
       k: keys.
       v: values, in the same dtype.
-      index: slot of each copy, by kv head or one list for all of them; s where there is none, which writes
+      index: slot of each copy, by KV head or one list for all of them; s where there is none, which writes
         zeros.
       implementation: Implementation to use, or None for the default (`pallas_kernels.choice`).
 

@@ -40,7 +40,7 @@ def sparse_gather(
 
 
 def _gather(x: Float[Array, "b k s d"], index: Int[Array, "b #k w"], interpret: bool):
-    """The copies of keys or values [b k w d]; one program of the grid makes those of one kv head."""
+    """The copies of keys or values [b k w d]; one program of the grid makes those of one KV head."""
     batch, heads, slots, head = x.shape
     count, per_word = index.shape[2], 4 // x.dtype.itemsize
     index = jnp.pad(index, ((0, 0), (0, 0), (0, -count % SUBLANES)), constant_values=slots)

@@ -7,12 +7,12 @@ from jaxtyping import Array, Float, Int
 def sparse_gather(
     k: Float[Array, "b s k d"], v: Float[Array, "b s k d"], index: Int[Array, "b #k w"]
 ) -> tuple[Float[Array, "b w k d"], Float[Array, "b w k d"]]:
-    """The pairs that each kv head keeps, behind one another: bit-equal copies, a NaN being any NaN.
+    """The pairs that each KV head keeps, after one another: bit-equal copies, a NaN being any NaN.
 
     Args:
       k: keys.
       v: values, in the same dtype.
-      index: slot of each copy, in any order, by kv head or one list for all of them; s where there is none,
+      index: slot of each copy, in any order, by KV head or one list for all of them; s where there is none,
         which writes zeros. Lists of different length are filled up with s to a common width.
 
     Raises:

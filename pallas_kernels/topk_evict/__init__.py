@@ -31,7 +31,7 @@ def topk_evict(
     """Positions of the best scores, as `pallas_kernels.topk_evict.reference.topk_evict` defines them.
 
     Args:
-      score: importance of each position for each kv head, float32; larger is kept first, -inf never.
+      score: importance of each position for each KV head, float32; larger is kept first, -inf never.
       count: how many each head keeps; at most `width` are.
       width: static width of the result.
       implementation: Implementation to use, or None for the default (`pallas_kernels.choice`).

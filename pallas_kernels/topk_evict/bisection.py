@@ -1,7 +1,7 @@
 """The best scores of each head without sorting, by bisection.
 
 A head keeps all scores above some threshold, and of those equal to it the first ones. Bit by bit, from the
-highest, the threshold is found as the largest value that enough scores reach, then the position behind its
+highest, the threshold is found as the largest value that enough scores reach, then the position after its
 last tie kept. Only comparisons, counts and loops, so the same code is XLA's implementation and the body of
 the kernels.
 """

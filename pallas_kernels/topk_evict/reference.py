@@ -13,7 +13,7 @@ def topk_evict(
     a score of inf is kept before all others, so what must be kept whatever its importance gets one.
 
     Args:
-      score: importance of each position for each kv head, float32; larger is kept first.
+      score: importance of each position for each KV head, float32; larger is kept first.
       count: how many each head keeps; at most `width` are.
       width: static width of the result.
     """

@@ -28,7 +28,7 @@ class TensorName:
       leaf: our parameter, a key of `dllm_jax.nn.sharding.AXES`.
       axes: a tensor's axes in the same letters, merged ones adjacent: "hd m" is [heads * head, width].
       behind: first axes of the parameters that come before this one in the same tensor, which holds them one
-        behind the other.
+        after the other.
       expert: whose tensor it is; None if it is no expert's alone.
     """
 
@@ -130,8 +130,8 @@ class Tensor(NamedTuple):
     Attributes:
       name: Name of the tensor.
       shape: Shape of the tensor.
-      parts: the lines of the parameters in it, one behind the other along an axis.
-      axis: that axis: the first one, behind that of fused experts.
+      parts: the lines of the parameters in it, one after the other along an axis.
+      axis: that axis: the first one, after that of fused experts.
     """
 
     name: str

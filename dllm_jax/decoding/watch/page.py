@@ -121,6 +121,6 @@ def _triples(positions: Bool[np.ndarray, "l"], tokens: np.ndarray, scores: np.nd
 
 
 def _runs(positions: Bool[np.ndarray, "l"]) -> list[int]:
-    """A set as [first, behind the last, first, behind the last, ..] of its runs of neighbours."""
+    """A set as [first, after the last, first, after the last, ..] of its runs of neighbours."""
     edges = np.diff(np.concatenate([[False], positions, [False]]).astype(np.int8))
     return np.flatnonzero(edges).tolist()

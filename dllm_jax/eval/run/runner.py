@@ -81,9 +81,9 @@ class Request(NamedTuple):
 class Runner(Answering[Request]):
     """A model with settings, ready to answer; each request overrides `length`.
 
-    Questions about images are answered as the released code of LLaDA-V does: decoding ends where a stop text
-    appears (`stop` of `generate`), the end of turn being the last of every request's. Images are opened, and
-    go through the tower, while answers before them are decoded.
+    Questions about images are answered as the reference implementation of LLaDA-V does: decoding ends where a
+    stop text appears (`stop` of `generate`), the end of turn being the last of every request's. Images are
+    opened, and go through the tower, while answers before them are decoded.
 
     Attributes:
       processor: makes prompts of questions about images; see `with_images`.

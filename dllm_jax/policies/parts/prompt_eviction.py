@@ -105,7 +105,7 @@ class PromptEviction(Policy):
           keys: positions of the queries, and their new keys.
           values: positions that are computed, those of the queries among them, and their new values.
           due: sequences all of whose prompt is computed; None if none can be in a step of this width.
-          chooses: sequences that choose their pairs anew if they are due; the others renew those they have.
+          chooses: sequences that choose their pairs again if they are due; the others renew those they have.
           canvas: state before the step.
           readable: Positions that may be attended to (`LayerCache`).
 
@@ -147,10 +147,10 @@ class PromptEviction(Policy):
         return o, pairs.renew(layer, prompt_k, prompt_v, widest, due)
 
     def widest_head(self, spec: ModelSpec, layout: Layout) -> int:
-        """Upper bound of the pairs that a kv head keeps in any layer."""
+        """Upper bound of the pairs that a KV head keeps in any layer."""
         widest = self.layers.widest(self.table(spec, layout), self.budget, layout.prompt)
         return self.heads.widest(widest, spec.kv_heads, layout.prompt)
 
     def table(self, spec: ModelSpec, layout: Layout) -> Int[np.ndarray, "lengths n"]:
-        """Pairs per kv head of each layer, as far as known before the run; see `eviction.table`."""
+        """Pairs per KV head of each layer, as far as known before the run; see `eviction.table`."""
         return eviction.table(self.layers, spec.layers, self.budget, layout)

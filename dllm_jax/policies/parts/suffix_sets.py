@@ -26,7 +26,7 @@ from dllm_jax.state.selection import best
 
 @dataclasses.dataclass(frozen=True)
 class SuffixSet(Options, abc.ABC):
-    """A set of positions behind each sequence's block; the same in all steps of the block."""
+    """A set of positions after each sequence's block; the same in all steps of the block."""
 
     @abc.abstractmethod
     def kept(self, canvas: Canvas, distance: Int[Array, "b l"]) -> Bool[Array, "b l"]:
@@ -46,10 +46,10 @@ class SuffixSet(Options, abc.ABC):
 class Drawn(SuffixSet, abc.ABC):
     """Base of sets that are drawn for each block, from the seed, the block's number and the distance.
 
-    Draws do not depend on the prompt, on padding or on batch mates, which draw alike.
+    Draws do not depend on the prompt, on padding or on other sequences, which draw alike.
 
     Attributes:
-      window: positions behind the block to draw from; those further away are left out.
+      window: positions after the block to draw from; those further away are left out.
       seed: Random seed for dropping suffix tokens. Default: 0.
     """
 
@@ -74,7 +74,8 @@ class GaussianDropout(Drawn):
 
     Attributes:
       sigma: standard deviations that the window spans.
-      scale: multiplies the density, 0.4 next to the block. The released code's is 2, others by task.
+      scale: multiplies the density, 0.4 next to the block. The reference implementation's is 2, others by
+        task.
     """
 
     sigma: NonNegativeFloat = 4.0
