@@ -1,21 +1,18 @@
 """The model card of a bundled model: everything on it was measured on the files that are shipped."""
 
-import dataclasses
 import os
 import platform
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
+from bench.train_tiny.held_out import BEYOND, LONGER, HeldOutPrompts
+from bench.train_tiny.recipes import Recipe
 from dllm_jax import load, tasks
 from dllm_jax.nn.model import Model
-from dllm_jax.samplers import Confidence, Dynamic, Sampler
 from dllm_jax.tasks.recall import TEMPLATE_TOKENS
 from dllm_jax.training import Run
-
-if TYPE_CHECKING:
-    from bench.train_tiny.recipes import Recipe
 
 CURVE_ROWS = 12
 TRAINING = """\
@@ -48,82 +45,6 @@ Beyond what it was trained on, {blocks}:
 |---|---|---:|---:|---:|---:|---:|
 {beyond}
 """
-
-
-@dataclasses.dataclass(frozen=True)
-class HeldOutPrompts:
-    """So many prompts of one kind, with their length of responses and block; None is the whole response.
-
-    `guess` is the fraction that a model gets right which knows the form but not the look-up; `title` what
-    cards call it, the task's name if empty.
-    """
-
-    task: tasks.Task
-    size: int
-    prompts: int
-    length: int
-    guess: float = 0.0
-    batch: int = 32
-    block: int | None = None
-    title: str = ""
-    sampler: Sampler = Confidence()
-
-    @property
-    def words(self) -> str:
-        """The size, in words."""
-        match self.task:
-            case tasks.Chain(letters=letters):
-                return f"{self.size} steps in a ring of {letters} letters"
-            case tasks.FewShot(kinds=kinds):
-                return f"{self.size} examples of each of {kinds} kinds"
-            case tasks.Recall(asked=asked):
-                return f"{asked} of {self.size} pairs"
-            case tasks.ReadNumbers():
-                return f"1 of {self.size} numbers"
-            case _:
-                return f"{self.size} letters"
-
-
-def _needle(tokens: int, prompts: int) -> HeldOutPrompts:
-    task, pairs = tasks.needle(tokens)
-    batch = max(4, min(64, 8192 // tokens))
-    return HeldOutPrompts(task, pairs, prompts, 4, 1 / pairs, batch, title="needle")
-
-
-def _few_shot(prompts: int, **options: int) -> HeldOutPrompts:
-    task = tasks.FewShot(**options)
-    return HeldOutPrompts(task, 5, prompts, 4, 1 / task.kinds)
-
-
-HELD_OUT = (
-    *(_needle(tokens, 256) for tokens in (64, 128, 256, 512, 1024)),
-    *(HeldOutPrompts(tasks.Chain(), 7, 256, 32, block=block) for block in (4, 8, 32)),
-    _few_shot(256),
-    _few_shot(256, kinds=8),
-    HeldOutPrompts(tasks.Chain(8, values=12), 7, 256, 32, block=4, title="chain among values"),
-    HeldOutPrompts(tasks.Chain(20), 16, 256, 72, block=4, title="chain of 16"),
-    HeldOutPrompts(*tasks.needle(256, 8), 256, 56, block=4, title="needles"),
-    HeldOutPrompts(tasks.Sorting(), 16, 256, 24, block=4),
-)
-BLOCKWISE = (
-    *(
-        dataclasses.replace(kind, block=4)
-        for kind in HELD_OUT
-        if kind.block in (None, 4) and kind.task.name != "sorting"
-    ),
-    HeldOutPrompts(tasks.Chain(), 7, 256, 32, block=4, title="chain, `Dynamic(0.9)`", sampler=Dynamic(0.9)),
-)
-PICTURED = tuple(
-    HeldOutPrompts(tasks.ReadNumbers(digits=1, scattered=True), size, 256, 2, 1 / size)
-    for size in (1, 2, 3, 5)
-)
-LONGER = tuple(_needle(tokens, 32) for tokens in (1536, 2048))
-BEYOND = (
-    *LONGER,
-    HeldOutPrompts(tasks.Chain(letters=32), 7, 64, 32),
-    HeldOutPrompts(tasks.Chain(), 10, 64, 41),
-    _few_shot(64, kinds=9),
-)
 
 
 def measure(model: Model, tokenizer: Any, kinds: tuple[HeldOutPrompts, ...]) -> list[dict[str, Any]]:
@@ -159,7 +80,7 @@ def beyond_training(where: Path, tokenizer: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def text(recipe: "Recipe", run: Run, measured: dict[str, Any]) -> str:
+def text(recipe: Recipe, run: Run, measured: dict[str, Any]) -> str:
     """README.md of a model: what that of the shipped one says of it, how it was trained, what it answers."""
     config, log, last, stages = recipe.config, run.log, run.log[-1], len(recipe.stages)
     places = dict.fromkeys(round(i * (len(log) - 1) / (CURVE_ROWS - 1)) for i in range(CURVE_ROWS))

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from bench.train_tiny.card import BEYOND, BLOCKWISE, HELD_OUT, PICTURED, HeldOutPrompts
+from bench.train_tiny.held_out import BEYOND, BLOCKWISE, HELD_OUT, PICTURED, HeldOutPrompts
 from dllm_jax import bundled
 from dllm_jax.checkpoint.source import open_checkpoint
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
