@@ -74,7 +74,7 @@ class Comparison(NamedTuple):
 
     Attributes:
       spec: fields in which the specs differ.
-      tensors: how many were compared; 0 if the shapes differ.
+      tensors: Number of compared tensors; 0 if the shapes differ.
       differing: those whose bits differ.
       logits: None if not compared.
       tolerance: Tolerances of the comparison.

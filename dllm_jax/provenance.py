@@ -20,7 +20,7 @@ class Device(NamedTuple):
     Attributes:
       platform: "cpu", "gpu" or "tpu".
       kind: the model, e.g. "NVIDIA H100 80GB HBM3".
-      count: how many devices there are.
+      count: Number of devices.
     """
 
     platform: str

@@ -61,7 +61,7 @@ class Learner(NamedTuple):
     """A model whose adapters are trained.
 
     Attributes:
-      model: with adapters.
+      model: Model with adapters.
       moments: the optimizer's state.
     """
 

@@ -119,7 +119,7 @@ class Operation:
         raises NotImplementedError, while it is traced, for a call that it does not support.
       cudnn: the library's form, same signature, which refuses calls as a kernel does; None if it has none.
       averages_heads: the result is a mean over query heads.
-      counted: which axis `positions` counts, by letter.
+      counted: Letter of the axis that `positions` counts.
     """
 
     name: str

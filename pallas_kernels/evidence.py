@@ -86,8 +86,8 @@ def known(device: jax.Device, path: Path | None = None) -> Evidence:
     process's, and with several processes, whose files may differ, only what ships counts.
 
     Args:
-      device: where weights lie.
-      path: what was recorded; None is `user_file`.
+      device: Device of the weights.
+      path: File of recorded entries; None is `user_file`.
 
     Raises:
       ValueError: a file that is none of ours.

@@ -58,9 +58,9 @@ class Loop:
     Attributes:
       what: the instruction that runs it.
       source: Operations of the Python program that it comes from, as far as the compiler kept them.
-      trips: how often it runs per run of what it is in, None if that depends on the data.
+      trips: Number of runs per run of the enclosing loop, None if that depends on the data.
       moves: Moves of the instructions outside of inner loops.
-      collectives: how many of each kind.
+      collectives: Number of collectives of each kind.
     """
 
     what: str

@@ -37,7 +37,7 @@ class Options:
       dtype: Dtype of the weights. Default: bfloat16 on accelerators, float32 on CPUs.
       grid: the generations; the exact decoder is always among them.
       threshold: Threshold of parallel decoding. Default: a fixed number of tokens per step.
-      limits: how often generations are timed, and how long exact ones may take.
+      limits: Number of timed runs, and maximum time of exact ones.
       json: File of the results.
     """
 

@@ -21,8 +21,8 @@ class Setting:
     """A policy with a sampler.
 
     Attributes:
-      policy: what is recomputed.
-      sampler: what is decoded.
+      policy: Cache policy.
+      sampler: Sampler.
       divide_steps: fixed schedules take length / divide_steps steps ("half steps", "few steps").
       blocks: the response is cut into so many blocks, or one slides; None: as the workload says. With one,
         decoding is not semi-autoregressive.

@@ -109,7 +109,7 @@ class Asked:
     """A task as the bundled models are asked.
 
     Attributes:
-      task: where prompts come from.
+      task: Task of the prompts.
       size: Size of the task's examples.
       length: response positions.
       eviction: compare the variants of eviction too.
@@ -118,7 +118,7 @@ class Asked:
       pictured: about pictures, of which fewer settings are compared.
       beginning: Whether a response that begins with the answer is right (`Workload`), for responses longer
         than in training.
-      blocks: what becomes of policies in longer blocks is compared.
+      blocks: Whether policies are compared in longer blocks.
     """
 
     task: tasks.Task

@@ -42,7 +42,7 @@ class Asked(NamedTuple):
       layers: layers, distinct.
       stream: places of the residual stream, 0 .. n, n being after the last layer, distinct.
       positions: Positions to capture of each sequence; None: all.
-      interventions: in the pass.
+      interventions: Interventions of the pass.
       taken: denoising steps that each sequence of each canvas has taken part in before.
     """
 

@@ -23,8 +23,8 @@ class Canvases(NamedTuple):
     Attributes:
       tokens: ids, in the order in which the steps were asked for.
       valid: False at padding; None where nothing is.
-      steps: which canvas each is: i is the one before denoising step i.
-      taken: how many denoising steps each sequence had taken part in before, which is i until it took
+      steps: Index of each canvas: i is the one before denoising step i.
+      taken: Number of denoising steps that each sequence had taken part in before, which is i until it took
         no more.
     """
 

@@ -13,8 +13,8 @@ class Finding:
     """One thing that was looked at.
 
     Attributes:
-      name: what it is, unique within its part.
-      text: what was found, in a few words.
+      name: Name of the finding, unique within its part.
+      text: Short text of the finding.
       right: whether it is as it should be; None of what can only be reported.
       data: the numbers after it, for JSON.
     """
@@ -33,7 +33,7 @@ class Report:
     """Findings by part, in the order in which the parts ran.
 
     Attributes:
-      about: what was asked for and where, as in every result of this project.
+      about: Options and environment, as in every result of this project.
       path: written after each finding; None writes nothing.
       parts: findings of each.
       complete: False until everything that was asked for has been looked at.

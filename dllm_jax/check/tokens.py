@@ -104,7 +104,7 @@ def _compared(case: Case, model: Model, out: Output, theirs: Output | None = Non
     """Compares a device's output with the reference's; on one device alone, its answers are looked at.
 
     Args:
-      case: what was generated.
+      case: Generation that was compared.
       model: Model of the reference.
       out: Output of the device.
       theirs: Output of the reference.

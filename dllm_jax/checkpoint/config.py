@@ -66,7 +66,7 @@ class Config:
         Args:
           key: name in config.json.
           kind: the annotation of a field of `ModelSpec`.
-          default: in the place of an absent key or null.
+          default: Value in place of an absent key or null.
 
         Raises:
           ValueError: the value is outside of the range, or absent and has no default.

@@ -188,7 +188,7 @@ def write_arrays(path: Path, unit: str, arrays: Mapping[str, tuple[str, np.ndarr
     Args:
       path: the directory, which does not exist.
       unit: its name, which is kept beside them.
-      arrays: by name, the letters of their axes and the values.
+      arrays: Letters of the axes and values of each array, by name.
 
     Raises:
       OSError: they cannot be written, e.g. as the disk is full; names the directory.

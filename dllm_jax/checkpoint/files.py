@@ -71,7 +71,7 @@ def check_place(folder: Path, path: Path, place: Path):
     Args:
       folder: the checkpoint's directory.
       path: the file or directory in it, for the message.
-      place: where it lies, links resolved.
+      place: Path of the file, links resolved.
     """
     home = folder.resolve()
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None

@@ -67,7 +67,7 @@ class Source:
       path: the directory, which error messages name.
       spec: the model.
       dtypes: that weights are stored in.
-      weights: how matrices are stored: "int8", or None for one of `dtypes`.
+      weights: Form of stored matrices: "int8", or None for one of `dtypes`.
       parameters: the parameters of one unit by name, in our layout and the stored dtype, none of them read
         yet. What cannot be read raises ValueError, at once or when it is.
       matrices: Dtype of most numbers in stored matrices; None where `dtypes` are all that is known.

@@ -29,7 +29,7 @@ class Compared(NamedTuple):
       nfe: network forwards.
       computed: positions fed through the network, summed over forwards.
       seconds: median wall time of the whole batch, compilation excluded.
-      speed_up: how often that goes into the first row's.
+      speed_up: Speed relative to the first row.
       compile_seconds: wall time of tracing and compiling; near 0 if the program was cached on disk.
       memory: bytes that the program needs besides arguments and results, as the compiler reports them; -1 if
         it does not.

@@ -47,7 +47,7 @@ class Waiting(NamedTuple):
       index: its number, from 0, in the order in which requests are read.
       options: its own and those of all.
       request: checked and padded, of one sequence.
-      lane: what it shares with the requests of its program.
+      lane: Key that it shares with the requests of its program.
     """
 
     index: int

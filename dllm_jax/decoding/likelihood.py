@@ -140,7 +140,7 @@ class Asked(NamedTuple):
       answer: ids; end-of-text at its padding.
       padding: False at the prompts' padding; None where there is none.
       real: False at the answers' padding; None where there is none.
-      masks: which tokens each draw hides.
+      masks: Tokens that each draw hides.
     """
 
     prompt: Int[AnyArray, "b p"]

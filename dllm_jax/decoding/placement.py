@@ -39,12 +39,12 @@ class Placed(NamedTuple):
 
     Attributes:
       model: without the tower of images, which nothing that decodes reads.
-      inputs: on the devices, split by sequence.
+      inputs: Inputs on the devices, split by sequence.
       plan: its numbers on the devices.
       mesh: None without one.
-      batch: how many sequences there are; those after them compute nothing.
+      batch: Number of sequences; padding sequences after them compute nothing.
       extra: positions a bucket added on the left.
-      nonfinite: what the host does about sequences without finite logits.
+      nonfinite: Action of the host for sequences without finite logits.
     """
 
     model: Model
@@ -156,7 +156,7 @@ def divisible(model: Model, mesh: AnyMesh | None, arrays: PyTree, axes: PyTree[i
     """Arrays of as many sequences as a mesh divides, the first one again after them; and how many there are.
 
     Args:
-      model: whose rules apply.
+      model: Model whose sharding rules apply.
       mesh: None needs no more sequences.
       arrays: a pytree, on the host unless they are traced or global.
       axes: the axis of sequences of each array, or `NOT_SPLIT`.

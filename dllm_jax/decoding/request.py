@@ -42,9 +42,9 @@ class Request(NamedTuple):
 
     Attributes:
       inputs: arrays, on the host unless they are traced or global.
-      plan: what the user decided; static, but for the numbers of policy and sampler.
+      plan: Options of the run; static, except for runtime arguments of policy and sampler.
       extra: positions a bucket added on the left.
-      nonfinite: what the host does about sequences without finite logits.
+      nonfinite: Action of the host for sequences without finite logits.
       progress: whether a bar is drawn.
     """
 
@@ -279,7 +279,7 @@ def sequence_keys(key: Keys, batch: int, name: str = "key") -> Key[Array, "b"]:
     Args:
       key: one key, or one per sequence.
       batch: sequences.
-      name: what the user calls it.
+      name: Name of the argument.
 
     Raises:
       ValueError: no random key, or another number of them.

@@ -65,7 +65,7 @@ def trajectory_log_probs(
     again in the backward pass. Logits are computed at decoded positions only.
 
     Args:
-      model: whose log-probabilities they are.
+      model: Model of the log-probabilities.
       run: Output of `generate` or `infill` with `trace=True`, or its trace.
       prompt_mask: the same as given to `generate` (Bool[b p], or `infill`'s token_mask), False at padding.
       temperature: that of the sampler, to score the distribution it drew from; 1 is the model's own.

@@ -110,7 +110,7 @@ class Conversation:
     """A model, its tokenizer, and how answers are decoded.
 
     Attributes:
-      model: from `load`.
+      model: Model returned by `load`.
       tokenizer: the checkpoint's.
       options: Keyword arguments of `stream`.
       seed: Seed of the draws; each answer has its own.

@@ -42,7 +42,7 @@ def measure(
       model: the model.
       tokenizer: its tokenizer.
       questions: held-out prompts and their answers.
-      grid: what to compare; speed-ups are over the first.
+      grid: Settings to compare; speedups are relative to the first.
       repeats: timed runs of each, of which the median counts.
       **options: length, block and steps of `generate`.
     """

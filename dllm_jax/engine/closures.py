@@ -28,7 +28,7 @@ def constants(options: Options, name: str) -> Constants:
 
     Args:
       options: a policy or a sampler.
-      name: what the user calls it.
+      name: Name of the argument.
 
     Raises:
       ValueError: a method reads an array, alone or in a container, and what to do instead.

@@ -62,7 +62,7 @@ class State(NamedTuple):
       cache: the policy's storage, for streams * b sequences.
       need: positions the coming step computes, for streams * b sequences.
       record: statistics and trace.
-      memory: what the sampler keeps between steps; most keep nothing.
+      memory: State that the sampler keeps between steps; most keep nothing.
     """
 
     canvas: Canvas

@@ -127,7 +127,7 @@ class Piece(NamedTuple):
 
     Attributes:
       tokens: after them; those of the finished generation after the last ones.
-      confidence: with which each position was decoded, infinity where no step did (NaN would end a
+      confidence: Confidence at which each position was unmasked, infinity elsewhere (NaN would end a
         program under `jax_debug_nans`).
       stats: so far.
       steps: Number of steps of each sequence.
@@ -166,7 +166,7 @@ def resume(
     Args:
       model: the model.
       inputs: Inputs given to `begin`.
-      plan: what the user decided; with `confidence`.
+      plan: Options of the run, with `confidence`.
       state: State returned by `begin` or by the last piece; it is donated.
       steps: int32.
     """

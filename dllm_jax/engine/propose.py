@@ -26,7 +26,7 @@ def propose(
     Args:
       generation: the constants.
       canvas: state before the step.
-      rows: what the conditional stream computed.
+      rows: Positions that the conditional stream computed.
       hidden: the residual stream after the last layer, of all streams; after it that of the shadow block, if
         the sampler verifies tokens, which are then candidates too.
     """

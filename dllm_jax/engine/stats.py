@@ -58,7 +58,7 @@ class Record(NamedTuple):
       refreshes: Running sum of `Stats.refreshes`.
       finite: Value of `Stats.finite` so far.
       trace: its steps so far; None if no trace is recorded.
-      confidence: with which each position was decoded, infinity where no step did; None records none.
+      confidence: Confidence at which each position was unmasked, infinity elsewhere; None records none.
       idle: Running sum of `Stats.idle`.
     """
 
@@ -114,7 +114,7 @@ class Record(NamedTuple):
           read: positions that those attended to.
           extra: positions that layers computed beyond the selection (`Cache.extra_positions`).
           finite: sequences whose logits were finite in this step.
-          proposal: what the sampler was offered.
+          proposal: Candidates offered to the sampler.
           sequences: their places in the trace, which is that of the whole batch; None where these are all.
         """
         # Padding is never counted, though a full step computes it along.

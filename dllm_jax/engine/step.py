@@ -197,7 +197,7 @@ def network(
       generation: the constants.
       tokens: input ids, of all streams' sequences, as are the others.
       canvas: state before the step.
-      rows: which positions are computed.
+      rows: Positions to compute.
       cache: the policy's.
 
     Returns:

@@ -147,7 +147,7 @@ def evidence(
       q: rotated queries of the computed positions.
       k: rotated keys of all positions, in canvas order.
       lse: log-sum-exp of these queries' attention to the keys.
-      mask: which keys may be attended to.
+      mask: Keys that may be attended to.
       rows: the computed positions; votes count where all voters are among them.
       canvas: state before the step.
 

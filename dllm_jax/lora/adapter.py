@@ -63,7 +63,7 @@ def attach(model: Model, lora: LoRA, key: Key[Array, ""], dtype: Any = None) -> 
 
     Args:
       model: float or int8 (whose matrices stay as they are and cannot be trained or merged).
-      lora: which matrices, rank and alpha.
+      lora: Matrices, rank and alpha of the adapter.
       key: draws A.
       dtype: Dtype of the factors. Default: the model's. `train` keeps float32 master weights either way.
 
@@ -87,7 +87,7 @@ def attach_factors(model: Model, lora: LoRA, factors: Callable[[str, int | None]
 
     Args:
       model: without adapters.
-      lora: which matrices, rank and alpha.
+      lora: Matrices, rank and alpha of the adapter.
       factors: gives `a` and `b` of a matrix, by its name and layer (None for the head), without the axis of
         stacked layers.
 

@@ -52,8 +52,8 @@ def save(
     """Writes a model's adapters as PEFT does, to be loaded by it or by `load`, bit for bit.
 
     Args:
-      model: with adapters.
-      directory: to write; it appears only when complete.
+      model: Model with adapters.
+      directory: Directory to write; it appears only when complete.
       base: `base_model_name_or_path`, the hub id or directory of the model without them.
       overwrite: replace an existing adapter.
 
@@ -92,7 +92,7 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
 
     Args:
       model: Base model of the adapter, without adapters.
-      directory: with adapter_config.json and adapter_model.safetensors, or a hub id of one.
+      directory: Directory with adapter_config.json and adapter_model.safetensors, or its hub id.
 
     Raises:
       FileNotFoundError: one of the files is missing; says what the directory holds instead.

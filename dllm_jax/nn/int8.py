@@ -106,11 +106,11 @@ def placements(
     Args:
       spec: the model.
       leaf: a key of `AXES`.
-      weights: how matrices are held.
+      weights: Form of the matrices.
       mesh: None puts everything on the default device.
       platform: Platform of the devices, such as "cpu".
       stacked: whether the parameter is one of stacked layers.
-      rules: what the mesh's axes split.
+      rules: Sharding rules of the mesh.
     """
 
     def where(axes: str) -> Any:

@@ -14,7 +14,7 @@ class IntervenedLayer(Layer):
     """A layer with interventions at its seams.
 
     Attributes:
-      interventions: in the order in which they act.
+      interventions: Interventions in the order in which they act.
       position: Canvas positions of its inputs (`Layer.at`).
       step: denoising steps that each sequence has taken part in before.
       reached: places that were passed while the layer was traced.

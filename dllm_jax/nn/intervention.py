@@ -122,7 +122,7 @@ class Intervention:
         """Applies the intervention to the value at its place.
 
         Args:
-          x: what was computed.
+          x: Original value.
           layer: index of the layer; of the residual stream, that of the layer which it enters.
           position: canvas position of each entry; l at padding, which is left alone if positions are chosen.
           step: denoising steps that each sequence has taken part in before.
@@ -293,7 +293,7 @@ def for_sequences(
     """The same for more sequences: those added after the others, and several copies of each, side by side.
 
     Args:
-      interventions: in a traced program.
+      interventions: Interventions in a traced program.
       batch: sequences, those included that a mesh needed.
       copies: Number of copies of each sequence.
     """

@@ -23,7 +23,7 @@ class Kernels:
 
     Attributes:
       implementation: "xla", "pallas", "cudnn", evidence or None.
-      rules: what the axes of a mesh split; None leaves that to XLA's partitioner, and kernels alone.
+      rules: Sharding rules of the mesh; None leaves that to XLA's partitioner, without kernels.
     """
 
     implementation: Choice = None

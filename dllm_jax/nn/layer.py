@@ -35,7 +35,7 @@ class Layer:
       weights: this layer's parameters, see `dllm_jax.nn.modules.LayerParameters`.
       spec: the model.
       rope: rotary tables of all canvas positions.
-      index: which layer this is.
+      index: Index of the layer.
       kernels: implementations of attention (`attention`, `received`, `head_mean`), eviction
         (`topk_evict`, `sparse_gather`) and experts, see `Model`.
     """
@@ -192,7 +192,7 @@ def embed(
     Args:
       params: the model's.
       tokens: ids; where they are negative, the row of `embeds` stands in the place of an embedding.
-      embeds: in any float dtype; None if there are no such positions.
+      embeds: Inputs in any float dtype; None if there are no such positions.
     """
     # A negative id reads some row counted from the end of the table: it is computed, and not chosen.
     x = params["embed"][tokens]

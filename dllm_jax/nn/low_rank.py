@@ -20,8 +20,8 @@ class LowRankMatrix:
 
     Attributes:
       base: the matrix, an array or an `Int8Matrix`.
-      a: from what the matrix sums over to the rank; LoRA's A, transposed.
-      b: from the rank to what the matrix produces; LoRA's B, transposed. All zeros before training.
+      a: Matrix from the inputs to the rank; LoRA's A, transposed.
+      b: Matrix from the rank to the outputs; LoRA's B, transposed. All zeros before training.
       alpha: the update is scaled by alpha / rank (static).
     """
 

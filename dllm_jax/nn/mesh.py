@@ -175,7 +175,7 @@ def over_mesh(function: Callable[..., Any], *args: PyTree, out: PyTree[Partition
     Args:
       function: computes on whole arrays, and may call `constrain`.
       *args: pytrees of arrays, of a mesh or of none.
-      out: how results lie on the mesh, a tree or a prefix of one; results on Explicit axes have these types.
+      out: Shardings of the results, a tree or a prefix of one; results on Explicit axes have these types.
         None leaves them as the function constrains them, which Explicit axes do not allow.
 
     Raises:

@@ -46,7 +46,7 @@ def mixture(
       weights: Parameters of the layer (`dllm_jax.nn.modules.LayerParameters`).
       x: normed inputs.
       spec: the experts.
-      kernels: which implementation the experts take. Over a mesh, by its rules, each device computes what its
+      kernels: Implementation of the experts. Over a mesh, by its rules, each device computes what its
         sequences send to its own experts, and its part of their width; no rules leave that to XLA's
         partitioner.
     """
@@ -136,7 +136,7 @@ def _experts(
       weights: Parameters of the router, and of all experts or those of the device.
       x: normed inputs.
       spec: the experts.
-      kernels: which implementation they take.
+      kernels: Implementation of the experts.
       first: number of the device's first expert; None if all are here.
     """
     tokens = x.reshape(-1, x.shape[-1])

@@ -23,8 +23,8 @@ def indices(name: str, value: Any, ndim: int = 1) -> Int[np.ndarray, "..."] | In
     """Whole numbers that choose layers, positions or steps, as int32; one number becomes a line of one.
 
     Args:
-      name: what the user calls them.
-      value: what was given.
+      name: Name of the argument.
+      value: Value to check.
       ndim: the most axes that are allowed.
 
     Raises:

@@ -84,10 +84,10 @@ class ExpertSpec(Options):
       dense: layers that have an MLP of `ModelSpec.mlp_width` instead.
       sigmoid: a token's scores of experts are sigmoids (LLaDA2) rather than a softmax over all experts.
       renormalised: the weights of a token's experts are divided by their sum.
-      scale: what the weights are multiplied by at last.
+      scale: Final factor of the weights.
       bias: a number per expert is added to its score for the choice alone (LLaDA2).
       groups: neighbouring experts form so many groups of equal size.
-      groups_per_token: how many groups a token's experts are chosen from: those with the best pairs.
+      groups_per_token: Number of groups from which a token's experts are chosen: those with the best pairs.
     """
 
     count: PositiveInt
@@ -180,14 +180,14 @@ class ModelSpec(Options):
       positions: canvas positions that the model was made for, its checkpoint's `max_sequence_length` (LLaDA)
         or `max_position_embeddings`; NTK scaling multiplies it. None if the checkpoint does not say.
       qk_norm: queries and keys of each head are normed (RMSNorm) before they are rotated.
-      rope_width: how much of a head is rotated, its beginning; None for all of it.
+      rope_width: Number of rotated dimensions at the beginning of a head; None for all.
       block_size: positions of a block of block-causal attention (`dllm_jax.nn.mask`); 0 where every position
         attends to every other.
       experts: the mixture of experts in the place of MLPs, None where all layers have an MLP of `mlp_width`.
       rope_scaling: scaling of the rotary frequencies for longer contexts, None if there is none.
       stop_ids: token ids beside `eos_id` that end a response, as a list at `eos_token_id` names them; None if
         there are no others.
-      blocks_from: where blocks of `block_size` are counted from: "sequence", its first position that is not
+      blocks_from: Origin of blocks of `block_size`: "sequence", its first position that is not
         padding, or "response", the first position after the prompt, so that a prompt's first block may be
         shorter.
     """

@@ -33,7 +33,7 @@ def check_argument(name: str, value: Any, annotation: Any, example: str = "") ->
       name: Name of the argument.
       value: Value to check.
       annotation: Annotation of a kind that `dllm_jax.options` lists.
-      example: for a class, how to get an instance of it, as the message ends: ", such as Confidence()".
+      example: End of the message for a class, which names an instance: ", such as Confidence()".
 
     Returns:
       the value, as Python's number or tuple.

@@ -81,7 +81,7 @@ def neighbours(
     """The `size` nearest masked positions of each centre that are not selected yet, the left of two first.
 
     Args:
-      order: in which the centres choose, from 0; -1 elsewhere.
+      order: Order in which the centres choose, from 0; -1 elsewhere.
       masked: positions that may be chosen.
       selected: positions that are computed in any case, the centres among them.
       size: positions per centre, both sides together.

@@ -31,7 +31,7 @@ class EvictedPrompt(NamedTuple):
 
     Attributes:
       pairs: the kept pairs of the prompt.
-      policy: what the policy under it shares.
+      policy: Shared state of the policy under it.
     """
 
     pairs: PairStore

@@ -22,7 +22,7 @@ class Recipe(Options):
     Attributes are None where the source does not say: pass your own besides.
 
     Attributes:
-      sampler: how positions and tokens are chosen.
+      sampler: Sampler.
       length: response positions.
       block: positions per block, or how it slides.
       steps: denoising steps in all.

@@ -23,7 +23,7 @@ class Benchmark:
     """Benchmark that asks the questions of a task.
 
     Attributes:
-      name: in the file; of LongBench's tasks also theirs.
+      name: Name in the file; for LongBench also that of the task.
       task: lm_eval's name; None: LongBench's, or nobody's.
       score: lm_eval's metric and filter, "exact_match,none".
       samples: questions of all parts together.
@@ -51,7 +51,7 @@ class Cell:
       task: the column, a task of `dj.presets`, or several whose average is printed.
       benchmarks: Benchmarks of the cell, one for each averaged task.
       shots: examples before each question; None: those of the benchmark.
-      accuracy: in percent, None where it is not printed.
+      accuracy: Accuracy in percent, None where it is not printed.
       speed: tokens per second, None where it is not printed.
       speedup: over the exact decoder, None where it is not printed.
       method_settings: `preset` and what replaces its own, or `missing`.
@@ -102,9 +102,9 @@ class Table:
     Attributes:
       name: "paper/number".
       source: the paper and the table.
-      hardware: on which its speeds were measured, "" where none are printed or it is not.
-      note: what to know before comparing.
-      cells: by model, task and method.
+      hardware: Hardware of its speeds, "" if none is printed.
+      note: Notes for a comparison.
+      cells: Cells by model, task and method.
     """
 
     name: str

@@ -42,7 +42,7 @@ def throughput(
       layout: Layout of every request.
       requests: denoising steps of each block of each request, in order of arrival.
       slots: sequences in flight, or of a batch.
-      hardware: whose rates count.
+      hardware: Hardware whose rates count.
 
     Raises:
       ValueError: no slots, no requests, or one without blocks or with a block of no step.

@@ -12,11 +12,11 @@ class Hardware(Options):
     """Rates of one chip, or of several that share the work ideally.
 
     Attributes:
-      name: for people.
+      name: Display name.
       flops: matrix FLOP/s in the dtype at hand; of the table, dense bfloat16 with float32 sums.
       bandwidth: bytes/s of the main memory.
       capacity: bytes of the main memory.
-      source: where the figures are from.
+      source: Source of the figures.
       float32: FLOP/s of float32 products at the highest precision, which statistics take at any dtype.
       scores: bytes of float32 scores that attention computes at once, for a chunk of queries; as on GPUs by
         default.

@@ -69,8 +69,8 @@ class StepCount(NamedTuple):
     """A kind of step.
 
     Attributes:
-      step: what it is.
-      count: how many there are; fractional where a part of the steps was assumed.
+      step: The kind of step.
+      count: Number of such steps; fractional where a part of the steps was assumed.
       cost: Cost of one such step.
     """
 

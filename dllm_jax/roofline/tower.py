@@ -30,8 +30,8 @@ def images(
     Args:
       spec: a model with a tower, such as `dj.presets.model_spec("llada-v-8b")`.
       sizes: (width, height) of each, in pixels.
-      one: how the image of a prompt with one image becomes tokens, as in `dllm_jax.vision.Processor`.
-      several: how each of several images does.
+      one: Views of the image of a prompt with one image (`dllm_jax.vision.Processor`).
+      several: Views of each of several images.
 
     Raises:
       ValueError: a model without a tower, or a size that is none.

@@ -97,8 +97,8 @@ class Sampler(Options, abc.ABC):
         """The decision of a step; the default is `transfer`, and remembers nothing.
 
         Args:
-          candidates: what may be decoded, and the logits.
-          memory: what the last step's decision left; that of a sequence that the step leaves out, which
+          candidates: Positions that may be unmasked, and their logits.
+          memory: State left by the last step's decision; that of a sequence that the step leaves out, which
             has no candidates, must stay as it is.
           canvas: state before the step.
           noise: random numbers; None if the sampler does not draw.

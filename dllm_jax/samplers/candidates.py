@@ -27,7 +27,7 @@ class Decision(NamedTuple):
 
     Attributes:
       chosen: candidates that are decoded; all others stay masked.
-      memory: what the sampler keeps for later steps, of the structure that `Sampler.init` returned.
+      memory: State for later steps, of the structure that `Sampler.init` returned.
       revoked: candidates whose token becomes a mask again, where the sampler verifies (`Sampler.verifies`);
         else None.
       keeps_block: sequences that stay in the block even if nothing in it is masked, where the sampler edits

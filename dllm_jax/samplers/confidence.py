@@ -26,7 +26,7 @@ class FixedSchedule(Sampler):
     block-causal model takes none.
 
     Attributes:
-      schedule: how the masks of a block are spread over its steps. "even" is LLaDA's, above. "rounded"
+      schedule: Distribution of a block's masks over its steps. "even" is LLaDA's, above. "rounded"
         decodes masks left / steps left in each step, rounded half to even (dllm). "linear" leaves
         floor(M (S - k) / S) of M masks after step k of S (RND1). The latter two leave out steps that decode
         nothing, round steps per block up, and let the last block be shorter.

@@ -235,7 +235,7 @@ class LayerCache(NamedTuple):
         Args:
           rows: slots of these fields, e.g. `rows.last(s)` where they hold the last s positions only.
           ahead: 1 writes to the following layer's storage; in the last layer nothing is written.
-          **parts: by field name.
+          **parts: Arrays by field name.
         """
 
         def change(storage, write):

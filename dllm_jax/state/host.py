@@ -85,9 +85,9 @@ def place(array: ArrayLike, dtype: DTypeLike, where: Sharding | None = None) -> 
     """The array on the device; `jnp.asarray` (jax 0.10) compiles a copy.
 
     Args:
-      array: on the host or on devices.
+      array: Array on the host or on devices.
       dtype: Dtype of the result.
-      where: on the devices of a mesh instead, of several processes maybe, which then hold the same array.
+      where: Sharding on a mesh instead, maybe of several processes, which then hold the same array.
     """
     if stays_on_devices(array):
         return array.astype(dtype)

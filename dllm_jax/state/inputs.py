@@ -92,8 +92,8 @@ def padded_ids(
       tokens: Int[b p] with a mask, or sequences of any lengths without; one sequence may come as [p].
       mask: False (or 0) at the padding of `tokens`; None means none.
       spec: the model; None where it is not known: padding is 0 then, and no id is outside of a vocabulary.
-      name: what the user calls the tokens; its mask is `prompt_mask` of `prompt`, `token_mask` of `tokens`.
-      side: on which padding stands.
+      name: Name of the argument; its mask is `prompt_mask` of `prompt`, `token_mask` of `tokens`.
+      side: Side of the padding.
       least: smallest id that is allowed.
       empty: whether sequences may have no tokens.
 
@@ -170,7 +170,7 @@ def padded_together(
       sequences: token ids of each, lists or arrays of one axis.
       pad_id: token id to pad with.
       width: Width of the array, at least the length of the longest sequence. None: that length, or 1.
-      side: on which padding stands.
+      side: Side of the padding.
     """
     width = max(1, *map(len, sequences)) if width is None else width
     column, length = np.arange(width), np.asarray([len(ids) for ids in sequences])[:, None]
@@ -185,9 +185,9 @@ def token_ids(tokens: Ids, spec: ModelSpec | None, name: str, least: int = 0) ->
     """Tokens as int32 [b p]; a single sequence may come as [p].
 
     Args:
-      tokens: what the user passed.
+      tokens: Token ids of the user.
       spec: the model; None where it is not known.
-      name: what the user calls it.
+      name: Name of the argument.
       least: smallest value that is allowed, `EMBEDS_PLACEHOLDER` where inputs may stand in the place of ids.
 
     Raises:
@@ -239,10 +239,10 @@ def padding(
     """A padding mask as Bool[b p], or None if nothing is padded.
 
     Args:
-      mask: what the user passed.
+      mask: Mask of the user.
       shape: Shape of the tokens.
-      name: what the user calls it.
-      side: on which padding stands.
+      name: Name of the argument.
+      side: Side of the padding.
       empty: whether a sequence may be padding alone.
 
     Raises:

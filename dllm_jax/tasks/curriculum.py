@@ -26,7 +26,7 @@ class Stage(Options):
     """One level of difficulty.
 
     Attributes:
-      task: where examples come from.
+      task: Task of the examples.
       size: their size, see the task.
       batch: examples per step.
       length: response positions; at least the task's `answer_length` + 1.
@@ -61,7 +61,7 @@ class Curriculum(Options, Source):
 
     Attributes:
       stages: easiest first.
-      tokenizer: from transformers, with a chat template; of stages with images, a processor.
+      tokenizer: Tokenizer of transformers with a chat template; a processor for stages with images.
       spec: Spec of the trained model; its token ids end and pad the answers.
       seed: Random seed of the examples.
       rehearsal: fraction of batches drawn from any of the stages so far, the current one included, by weight.
@@ -134,10 +134,10 @@ def encode_batch(
     For block-causal models end-of-text goes on to the end of a block, wherever that is: `answer_mask` says.
 
     Args:
-      tokenizer: from transformers, with a chat template; of examples with images, a processor.
+      tokenizer: Tokenizer of transformers with a chat template; a processor for examples with images.
       examples: the questions with their answers, as `Example` or pairs of texts.
       length: response positions.
-      spec: whose end-of-text pads prompts (masked out) and answers (learnt).
+      spec: Spec of the model, whose end-of-text pads prompts (masked out) and answers (learnt).
 
     Raises:
       ValueError: no pairs of texts, an answer that does not fit, or a model without an end-of-turn token.

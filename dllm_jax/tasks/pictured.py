@@ -72,7 +72,7 @@ class ReadNumbers(ChecksumSplit):
     tokens.
 
     Attributes:
-      colours: how many different colours occur.
+      colours: Number of different colours.
       digits: length of a number.
       scattered: numbers begin anywhere in their row; otherwise all in one column, which tells their digits
         apart by column.

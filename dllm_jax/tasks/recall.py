@@ -26,9 +26,9 @@ class Recall(ChecksumSplit):
     answered with `T=211;z=830;`. The prompt has n (3 + digits) + asked (3 + digits) + filler characters then.
 
     Attributes:
-      alphabet: how many different letters occur as keys.
+      alphabet: Number of different letters in keys.
       digits: length of a value.
-      asked: how many of the pairs are asked for.
+      asked: Number of pairs that are asked for.
       filler: vowels strewn between the pairs, so that prompts can be long and pairs far apart.
     """
 

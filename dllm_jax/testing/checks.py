@@ -55,7 +55,7 @@ class Subject:
       sampler: Sampler that selects the tokens to unmask.
       family: Family of the model.
       limit: settings that must reproduce the exact decoder; None skips the check.
-      limit_options: with which arguments of `generate` they must.
+      limit_options: Arguments of `generate` for `limit`.
       lossless: settings whose reuse is exact while the canvas does not change; None skips the check.
     """
 

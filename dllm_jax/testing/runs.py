@@ -77,7 +77,7 @@ def assert_same_stats(ours: Stats, theirs: Stats, sequence: int | None = None):
     Args:
       ours: statistics.
       theirs: others.
-      sequence: which one of ours theirs are those of; None compares all.
+      sequence: Index of our sequence to compare with theirs; None compares all.
 
     Raises:
       AssertionError: a statistic that differs.

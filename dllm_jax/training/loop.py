@@ -61,10 +61,10 @@ def train(
     another mesh up to rounding).
 
     Args:
-      model: where to start; not changed.
+      model: Initial model; not changed.
       source: the batches, see `Source`; `Batches` wraps a function of the step.
       config: options.
-      directory: for checkpoints and the log; None keeps everything in memory.
+      directory: Directory of checkpoints and the log; None keeps everything in memory.
       optimizer: any transformation of optax, in place of the one that `config` describes; it sees what is
         trained, in float32 for bfloat16 models. Or a mapping from names in `trainable` to transformations,
         None for what is frozen.

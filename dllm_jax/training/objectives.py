@@ -71,7 +71,7 @@ def dpo_loss(
       rejected: Log-probability of the other response to the same prompt, in nats.
       reference_chosen: Log-probability of the preferred response under the reference, without a gradient.
       reference_rejected: Log-probability of the other response under the reference, without a gradient.
-      beta: how strongly the policy is held to the reference, positive.
+      beta: Strength with which the policy is held to the reference, positive.
 
     Returns:
       the loss, twice (alone for `jax.grad`, and among the metrics).

@@ -33,7 +33,7 @@ class Placement:
 
     Attributes:
       mesh: the user's, with Auto or Explicit axes.
-      rules: what its axes split.
+      rules: Sharding rules of the mesh.
     """
 
     mesh: Mesh

@@ -41,7 +41,7 @@ class Setup:
       spec: the model.
       config: options.
       optimizer: the transformation; it sees the trained parameters alone, None in place of the others.
-      trained: for each parameter, in the order of the tree's leaves, whether it is trained.
+      trained: Whether each parameter is trained, in the order of the tree's leaves.
       dtypes: Dtype of each parameter in the model.
       placement: the mesh, or None for one device.
     """

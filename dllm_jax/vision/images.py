@@ -232,8 +232,8 @@ def open_image(source: Any, exif: bool = False, convert: bool = True) -> Any:
     Args:
       source: a path; uint8 [h w] grey, [h w 3] RGB or [h w 4] RGBA; or a `PIL.Image.Image`.
       exif: turn it as its EXIF orientation says; LLaDA-V does not.
-      convert: to RGB, as the published evaluation does, which drops transparency; otherwise it is scaled in
-        its own mode, as its demonstration does.
+      convert: Whether to convert to RGB, as in the published evaluation, which drops transparency; otherwise
+        it is scaled in its own mode, as its demonstration does.
 
     Raises:
       ImportError: Pillow is not installed.

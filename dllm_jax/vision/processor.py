@@ -56,8 +56,8 @@ class Processor(Options):
 
     Attributes:
       tokenizer: the checkpoint's.
-      one: how the image of a prompt with one image becomes tokens.
-      several: how each of several images does.
+      one: Views of the image of a prompt with one image.
+      several: Views of each of several images.
       drop_first_id: Whether the first id after an image is left out, as in the reference implementation
         (`dllm_jax.vision.prompt.prompt_ids`).
       exif: turn images as their EXIF orientation says.
@@ -110,8 +110,8 @@ class Processor(Options):
         """Prompts of a batch of conversations, left-padded, with the features of their images.
 
         Args:
-          model: whose tower is used; all images of the batch go through it together, `at_once` views at a
-            time.
+          model: Model whose tower is used; all images of the batch go through it together, `at_once` views at
+            a time.
           conversations: lists of messages, see `dllm_jax.vision.prompt`.
           ladder: pad to its next rung (`dllm_jax.buckets.Ladder`), so that images of all sizes share
             programs.
@@ -180,7 +180,7 @@ def spliced(
     """A prompt in which every `PLACE` has become its image's tokens.
 
     Args:
-      ids: from `prompt_ids`.
+      ids: Token ids of `prompt_ids`.
       pixels: the views of each image.
       merges: the tokens of each image.
       vision: the tower.

@@ -93,8 +93,8 @@ def prompt_ids(tokenizer: Any, text: str, drop_first_id: bool = True) -> list[in
     """Token ids of a rendered prompt, `PLACE` where an image stands.
 
     Args:
-      tokenizer: whose `encode` is used, piece by piece between the images.
-      text: from `rendered`.
+      tokenizer: Tokenizer whose `encode` is used, piece by piece between the images.
+      text: Text of `rendered`.
       drop_first_id: leave out the first id after every image, usually the line break. The reference
         implementation takes it to be a begin-of-text that its tokenizer does not add, so published numbers
         are without it; False is the form that the model was trained on.

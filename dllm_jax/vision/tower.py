@@ -183,8 +183,8 @@ def merged(
 
     Args:
       params: `Model.vision`.
-      views: from `view_embeddings`.
-      source: which features, by view * P + patch over all views, or `NEWLINE`; anything where no image is.
+      views: Features of `view_embeddings`.
+      source: Indices of features, view * P + patch over all views, or `NEWLINE`; any where there is no image.
       weight: Weight of each feature; 0 where there is no image.
     """
     return _merged(params["newline"], views, source.astype(np.int32), weight.astype(np.float32))

@@ -9,7 +9,7 @@ class Shape(NamedTuple):
     Attributes:
       batch, queries, heads, kv_heads, head: Sizes of the queries [b q h d].
       slots: Number of slots s of the keys and values [b s k d].
-      visible: what restricts the slots: nothing, a mask [b 1 1 s], one per KV head [b k 1 s], lengths [b k],
+      visible: Restriction of the slots: nothing, a mask [b 1 1 s], one per KV head [b k 1 s], lengths [b k],
         or both.
     """
 

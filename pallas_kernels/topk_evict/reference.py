@@ -14,7 +14,7 @@ def topk_evict(
 
     Args:
       score: importance of each position for each KV head, float32; larger is kept first.
-      count: how many each head keeps; at most `width` are.
+      count: Number of positions that each head retains, at most `width`.
       width: static width of the result.
     """
     check_options(score, width)

@@ -177,7 +177,7 @@ def requests(runner: Runner, task: ImageTask, samples: Sequence[Sample]) -> list
 
     Args:
       runner: the model with its settings, which have a length.
-      task: how questions are put and scored.
+      task: Kind of the questions.
       samples: the questions.
 
     Raises:

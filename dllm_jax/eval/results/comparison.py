@@ -48,8 +48,8 @@ class Comparison(NamedTuple):
       scores: per group, then the average if there are several groups.
       same: fraction of pairs with equal answers.
       unpaired: requests in only one of the two, or of the same name but with different questions.
-      costs: by name, means (A, B) over the pairs in which neither request failed.
-      settings: by name, the settings (A, B) that differ.
+      costs: Mean costs (A, B) by name, over the pairs in which neither request failed.
+      settings: Settings (A, B) that differ, by name.
     """
 
     scores: list[Difference]

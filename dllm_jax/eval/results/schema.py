@@ -55,7 +55,7 @@ class Row(Entry):
       group: the task it belongs to.
       prompt_tokens: length of the prompt.
       question: hash of the prompt's token ids and images and of the references.
-      score: in [0, 1]; 0 if the request failed.
+      score: Score in [0, 1]; 0 if the request failed.
       references: right answers, or what the score compares with.
     """
 

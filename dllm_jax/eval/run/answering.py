@@ -49,8 +49,8 @@ class Answering(abc.ABC, Generic[Item]):
         """The entries of a batch of items, given with their hashes, a few at a time as they are there.
 
         Args:
-          pairs: in ascending order of shape.
-          at_once: how many are computed together.
+          pairs: Pairs in ascending order of shape.
+          at_once: Number of pairs computed together.
 
         Raises:
           one of `FAILURES`: there are no more entries.
@@ -67,7 +67,7 @@ class Answering(abc.ABC, Generic[Item]):
         Failures are entries too, with `error` set and no answer; a resumed run retries them.
 
         Args:
-          items: to answer.
+          items: Items to answer.
           journal: holds entries of earlier runs, and takes each batch as it finishes.
           finished: is told the entries of each batch once they are in the journal.
 

@@ -28,7 +28,7 @@ class LanguageModel:
     Attributes:
       name: Name as given by the user.
       model: Model returned by `load`.
-      tokenizer: from transformers.
+      tokenizer: Tokenizer of transformers.
       identity: hash of the checkpoint's files, dtype, rope factor, and int8 and the number of ids, if they
         are given: all that answers depend on besides settings and prompt.
       template: Variables of the chat template by name.

@@ -60,7 +60,7 @@ class Request(NamedTuple):
       length: Number of tokens to generate.
       stop: the answer is cut at the first of these.
       group: the task it belongs to.
-      conversation: what the prompt is made of where it has images; see `Runner.pictured`.
+      conversation: Conversation of a prompt with images (`Runner.pictured`).
       references: right answers, or what the score compares with.
       score: Score of an answer, in [0, 1].
       cell: Length of a needle's prompt in tokens, and its depth in percent.

@@ -34,8 +34,8 @@ class Candidate(Options):
     """A setting that is compared with the exact decoder.
 
     Attributes:
-      policy: what is recomputed in each step.
-      sampler: which positions are decoded in each step.
+      policy: Cache policy.
+      sampler: Sampler.
       block: positions decoded together, or how the block slides.
       steps: denoising steps in all, for samplers with a fixed schedule.
     """

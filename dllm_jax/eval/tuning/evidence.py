@@ -28,9 +28,9 @@ def quantile(confidence: float, bounds: int = 1) -> float:
     """The normal quantile of one-sided bounds, all of which hold with this confidence.
 
     Args:
-      confidence: in (0, 1).
-      bounds: how many there are; each gets an equal share of what may go wrong (Bonferroni). The two ends of
-        an interval are two.
+      confidence: Joint confidence level, in (0, 1).
+      bounds: Number of bounds; each gets an equal share of the error probability (Bonferroni). The two ends
+        of an interval are two.
     """
     return statistics.NormalDist().inv_cdf(1 - (1 - confidence) / bounds)
 

@@ -38,7 +38,7 @@ class Objective(abc.ABC):
         """The cost of a candidate, with the range that it lies in beyond doubt.
 
         Args:
-          candidate: with sampler, block and steps.
+          candidate: Candidate with sampler, block and steps.
           answered: its answers so far, one or more, none of them failed; `dllm_jax.eval.results.schema.Row`s
             with `Costs`.
           exact: the exact decoder's answers to the same questions, in the same order.

@@ -201,7 +201,7 @@ class Search(Options):
         Args:
           answers: Answers of exact decoding and of every remaining setting to the same questions.
           costs: Costs of these settings.
-          bounds: which hold together with the search's confidence.
+          bounds: Bounds that hold together with the search's confidence.
         """
         reference, quantile = next(iter(answers)), evidence.quantile(self.confidence, bounds)
         bound = lambda setting, other: _difference(answers[setting], answers[other], quantile).high

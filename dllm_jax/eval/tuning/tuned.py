@@ -33,7 +33,7 @@ class Row:
       questions: Number of questions that it answered.
       accuracy: mean score, with Wilson's interval.
       difference: mean score minus that of the exact decoder on the same questions, with a paired interval.
-      cost: by the objective; None if it answered nothing.
+      cost: Cost by the objective; None if it answered nothing.
       dropped: why it was dropped after these questions; None if it answered all.
     """
 

@@ -38,7 +38,7 @@ class ValueProxy(Arrays):
 
         Args:
           model: Model whose current weights are decomposed.
-          rank: how many directions. The released settings are 128 (LLaDA-8B) and 32 (Dream-7B).
+          rank: Number of directions. The published settings are 128 (LLaDA-8B) and 32 (Dream-7B).
 
         Raises:
           ValueError: more than a layer has.
