@@ -12,6 +12,7 @@ import dllm_jax as dj
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.rope import rope_table
 from dllm_jax.policies import DualCache, Policy, SparseDLLM
+from dllm_jax.samplers import Confidence
 from dllm_jax.state.cache import LayerCache, Stacked
 from dllm_jax.state.rows import Rows, full_rows
 from dllm_jax.testing import check_policy, checks
@@ -152,6 +153,13 @@ def test_keeping_everything_without_delay_is_dual_cache(side, family):
         generated(family, policy, (9, 4), length=12).trace
         for policy in (SparseDLLM(keep=1.0, delay=0, side=side), DualCache())
     )
+    assert_same_run(ours, dual, computed=True)
+    assert_close_scores(ours, dual, atol=1e-5)
+
+
+def test_a_shorter_last_block_leaves_more_to_keep():
+    few = dict(length=10, block=4, sampler=Confidence(schedule="rounded"))
+    ours, dual = (generated("llada", p, (9, 4), **few).trace for p in (SparseDLLM(1.0, delay=0), DualCache()))
     assert_same_run(ours, dual, computed=True)
     assert_close_scores(ours, dual, atol=1e-5)
 
