@@ -73,6 +73,8 @@ class Arguments(Options):
     """Dtype of the weights. Default: the checkpoint's."""
     weights: Weights | None = None
     """int8 quantizes the weight matrices. Default: as they are stored."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id. Default: the main branch."""
 
 
 def main(args: list[str]) -> int:
@@ -128,7 +130,8 @@ class Conversation:
         """Loads what the arguments name; raises as `load` and the constructors of policy and sampler do."""
         policy, sampler = expressions.policy(arguments.policy), expressions.sampler(arguments.sampler)
         variables = template_variables("chat_template_args", arguments.chat_template_args)
-        path = bundled.path(arguments.path) if arguments.path in bundled.NAMES else locate(arguments.path)
+        is_bundled = arguments.path in bundled.NAMES and arguments.revision is None
+        path = bundled.path(arguments.path) if is_bundled else locate(arguments.path, arguments.revision)
         tokenizer = read_tokenizer(path)
         check_tokenizer(tokenizer)
         model = load(path, dtype=arguments.dtype, weights=arguments.weights)

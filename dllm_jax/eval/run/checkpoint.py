@@ -61,6 +61,7 @@ class Checkpoint(Options):
       vocab: Size to which the vocabulary is truncated (126349 for LLaDA-V). Default: all ids.
       peft: Directory or hub id of a LoRA adapter for the model.
       chat_template_args: Variables of the chat template as a JSON object: '{"enable_thinking": false}'.
+      revision: Branch, tag or commit of the model, if it is a hub id. Default: the main branch.
     """
 
     model: str = "tiny-llada"
@@ -71,6 +72,7 @@ class Checkpoint(Options):
     vocab: Annotated[PositiveInt | None, NoneMeans("all")] = None
     peft: str | None = None
     chat_template_args: str = "{}"
+    revision: str | None = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -90,7 +92,9 @@ class Checkpoint(Options):
         """
         # A directory of that name comes before a bundled model.
         is_bundled = self.model in bundled.NAMES and not absolute(Path(self.model)).is_dir()
-        return bundled.path(self.model) if is_bundled else locate(self.model)
+        if is_bundled and self.revision is None:
+            return bundled.path(self.model)
+        return locate(self.model, self.revision)
 
     def open(self) -> LanguageModel:
         """The model and its tokenizer.
