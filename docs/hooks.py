@@ -204,7 +204,7 @@ def table() -> str:
     for policy in dj.policies.ALL:
         found = parts(type(policy))
         idea = found["description"].split("\n")[0]
-        cells = f"[`{_name(policy)}`]({_name(policy)}.md)", idea, found.get("exact", ""), paper(policy)
+        cells = f"[`{_name(policy)}`]({_name(policy)}.md)", idea, found.get("exact", "Always."), paper(policy)
         lines.append(f"| {' | '.join(cells)} |")
     return _table("policy | what it does | equals exact decoding when | paper", lines)
 
@@ -380,7 +380,9 @@ def _table(head: str, lines: list[str]) -> str:
 
 
 def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
+    """Begins with a capital, unless with an option; sets options such as `keep=1` as code."""
+    text = re.sub(r"(?<![`\w(])(\w+=(?:\w+\([^)]*\)|\w+))", r"`\1`", text)
+    return text if text.startswith("`") else text[:1].upper() + text[1:]
 
 
 def _name(policy: dj.policies.Policy) -> str:
