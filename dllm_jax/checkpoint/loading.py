@@ -57,8 +57,8 @@ def load(
     Args:
       path: Hugging Face directory (config.json, safetensors), directory written by `convert`, or hub id
         "org/name". The format is detected from the files.
-      dtype: float32 or bfloat16, by name ("bf16", "fp32" and "f32" too) or as `jnp.bfloat16`; None keeps
-        the stored one: of several that of the matrices, bfloat16 in the place of float16. Weights that other
+      dtype: float32 or bfloat16, by name ("bf16", "fp32" and "f32" too) or as `jnp.bfloat16`; None keeps the
+        stored dtype (that of the matrices if there are several, and bfloat16 for float16). Weights that other
         tools quantised (fp8, GPTQ, AWQ, compressed-tensors) are dequantised while they are read.
       mesh: Mesh of devices that share the model and its batches, with Auto or Explicit axes. None uses the
         mesh of `jax.set_mesh`, or the default device.
