@@ -6,7 +6,6 @@ import re
 import numpy as np
 
 import dllm_jax as dj
-from dllm_jax.decoding.request import prepare
 from dllm_jax.demo import trains
 from tests import run_blocks
 from tests.checkpoints import tiny as small
@@ -28,14 +27,12 @@ def test_the_eight_lines_print_what_the_text_says(capsys):
     assert f"`{trains.ANSWER}`: {', '.join(trains.STOPS[1:8])}." in TEXT
 
 
-def test_the_example_with_weights_runs_on_a_mesh(tmp_path):
-    """With a tiny checkpoint and fewer devices; its preset is prepared, not run."""
+def test_the_example_with_a_checkpoint_runs(tmp_path):
+    """With tiny weights in its place, and for a shorter answer."""
     path = write_hf(tmp_path / "hf", small(mask_id=60, vocab=64), tokenizer=True)
-    words = {'"GSAI-ML/LLaDA-8B-Instruct"': repr(str(path)), "(8,)": "(2,)", "dj.chat(": "asked("}
-    asked = lambda model, tokenizer, messages, **options: prepare(model, [[1, 2, 3]], **options)
-    namespace = run_blocks([b for b in BLOCKS if "make_mesh" in b], words, {"asked": asked})
-    assert namespace["answer"].plan.layout.length == 3 + 256
-    assert namespace["model"].dtype == np.dtype("bfloat16")
+    words = {'"dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1"': repr(str(path)), "64, block=32": "8, block=4"}
+    namespace = run_blocks([b for b in BLOCKS if "dllm-hub" in b], words, {})
+    assert isinstance(namespace["answer"], str)
 
 
 def test_every_page_with_an_example_is_run_by_a_test():
