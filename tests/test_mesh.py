@@ -52,7 +52,8 @@ def on_mesh(model: dj.Model, mesh: jax.sharding.Mesh, **options) -> dj.Model:
 
 def assert_same(ours: dj.Output, alone: dj.Output):
     """Tokens, computed sets and counts are the same; scores are sums in another order."""
-    ours, alone = (out._replace(stats=out.stats._replace(executed=out.stats.nfe)) for out in (ours, alone))
+    shared = lambda out: out._replace(stats=out.stats._replace(executed_tokens=out.stats.nfe))
+    ours, alone = map(shared, (ours, alone))
     for ours_leaf, leaf in zip(jax.tree.leaves(ours), jax.tree.leaves(alone), strict=True):
         if jnp.issubdtype(leaf.dtype, jnp.floating):
             np.testing.assert_allclose(ours_leaf, leaf, rtol=1e-4, atol=1e-5)
