@@ -90,7 +90,7 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     """Marks what `tests/quick.py` names, and leaves out what the options do not ask for."""
     for item in items:
-        for line, reason in quick.reasons().items():
+        for line, reason in quick.of_file(item.path.name).items():
             if quick.matches(line, quick.name_of(item)):
                 item.add_marker(pytest.mark.full(reason))
     config.stash[COLLECTED] = list(items)

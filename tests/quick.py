@@ -25,6 +25,7 @@ LEFT_OUT: dict[str, str] = {
     "Runs a page or an example; what it calls has tests of its own.": """
         test_docs.py::test_pages_on_a_bundled_model_run_as_printed but index.md
         test_docs.py::test_the_example_of_*
+        test_docs.py::test_a_family_from_outside_reads_and_writes_checkpoints
         test_docs.py::test_the_examples_*
         test_docs.py::test_the_printed_check_passes_and_the_default_layer_is_printed_in_full
         test_docs.py::test_the_samplers_of_the_page_decode_as_it_says_and_pass_its_check
@@ -32,6 +33,7 @@ LEFT_OUT: dict[str, str] = {
         test_docs.py::test_what_a_model_costs_is_printed_as_the_page_says
         test_eval_results.py::test_what_runs_as_printed_runs
         test_examples.py::test_an_example_runs_and_writes_its_curve
+        test_examples.py::test_a_conversation_without_a_terminal_prints_answers_alone
         test_examples.py::test_the_examples_of_the_page_run
         test_tuning_runs.py::test_the_*
         test_vision_chat.py::test_the_page_runs_as_printed
@@ -72,6 +74,7 @@ LEFT_OUT: dict[str, str] = {
         test_roofline.py::test_schedule_of_a_block_causal_model_is_the_engine_s
         test_tasks_curriculum.py::test_a_stage_ends_when_it_is_mastered
         test_tuning_runs.py::test_a_killed_run_resumes_to_the_same_result
+        test_tuning_runs.py::test_a_setting_of_half_the_steps_takes_less_time_in_batches
     """,
     "Trains, or differentiates: the losses, one run and its refusals stay.": """
         test_experts.py::test_gradients_of_ragged_products_are_those_of_all_experts
@@ -88,6 +91,7 @@ LEFT_OUT: dict[str, str] = {
         test_training_pictures.py::test_a_tower_from_nothing_*
         test_training_pictures.py::test_the_loss_is_that_of_the_decoder_s_logits
         test_training_pictures.py::test_the_tower_learns_if_it_is_asked_to
+        test_training_run.py::test_a_changed_configuration_is_refused_by_name but changes0-* or changes5-*
         test_training_run.py::test_what_changes_no_step_that_was_done_is_free
         test_training_trainable.py::test_any_transformation_of_optax_trains
         test_training_trainable.py::test_float32_masters_take_steps_that_bfloat16_would_lose
@@ -110,14 +114,23 @@ LEFT_OUT: dict[str, str] = {
         test_goldens.py::test_conforms[vanilla-dream/*] but vanilla-dream/entropy-b2-leftpad
         test_goldens.py::test_conforms[vanilla-llada/*] but vanilla-llada/cfg2-leftpad-b2
     """,
+    "Another recording of the same model or method; tests/test_quick.py says of which.": """
+        test_goldens.py::test_conforms[fast-dllm-v2-forward/*]
+        test_goldens.py::test_conforms[llada-moe-forward/*]
+        test_goldens.py::test_conforms[llada-v-generate/*]
+        test_goldens.py::test_conforms[llada2-forward/*]
+        test_goldens.py::test_conforms[maskkv-scores/*]
+        test_goldens.py::test_conforms[sdar-forward/*]
+    """,
     "Further checks of a policy or a sampler; its recording and test_policies.py check what it does.": """
         test_policies.py::test_a_block_goes_on_after_its_schedule_until_it_is_done but Confidence
-        test_policies.py::test_a_sequence_that_is_due_leaves_its_batch_mates_alone but DueInTurns
+        test_policies.py::test_a_sequence_that_is_due_leaves_its_batch_mates_alone
         test_policies.py::test_no_copy_of_the_cache_inside_the_loop
         test_policies.py::test_policy_further
         test_policies.py::test_sampler[CertaintyPrior-DualCache-dream]
         test_policies.py::test_sampler[DreamSchedule-Policy-dream]
         test_policy_d2cache.py::test_a_prior_*
+        test_policy_d2cache.py::test_rollout_is_the_product_of_the_layers
         test_policy_dkv.py::test_limits_between_neighbours
         test_policy_dkv_greedy.py::test_what_is_planned_is_what_is_decoded
         test_policy_dllm_cache.py::test_what_the_four_kinds_of_step_renew
@@ -161,6 +174,7 @@ LEFT_OUT: dict[str, str] = {
     "The same code over devices of a mesh.": """
         test_experts.py::test_experts_over_a_mesh
         test_generate_many.py::test_slots_are_split_over_devices
+        test_mesh.py::test_a_mesh_gives_what_one_device_gives
         test_mesh.py::test_a_sharded_prompt_stays_so
         test_mesh.py::test_each_device_runs_a_group_of_its_own
         test_mesh.py::test_full_passes_and_likelihoods_over_a_mesh
@@ -225,7 +239,7 @@ LEFT_OUT: dict[str, str] = {
         test_prompt_embeds.py::test_full_passes_*
         test_prompt_embeds.py::test_interventions_act_on_the_inputs
         test_prompt_embeds.py::test_rows_of_the_table_in_the_place_of_ids_change_nothing
-        test_roofline.py::test_every_policy_is_cheaper_* but DualCache or MaskKV or SparseDLLM
+        test_roofline.py::test_every_policy_is_cheaper_* but DualCache
         test_roofline.py::test_experts_are_read_as_far_as_positions_are_sent_to_them but llada-moe-7b-*
         test_roofline.py::test_maskkv_reads_what_its_widest_head_keeps but 3-3-4096
         test_roofline.py::test_schedule_is_the_engine_s but DualCache-*
@@ -245,6 +259,7 @@ LEFT_OUT: dict[str, str] = {
         test_trajectory.py::test_plain_forwards_give_the_same but llada-exact
         test_tuning.py::test_every_grid_holds_settings_that_a_model_can_decode_with but llada-4-4
         test_vision_chat.py::test_a_batch_of_prompts_with_different_images_equals_them_alone
+        test_vision_chat.py::test_chat_answers_with_text_and_never_with_a_header
         test_vision_chat.py::test_ids_that_are_suppressed_are_never_decoded_and_count_for_nothing
     """,
     "A checkpoint of another model or dtype through the same code.": """
@@ -272,6 +287,12 @@ LEFT_OUT: dict[str, str] = {
 def reasons() -> dict[str, str]:
     """The lines of `LEFT_OUT`, each with its reason."""
     return {line.strip(): why for why, lines in LEFT_OUT.items() for line in lines.strip().splitlines()}
+
+
+@functools.cache
+def of_file(name: str) -> dict[str, str]:
+    """The lines about a file, each with its reason."""
+    return {line: why for line, why in reasons().items() if line.startswith(name)}
 
 
 def name_of(item: pytest.Item) -> str:

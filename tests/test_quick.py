@@ -13,6 +13,11 @@ from tests.models import FAMILIES
 from tests.policy_cases import EXHAUSTIVE
 
 HERE = Path(__file__).parent
+SAME_METHOD = {  # recordings that may be left out, since these others are kept
+    "fast-dllm-v2-forward": "fast-dllm-v2-generate", "llada-moe-forward": "llada-moe-generate",
+    "llada-v-generate": "llada-v-vision", "llada2-forward": "llada2-generate", "maskkv-scores": "maskkv",
+    "sdar-forward": "sdar-generate",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -57,7 +62,8 @@ def test_every_policy_sampler_family_and_recorded_method_is_kept(collected, kept
     methods = lambda items: {
         i.callspec.id.partition("/")[0] for i in items if i.originalname == "test_conforms"
     }
-    assert methods(kept) == methods(collected)
+    assert methods(kept) | SAME_METHOD.keys() == methods(collected)
+    assert set(SAME_METHOD.values()) <= methods(kept)
     # Further families have recordings of their own, such as llada-moe-generate.
     assert set(FAMILIES) <= cases(kept, "test_policy")
 
