@@ -294,10 +294,10 @@ def fields(policy: dj.policies.Policy) -> list[str]:
     kind = type(policy)
     hints = typing.get_type_hints(kind, include_extras=True)
     told, lines = meanings(kind), []
+    others = [preset.policy for preset in presets().values() if type(preset.policy) is kind]
     for field in dataclasses.fields(policy):
         name = field.name
         rule = rule_of(hints[name], "")
-        others = [preset.policy for preset in presets().values() if type(preset.policy) is kind]
         values = sorted({f"`{getattr(other, name)!r}`" for other in others})
         used = ", ".join(values) if len(values) <= 4 else "several"
         words, default = rule.words if rule else "", repr(getattr(policy, name))

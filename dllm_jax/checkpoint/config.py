@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 from dllm_jax.checkpoint.files import has_entry, read_object
 from dllm_jax.checkpoint.messages import listed
 from dllm_jax.nn.spec import ExpertSpec, ModelSpec
-from dllm_jax.options import check_argument, shown
+from dllm_jax.options import PositiveInt, check_argument, shown
 
 GENERATION = "generation_config.json"
 KINDS = get_type_hints(ModelSpec, include_extras=True)
@@ -95,13 +95,26 @@ class Config:
         others = {"kv_heads": self.get(keys["heads"]), "vocab": self.get("vocab_size")}
         defaults = others | defaults
         found = {name: self.read(key, KINDS[name], defaults.get(name)) for name, key in keys.items()}
-        width, heads = found["width"], found["heads"]
         if "head_dim" in found:
             return found
+        return found | {"head_dim": self.divided_head(keys["width"], keys["heads"])}
+
+    def divided_head(self, width_key: str, heads_key: str, reason: str = "") -> int:
+        """Returns the width of a head: the model's width divided by the number of heads.
+
+        Args:
+          width_key: Key of the model's width.
+          heads_key: Key of the number of query heads.
+          reason: End of the error's sentence.
+
+        Raises:
+          ValueError: the heads do not divide the model's width, or as `read`.
+        """
+        width, heads = (self.read(key, PositiveInt) for key in (width_key, heads_key))
         if width % heads:
-            divides = f"{keys['width']}={width} must be a multiple of {keys['heads']}={heads}"
-            raise ValueError(f"{self.where}: {divides}")
-        return found | {"head_dim": width // heads}
+            divides = f"{width_key}={width} must be a multiple of {heads_key}={heads}"
+            raise ValueError(f"{self.where}: {divides}{reason}")
+        return width // heads
 
     def experts(self, keys: Mapping[str, str], **others: Any) -> ExpertSpec:
         """The mixture of experts that these keys describe.

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Int
 
 from dllm_jax.decoding.buckets import Ladder, check_ladder
 from dllm_jax.decoding.generate import generate
-from dllm_jax.decoding.options import ChatOptions, names, shows
+from dllm_jax.decoding.options import ChatOptions, shows
 from dllm_jax.decoding.watch import recording
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
@@ -92,7 +92,7 @@ def chat(
         images that do not go with their message.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
-    check_names("chat", options, (*names(ChatOptions), *OWN))
+    check_names("chat", options, (*ChatOptions.__annotations__, *OWN))
     check_argument("sampler", sampler, Sampler, ", such as dj.samplers.Confidence()")
     processor = tokenizer if isinstance(tokenizer, Processor) and not isinstance(tokenizer, type) else None
     tokenizer = tokenizer if processor is None else processor.tokenizer

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Unpack
 import jax
 import numpy as np
 
-from dllm_jax.decoding.options import StreamOptions, names, shows
+from dllm_jax.decoding.options import StreamOptions, shows
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.placement import Placed, collect, place
 from dllm_jax.decoding.report import report
@@ -105,7 +105,7 @@ def compare(
       ValueError: Invalid arguments (`generate`), or no policies.
     """
     repeats = check_argument("repeats", repeats, PositiveInt)
-    check_names("compare", options, (*names(StreamOptions), "repeats"))
+    check_names("compare", options, (*StreamOptions.__annotations__, "repeats"))
     named = _named(policies, options)
     runs = [compiled(model, prompt, own) for _, own in named]
     first = [_timed(run) for run in runs]  # not counted: a program's first run may load it

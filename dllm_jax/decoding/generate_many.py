@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Key
 
 from dllm_jax.decoding import buckets as ladders
-from dllm_jax.decoding.options import Asked, ManyOptions, names, shows
+from dllm_jax.decoding.options import Asked, ManyOptions, shows
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.report import report
 from dllm_jax.decoding.request import Request, prepare
@@ -114,7 +114,7 @@ def generate_many(
         raise ValueError("generate_many cannot be traced: call it outside of jit, vmap and grad")
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         raise ValueError(f"prompts={shown(prompts)} must be an iterable of prompts, such as [[1, 2], [3]]")
-    check_names("generate_many", options, (*names(ManyOptions), *OWN))
+    check_names("generate_many", options, (*ManyOptions.__annotations__, *OWN))
     if buckets is not None:
         ladders.check_ladder("buckets", buckets)
     of_all: dict[str, Any] = {**options, "buckets": buckets}

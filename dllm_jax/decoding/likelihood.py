@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from dllm_jax.decoding.options import names, shows
+from dllm_jax.decoding.options import shows
 from dllm_jax.decoding.placement import by_sequence, divisible, numbers, part
 from dllm_jax.interrupts import uninterrupted
 from dllm_jax.nn.answers import answer_logits, passes_at_once
@@ -116,7 +116,7 @@ def _terms(
     function: str, model: Model, prompt: inputs.Ids, answer: inputs.Ids, options: LikelihoodOptions
 ) -> Float[Array, "b r"]:
     """Computes the terms of a call of one of these functions."""
-    check_names(function, options, names(LikelihoodOptions, Estimator))
+    check_names(function, options, LikelihoodOptions.__annotations__)
     check_argument("model", model, Model, ", such as dj.load(path)")
     estimator = Estimator(**options)
     asked = _asked(model, prompt, answer, estimator)

@@ -133,13 +133,6 @@ class Asked:
             check_argument(name, getattr(self, name), bool)
 
 
-def names(options: type, defaults: type = Asked) -> tuple[str, ...]:
-    """Returns the names of a group of options, in the order in which they are documented."""
-    return tuple(
-        field.name for field in dataclasses.fields(defaults) if field.name in options.__annotations__
-    )
-
-
 def shows(options: type, defaults: type = Asked) -> Callable[[Function], Function]:
     """Shows a group of options with their defaults in a function's signature, for `help` and completion."""
 
@@ -149,7 +142,7 @@ def shows(options: type, defaults: type = Asked) -> Callable[[Function], Functio
         taken = [
             inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type)
             for f in dataclasses.fields(defaults)
-            if f.name in names(options, defaults)
+            if f.name in options.__annotations__
         ]
         function.__signature__ = signature.replace(parameters=[*own, *taken])
         return function

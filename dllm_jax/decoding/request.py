@@ -17,7 +17,7 @@ from annotated_types import MinLen
 from jaxtyping import Array, Bool, Int, Key
 
 from dllm_jax.decoding import buckets as ladders
-from dllm_jax.decoding.options import Asked, GenerateOptions, InfillOptions, Stops, names
+from dllm_jax.decoding.options import Asked, GenerateOptions, InfillOptions, Stops
 from dllm_jax.engine.block_schedule import check_schedule
 from dllm_jax.engine.closures import constants
 from dllm_jax.engine.nonfinite import NonFinite
@@ -57,7 +57,7 @@ class Request(NamedTuple):
 
 def prepare(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions]) -> Request:
     """Returns the checked request of `generate(model, prompt, **options)`; errors are those of `generate`."""
-    check_names("generate", options, names(GenerateOptions))
+    check_names("generate", options, GenerateOptions.__annotations__)
     asked = Asked(**options)
     check_argument("model", model, Model, ", such as dj.load(path)")
     prompts = inputs.prompts(prompt, asked.prompt_mask, asked.prompt_embeds, model.spec)
@@ -74,10 +74,8 @@ def prepare(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions]
     suffix = None if asked.suffix is None else _suffix_ids(asked.suffix, batch, model.spec)
     given = 0 if suffix is None else suffix.shape[1]
     block, tail = blocks_of(asked.block, model.spec, given)
-    padded, whole = (
-        prompts.mask is not None,
-        asked.sampler.whole_blocks and not ends_within_a_block(model.spec),
-    )
+    padded = prompts.mask is not None
+    whole = asked.sampler.whole_blocks and not ends_within_a_block(model.spec)
     layout = Layout.of(width, asked.length, block, asked.steps, padded, given, tail, whole)
     tokens, valid = inputs.masked_response(prompts.ids, prompts.mask, layout.response, model.spec)
     tokens = tokens if suffix is None else inputs.with_suffix(tokens, suffix)
@@ -94,7 +92,7 @@ def repeated(request: Request, count: int) -> Request:
 
 def prepare_infill(model: Model, tokens: inputs.Ids, **options: Unpack[InfillOptions]) -> Request:
     """Returns the checked request of `infill(model, tokens, **options)`; errors are those of `infill`."""
-    check_names("infill", options, names(InfillOptions))
+    check_names("infill", options, InfillOptions.__annotations__)
     asked = Asked(**options)
     check_argument("model", model, Model, ", such as dj.load(path)")
     block = check_argument("block", asked.block, PositiveInt | None)

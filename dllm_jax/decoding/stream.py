@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Bool, Float, Int
 
-from dllm_jax.decoding.options import StreamOptions, names, shows
+from dllm_jax.decoding.options import StreamOptions, shows
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.placement import Placed, collect, numbers, on_mesh, place, runs_on, with_auto_axes
 from dllm_jax.decoding.report import report
@@ -80,7 +80,7 @@ def stream(
       dllm_jax.engine.nonfinite.NonFiniteWarning: Logits held NaN or infinity, with nonfinite="warn".
     """
     steps = check_argument("every", every, PositiveInt | None)
-    check_names("stream", options, (*names(StreamOptions), "every"))
+    check_names("stream", options, (*StreamOptions.__annotations__, "every"))
     placed = place(model, prepare(model, prompt, **options), prompt)
     return _reported(snapshots(placed, steps), placed)
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from dllm_jax.decoding.buckets import DEFAULT, Ladder, check_ladder
 from dllm_jax.decoding.compare import compiled, temporary_bytes
-from dllm_jax.decoding.options import WarmupOptions, names, shows
+from dllm_jax.decoding.options import WarmupOptions, shows
 from dllm_jax.decoding.request import prepare
 from dllm_jax.decoding.slots import Slots
 from dllm_jax.nn.model import Model
@@ -63,7 +63,7 @@ def warmup(
     batch = check_argument("batch", batch, PositiveInt)
     if "buckets" in options:
         raise ValueError("buckets= is the second argument of warmup: warmup(model, ladder, ...)")
-    check_names("warmup", options, (*names(WarmupOptions), "batch", "slots"))
+    check_names("warmup", options, (*WarmupOptions.__annotations__, "batch", "slots"))
     if slots is None:
         return [_compile(model, rung, batch, {**options}) for rung in ladder.rungs]
     count = check_argument("slots", slots, PositiveInt)

@@ -87,15 +87,15 @@ def table(measured: dict[str, list[Row]], width: int = 80) -> rich.table.Table:
 
     # Bars are of computed tokens, which are the same on every machine; times are not.
     most = max(row["computed"] for rows in measured.values() for row in rows)
-    for name, row in ((name, row) for name, rows in measured.items() for row in (None, *rows)):
-        if row is None:
-            shown.add_row(f"[bold]{name}[/]")
-            continue
-        numbers: list[Any] = [f"{row['accuracy']:.0%}", f"{row['forwards']:.1f}", f"{row['computed']:.0f}"]
-        numbers += [_bar(row["computed"] / most)] if width >= 72 else []
-        numbers += [f"{row['speed_up']:.1f}x"] if width >= 66 else []
-        sampler = row["sampler"].removesuffix("()").replace("threshold=", "")
-        shown.add_row(row["policy"].removesuffix("()"), sampler, *numbers)
+    for name, rows in measured.items():
+        shown.add_row(f"[bold]{name}[/]")
+        for row in rows:
+            numbers: list[Any] = [f"{row['accuracy']:.0%}", f"{row['forwards']:.1f}"]
+            numbers += [f"{row['computed']:.0f}"]
+            numbers += [_bar(row["computed"] / most)] if width >= 72 else []
+            numbers += [f"{row['speed_up']:.1f}x"] if width >= 66 else []
+            sampler = row["sampler"].removesuffix("()").replace("threshold=", "")
+            shown.add_row(row["policy"].removesuffix("()"), sampler, *numbers)
     return shown
 
 

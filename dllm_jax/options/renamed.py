@@ -41,9 +41,10 @@ def new_names(cls: type, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in old_names(cls)} | renamed
 
 
-def old_names(cls: type) -> set[str]:
+@functools.cache
+def old_names(cls: type) -> frozenset[str]:
     """Returns the old names of a class's fields."""
-    return {old for old, value in vars(cls).items() if isinstance(value, Renamed)}
+    return frozenset(old for old, value in vars(cls).items() if isinstance(value, Renamed))
 
 
 def warn(old: str, new: str, stacklevel: int = 3):

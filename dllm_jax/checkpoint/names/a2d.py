@@ -9,11 +9,10 @@ import functools
 from typing import Any
 
 from dllm_jax.checkpoint.config import Config, Requirement
-from dllm_jax.checkpoint.names import as_llama
-from dllm_jax.checkpoint.names.family import Family, Tokens
+from dllm_jax.checkpoint.names import as_llama, sdar
+from dllm_jax.checkpoint.names.family import Tokens
 from dllm_jax.checkpoint.names.mask_token import with_a_mask
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import PositiveInt
 
 MASK = "<|mask|>"  # which the tokenizer adds to that of the autoregressive model
 ENDS = {151936: Tokens(eos=151645)}
@@ -33,13 +32,8 @@ def _with_a_head(config: Config) -> Config:
     """A config.json that names a head's width, by default the model's divided by the number of heads."""
     if config.get("head_dim") is not None:
         return config
-    width, heads = (config.read(key, PositiveInt) for key in ("hidden_size", "num_attention_heads"))
-    if width % heads:
-        raise ValueError(
-            f"{config.where}: hidden_size={width} must be a multiple of num_attention_heads={heads} where "
-            "no head_dim is given"
-        )
-    return dataclasses.replace(config, values=config.values | {"head_dim": width // heads})
+    head = config.divided_head("hidden_size", "num_attention_heads", " where no head_dim is given")
+    return dataclasses.replace(config, values=config.values | {"head_dim": head})
 
 
 def _shift(config: Config, fields: dict[str, Any]) -> dict[str, Any]:
@@ -52,12 +46,10 @@ def _shift_key(spec: ModelSpec) -> dict[str, Any]:
 
 # Row i predicts token i; padding is masked as keys only. Files of block diffusion (bd3lm) look like the
 # others (mdlm): the caller says `replace_spec(block_size=32)`.
-QWEN3 = Family(
+QWEN3 = dataclasses.replace(
+    sdar.FAMILY,
     name="a2d-qwen3",
     model_type="a2d-qwen3",
-    names=as_llama.NAMES,
-    keys=as_llama.BLOCK_KEYS,
-    requirements=(*as_llama.REQUIREMENTS, Requirement("attention_bias", (False,))),
     fixed={n: v for n, v in as_llama.NORMED.items() if n != "shifted"} | {"blocks_from": "response"},
     defaults=as_llama.DEFAULTS,
     tokens=ENDS,
