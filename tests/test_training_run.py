@@ -1,6 +1,7 @@
 import dataclasses
 import functools
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -127,6 +128,15 @@ def test_an_interrupted_command_ends_without_the_clean_up_that_could_crash():
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "work\n", "run it again to go on\n")
+
+
+def test_a_reader_that_stops_ends_a_command_without_a_traceback():
+    code = "from dllm_jax.command_line import run; run(lambda: print('x' * 10**6))"
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, b"")
 
 
 def test_help_has_no_line_that_a_terminal_would_break_within_a_word(monkeypatch, capsys):
