@@ -14,6 +14,7 @@ from dllm_jax import policies, samplers
 from dllm_jax.eviction.profile import importance
 from dllm_jax.nn.layer import embed
 from dllm_jax.nn.mask import block_causal, key_mask
+from dllm_jax.nn.rope import grown, rope_of
 from dllm_jax.state.rows import compact_rows, full_rows
 from dllm_jax.testing import check_policy, checks
 from tests.models import canvas, prompts, random_tokens, spec, tiny
@@ -45,6 +46,26 @@ def by_hand(pad: int, block: int, first: int) -> np.ndarray:
         for j in range(pad, LENGTH):
             sees[i, j] = (j - first) // block <= (i - first) // block
     return sees
+
+
+def test_in_a_causal_context_the_current_block_alone_sees_all_of_itself():
+    position, described = jnp.arange(LENGTH)[None], spec("nemotron")
+    for response in (None, 0, 9):
+        mask = np.asarray(block_causal(None, described, position, None, LENGTH, response))[0, 0]
+        begins = LENGTH if response is None else response
+        for i, j in np.ndindex(LENGTH, LENGTH):
+            assert mask[i, j] == (j <= i or (i >= begins and j >= begins))
+
+
+def test_queries_grow_with_the_position_in_their_sequence():
+    beta, original, pad = 0.1, 5, 3
+    model = tiny("nemotron")
+    q = jnp.ones((1, LENGTH, 1, 2))
+    rope = rope_of(model.spec, LENGTH).padded(jnp.arange(LENGTH)[None] >= pad, model.spec)
+    found = grown(q, rope, jnp.arange(LENGTH)[None], model.spec.rope_scaling)[0, :, 0, 0]
+    wanted = [1 + beta * np.log(1 + max(i - pad, 0) // original) for i in range(LENGTH)]
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    assert grown(q, rope, jnp.arange(LENGTH)[None], None) is q
 
 
 @pytest.mark.parametrize("response", [None, 9])
@@ -80,9 +101,10 @@ def test_no_mask_is_made_where_all_see_all():
     assert block_causal(None, of.spec, jnp.zeros((1, 2), jnp.int32), None, LENGTH) is None
 
 
-def test_padding_moves_no_block():
+@pytest.mark.parametrize("family", ["sdar", "nemotron"])
+def test_padding_moves_no_block(family):
     """Logits, captured inputs, likelihoods and importance of a left-padded sequence are those of it alone."""
-    model, pad = tiny("sdar", block_size=4), 3
+    model, pad = tiny(family, block_size=4), 3
     tokens = random_tokens(model.spec, 1, LENGTH)
     padded = np.pad(tokens, ((0, 0), (pad, 0)), constant_values=model.spec.eos_id)
     valid = np.arange(LENGTH + pad)[None] >= pad

@@ -21,7 +21,7 @@ from tests.checkpoints import rewrite, save_sharded, weights, write_tokenizer
 
 MODELS = Path(__file__).parent / "goldens" / "models"
 NEW = ("llada-moe-tiny-dense0", "llada2-tiny-dense2", "sdar-tiny-tied", "fast-dllm-v2-tiny-tied")
-NEW += "a2d-qwen3-tiny", "rnd1-tiny"
+NEW += "a2d-qwen3-tiny", "rnd1-tiny", "nemotron-tiny-wide"
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore::dllm_jax.checkpoint.config.{kind}")
     for kind in ("MaskTokenWarning", "BlockSizeWarning")
@@ -81,6 +81,7 @@ def test_experts_in_int8_are_converted_as_they_load_and_none_may_lack(tmp_path):
     refuses(r"(?s)missing: .*experts\.2\.up.*unmapped: .*0\.mlp\.gate\.", dj.load, source)
 
 
+ROPE = json.loads((MODELS / "nemotron-tiny-wide" / "config.json").read_text())["rope_parameters"]
 REFUSED = {
     "llada-moe-tiny-dense0": [
         ({"num_experts_per_tok": 7}, "per_token=7 must be at most 6"),
@@ -130,6 +131,19 @@ REFUSED = {
             "hidden_size=64 must be a multiple of num_attention_heads=6 where no head_dim is given",
         ),
         ({"model_type": "a2d-gemma"}, "model_type='a2d-gemma' is not supported; supported: .*a2d-llama"),
+    ],
+    "nemotron-tiny-wide": [
+        ({"rope_parameters": None}, "rope_parameters=None must be an object: rope_theta and rope_scaling"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_type='linear' must be 'yarn' or 'default'"),
+        ({"rope_parameters": {"rope_type": "default"}}, "rope_parameters=.* must have rope_theta"),
+        ({"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not"),
+        ({"rope_parameters": {**ROPE, "extra": 1}}, "unknown key extra=1"),
+        ({"mask_token_id": -1}, "mask_token_id=-1 must be"),
+        ({"mask_token_id": None}, "required key 'mask_token_id' is null"),
+        ({"dlm_paradigm": "autoregressive"}, "dlm_paradigm='autoregressive' is not supported"),
+        ({"mlp_bias": True, "sliding_window": 9}, r"(?s)mlp_bias=True is not.*sliding_window=9 is not"),
+        ({"tie_word_embeddings": True, "hidden_act": "relu"}, r"(?s)hidden_act='relu'.*embeddings=True is"),
+        ({"model_type": "nemotron_labs_diffusion_vlm"}, "diffusion_vlm' is not supported"),
     ],
     "rnd1-tiny": [
         ({"num_experts_per_tok": 9}, "per_token=9 must be at most 8"),

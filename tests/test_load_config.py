@@ -141,7 +141,7 @@ def test_files_that_are_no_config(tmp_path):
 
 GOLDEN = Path(__file__).parent / "goldens" / "models"
 NAMES = ("llada-moe-tiny-dense0", "llada2-tiny-dense2", "sdar-tiny-tied", "fast-dllm-v2-tiny-tied")
-NAMES += "a2d-qwen3-tiny", "rnd1-tiny"
+NAMES += "a2d-qwen3-tiny", "rnd1-tiny", "nemotron-tiny-wide"
 EVERY = {"llada": config(tiny()), "dream": config(tiny("dream")), "llada-v": llada_v.config()}
 for found in (json.loads((GOLDEN / name / "config.json").read_text()) for name in NAMES):
     name = next(n for n, f in FAMILIES.items() if f.model_type == found["model_type"] and n != "llada")
@@ -157,7 +157,7 @@ def test_every_family_is_among_them():
     assert EVERY.keys() == FAMILIES.keys()
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", sorted(EVERY.keys() - {"nemotron"}))
 def test_rope_in_both_spellings(name):
     plain = spec_of(EVERY[name])
     base = EVERY[name]["rope_theta"]
@@ -189,6 +189,34 @@ def test_rope_in_both_spellings(name):
     assert scaled == spec_of(EVERY[name] | {"rope_parameters": {"rope_theta": base}, "rope_scaling": older})
     assert spec_of(spec_to_config(scaled, "float32")) == scaled
     assert spec_of(spec_to_config(scaled, "float32", Config("here", EVERY[name]))) == scaled
+
+
+def test_rope_where_queries_grow():
+    """Nemotron's files: rope_parameters alone, and the growth of queries in it whatever the type."""
+    original = Config("here", EVERY["nemotron"])
+    spec = spec_of(original.values)
+    yarn = RopeScaling("yarn", 0.25, 64, mscale=1.0, mscale_all_dim=1.0, query_beta=0.1)
+    assert (spec.rope_scaling, spec.rope_base) == (yarn, 1e9)
+    growth = RopeScaling("linear", 1.0, 64, query_beta=0.1)
+    for scaling in (yarn, growth, None, dataclasses.replace(yarn, query_beta=0.0, truncate=False)):
+        other = dataclasses.replace(spec, rope_scaling=scaling, rope_base=1e5)
+        written = spec_to_config(other, "float32", original)
+        assert spec_of(written) == other
+        kind = "yarn" if scaling and scaling.factor < 1 else "default"
+        assert written["rope_parameters"]["rope_type"] == kind
+        assert written["rope_parameters"]["llama_4_scaling_beta"] == (scaling.query_beta if scaling else 0)
+    values = original.values | {"rope_theta": 3.0, "rope_scaling": YARN, "partial_rotary_factor": 0.5}
+    assert spec_of(values) == spec  # at the top they mean nothing
+    beta = {"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_beta": 0.1}
+    refuses("unknown key llama_4_scaling_beta", spec_of, EVERY["sdar"] | {"rope_parameters": beta})
+
+
+def test_values_of_nemotrons_class_stand_in_for_absent_keys():
+    shape = {"num_hidden_layers": 2, "rope_parameters": EVERY["nemotron"]["rope_parameters"]}
+    spec = spec_of({"model_type": "nemotron_labs_diffusion", "mask_token_id": 100, **shape})
+    assert (spec.width, spec.heads, spec.kv_heads, spec.head_dim, spec.vocab) == (4096, 32, 8, 128, 131072)
+    assert (spec.eos_id, spec.block_size, spec.mlp_width, spec.norm_eps) == (2, 32, 14336, 1e-5)
+    assert spec_of(EVERY["nemotron"] | {"num_key_value_heads": None}).kv_heads == 6
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from dllm_jax.checkpoint.names import (
     llada2_moe,
     llada_moe,
     llada_v,
+    nemotron,
     rnd1,
     sdar,
 )
@@ -29,6 +30,7 @@ FAMILIES = {
     for family in (
         *(llada.FAMILY, dream.FAMILY, llada_v.FAMILY, llada_moe.FAMILY, llada2_moe.FAMILY),
         *(sdar.FAMILY, sdar.FAMILY_MOE, fast_dllm_v2.FAMILY, *a2d.FAMILIES, rnd1.FAMILY),
+        nemotron.FAMILY,
     )
 }
 
@@ -112,7 +114,7 @@ def spec_to_config(
         if differences(spec, before):
             values = fitting(values | layout.written(spec), spec, before.vocab)
             generation = spec_to_generation(spec, original, family)
-        if original.get("rope_parameters") is not None:
+        if original.get("rope_parameters") is not None and layout.rope_key != "rope_parameters":
             values |= layout.rope(spec)
             values.pop("rope_parameters", None)
         values |= {key: dtype for key in ("torch_dtype", "dtype") if isinstance(values.get(key), str)}

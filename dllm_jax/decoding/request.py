@@ -131,6 +131,8 @@ def blocks_of(
     """
     if not (size := spec.block_size):
         return block, 0
+    if spec.causal_context:
+        raise ValueError(f"causal_context=True is not supported by generate yet ({spec.family})")
     if suffix:
         raise ValueError(
             f"suffix= is not supported by block-causal models ({spec.family}): a block attends to "

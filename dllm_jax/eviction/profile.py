@@ -47,7 +47,7 @@ def importance(
         return after + layer.mlp(after), profile.at[layer.index].set(1 - similarity)
 
     start = x, jnp.zeros((spec.layers, batch))
-    return walk(model.params, spec, rope_of(spec, length), run, start)[1]
+    return walk(model.params, spec, rope_of(spec, length).padded(valid, spec), run, start)[1]
 
 
 @number_modes()

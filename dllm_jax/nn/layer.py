@@ -15,7 +15,7 @@ from dllm_jax.nn.mask import Mask
 from dllm_jax.nn.memory import heads_first_on_tpu
 from dllm_jax.nn.mlp import dense, mixture
 from dllm_jax.nn.parameters import Params
-from dllm_jax.nn.rope import Rope, rotate
+from dllm_jax.nn.rope import Rope, grown, rotate
 from dllm_jax.nn.spec import ModelSpec
 from pallas_kernels import sparse_gather, topk_evict
 from pallas_kernels.attention import ATTENTION, HEAD_MEAN, RECEIVED
@@ -59,7 +59,7 @@ class Layer:
             y = rms_norm(y, self.weights[f"{name}_norm"], self.spec.norm_eps) if self.spec.qk_norm else y
             return rotate(y, self.rope, index, self.spec.rope_in_f32)
 
-        return turned("q"), turned("k")
+        return grown(turned("q"), self.rope, index, self.spec.rope_scaling), turned("k")
 
     def value(self, x: Float[Array, "b q m"]) -> Float[Array, "b q k d"]:
         """Values of the inputs x."""

@@ -44,6 +44,9 @@ def block_causal(
     it (SDAR, arXiv:2510.06303; Fast-dLLM v2, arXiv:2509.26328; LLaDA2, arXiv:2512.15745). Or both are counted
     from where the response begins (`ModelSpec.blocks_from`).
 
+    With `ModelSpec.causal_context` the response is the current block, whose positions see everything; those
+    in front of it, or all where none is known, attend causally (arXiv:2607.05722).
+
     Args:
       mask: narrowed; None for all keys.
       spec: `block_size` is B, or 0 for full attention.
@@ -54,9 +57,16 @@ def block_causal(
     """
     if not spec.block_size:
         return mask
-    end = block_start(position, valid, spec, response) + spec.block_size
-    causal = (jnp.arange(length) < end[..., None])[:, None]
-    return causal if mask is None else mask & causal
+    if spec.causal_context:
+        begins = length if response is None else response
+        return in_front_of(jnp.where(position < begins, position + 1, length), mask, length)
+    return in_front_of(block_start(position, valid, spec, response) + spec.block_size, mask, length)
+
+
+def in_front_of(end: Int[Array, "b #q"], mask: Mask | None, length: int) -> Mask:
+    """The mask without keys from a position on, which each query has of its own."""
+    seen = (jnp.arange(length) < end[..., None])[:, None]
+    return seen if mask is None else mask & seen
 
 
 def with_noisy_copy(

@@ -138,7 +138,7 @@ def full_pass(
     position = jnp.broadcast_to(order, tokens.shape)
     mask = None if valid is None else padding_mask(valid, valid, spec)
     mask = (with_noisy_copy if copied else block_causal)(mask, spec, position, valid, length, response)
-    return position, mask, rope_of(spec, length)
+    return position, mask, rope_of(spec, length).padded(valid, spec)
 
 
 def forward(
@@ -159,7 +159,8 @@ def forward(
       embeds: Inputs in place of embeddings where tokens are -1 (`dllm_jax.EMBEDS_PLACEHOLDER`), such as
         rows of images and soft prompts; None if there are none.
       response: position where the response begins, from which some block-causal models count their blocks
-        (`ModelSpec.blocks_from`); None counts from each sequence's first position.
+        (`ModelSpec.blocks_from`); None counts from each sequence's first position. With
+        `ModelSpec.causal_context` the current block begins there; None attends causally everywhere.
 
     Returns:
       logits in the model's dtype; over a mesh, split by sequence and vocabulary.

@@ -10,16 +10,30 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.nn.spec import ModelSpec, RopeScaling
 
 
 class Rope(NamedTuple):
-    """Rotary tables of every canvas position: cos and sin, float32 [l+1, d/2]; the last entry is padding."""
+    """Rotary tables of every canvas position; the last entry is padding.
+
+    Attributes:
+      cos: float32 [l+1, d/2].
+      sin: the same.
+      first: Canvas position of each sequence's first token, from which queries that grow count theirs
+        (`RopeScaling.query_beta`). None where no sequence is padded.
+    """
 
     cos: Float[Array, "l half"]
     sin: Float[Array, "l half"]
+    first: Int[Array, "b"] | None = None
+
+    def padded(self, valid: Bool[Array, "b l"] | None, spec: ModelSpec) -> "Rope":
+        """The same tables for sequences with this padding; themselves where no query grows."""
+        if valid is None or spec.rope_scaling is None or not spec.rope_scaling.query_beta:
+            return self
+        return self._replace(first=jnp.argmax(valid, axis=1).astype(jnp.int32))
 
 
 def rope_of(spec: ModelSpec, positions: int) -> Rope:
@@ -81,6 +95,20 @@ def attention_factor(scaling: RopeScaling) -> float:
     if scaling.mscale and scaling.mscale_all_dim:
         return grown(scaling.mscale) / grown(scaling.mscale_all_dim)
     return grown(1.0)
+
+
+def grown(
+    q: Float[Array, "b q h d"], rope: Rope, index: Int[Array, "b q"], scaling: RopeScaling | None
+) -> Float[Array, "b q h d"]:
+    """Queries, multiplied by what their position in the sequence asks for (`RopeScaling.query_beta`)."""
+    if scaling is None or not scaling.query_beta:
+        return q
+    assert scaling.original is not None, "checked by RopeScaling"
+    # Positions count from the first token, unlike those of RoPE, of which differences alone are seen.
+    position = index if rope.first is None else index - rope.first[:, None]
+    beyond = (jnp.maximum(position, 0) // scaling.original).astype(jnp.float32)
+    factor = 1 + np.float32(scaling.query_beta) * jnp.log1p(beyond)
+    return q * factor[:, :, None, None].astype(q.dtype)
 
 
 def rotate(

@@ -131,6 +131,8 @@ class RopeScaling(Options):
       mscale_all_dim: Denominator's weight of YaRN's attention factor; 0 if it is not given.
       attention_factor: Number that multiplies cos and sin; None derives it from `factor` and the weights.
       truncate: Whether YaRN's ramp begins and ends at whole dimensions.
+      query_beta: Growth of queries with their position i, by the factor
+        1 + query_beta ln(1 + floor(i / original)); 0 leaves them as they are.
     """
 
     kind: Literal["linear", "yarn"]
@@ -142,11 +144,13 @@ class RopeScaling(Options):
     mscale_all_dim: NonNegativeFloat = 0.0
     attention_factor: Annotated[PositiveFloat | None, NoneMeans("derived")] = None
     truncate: bool = True
+    query_beta: NonNegativeFloat = 0.0
 
     def __post_init__(self):
         super().__post_init__()
-        if self.kind == "yarn" and self.original is None:
-            raise ValueError("original=None must be a number of positions: YaRN's ramp depends on it")
+        if self.original is None and (self.kind == "yarn" or self.query_beta):
+            what = "YaRN's ramp depends" if self.kind == "yarn" else "query_beta depends"
+            raise ValueError(f"original=None must be a number of positions: {what} on it")
         if self.beta_fast < self.beta_slow:
             raise ValueError(f"beta_fast={self.beta_fast} must be at least beta_slow={self.beta_slow}")
 
@@ -190,6 +194,9 @@ class ModelSpec(Options):
       blocks_from: Origin of blocks of `block_size`: "sequence", its first position that is not
         padding, or "response", the first position after the prompt, so that a prompt's first block may be
         shorter.
+      causal_context: Whether prompt and finished blocks attend causally, and the current block alone to all
+        of itself. A causal pass stores each of them, and its last output predicts the next block's first
+        token. `block_size` is then the default of `generate(block=)`.
     """
 
     family: str
@@ -219,6 +226,7 @@ class ModelSpec(Options):
     rope_scaling: Annotated[RopeScaling | None, NoneMeans("unscaled")] = None
     stop_ids: Annotated[tuple[NonNegativeInt, ...] | None, MinLen(1), NoneMeans("no others")] = None
     blocks_from: Literal["sequence", "response"] = "sequence"
+    causal_context: bool = False
 
     hidden, head = Renamed("hidden", "mlp_width"), Renamed("head", "head_dim")
 
@@ -241,6 +249,9 @@ class ModelSpec(Options):
             raise ValueError(
                 f"dense={dense} must be some of the layers 0 to {self.layers - 1} in ascending order, not all"
             )
+        if self.causal_context and (not self.block_size or self.shifted or self.blocks_from == "sequence"):
+            needed = "block_size > 0, blocks_from='response' and shifted=False"
+            raise ValueError(f"causal_context=True needs {needed}: a block begins behind what is stored")
         if self.rope_scaling is not None and self.rope_base <= 1:
             raise ValueError(f"rope_base={self.rope_base} must be above 1: rope_scaling needs its logarithm")
         others = [("stop_ids", i) for i in self.stop_ids or ()]

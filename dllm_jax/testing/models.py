@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Int
 
 from dllm_jax.nn import parameters
 from dllm_jax.nn.model import Model
-from dllm_jax.nn.spec import ExpertSpec, ModelSpec
+from dllm_jax.nn.spec import ExpertSpec, ModelSpec, RopeScaling
 
 _LLADA = ModelSpec(
     family="llada", layers=2, width=32, heads=4, kv_heads=4, head_dim=8, mlp_width=48, vocab=61, mask_id=59,
@@ -32,7 +32,11 @@ _LLADA_MOE = dataclasses.replace(
 _SDAR = dataclasses.replace(
     _DREAM, family="sdar", qkv_bias=False, shifted=False, pad_rows_attend=True, qk_norm=True, block_size=12
 )
-_SPECS = {spec.family: spec for spec in (_LLADA, _DREAM, _LLADA_MOE, _SDAR)}
+_NEMOTRON = dataclasses.replace(
+    _SDAR, family="nemotron", qk_norm=False, head_dim=6, block_size=4, blocks_from="response",
+    causal_context=True, rope_scaling=RopeScaling("yarn", 4.0, 5, mscale=1.0, query_beta=0.1),
+)  # fmt: skip
+_SPECS = {spec.family: spec for spec in (_LLADA, _DREAM, _LLADA_MOE, _SDAR, _NEMOTRON)}
 FAMILIES = ("llada", "dream")  # what every policy and sampler is checked on
 
 

@@ -28,16 +28,16 @@ def forward(case: Case):
     arrays, block = case.arrays, case.settings.get("block_length", 0)
     case.settings.describes(*SETTINGS)
     model, ids = case.model(block_size=block), jnp.asarray(arrays["ids"])
-    _relatively("logits", dj.forward(model, ids), arrays["logits"])
+    relatively("logits", dj.forward(model, ids), arrays["logits"])
     if "hidden" in arrays:
         *states, last = dj.hidden_states(model, ids)
         normed = rms_norm(last, model.params["norm"], model.spec.norm_eps)
-        _relatively("hidden", np.stack([*states, normed]), arrays["hidden"])
+        relatively("hidden", np.stack([*states, normed]), arrays["hidden"])
     if model.spec.experts is not None:
         _compare_routes(routes(model, ids), *_recorded_routes(case, model.spec.experts))
 
 
-def _relatively(name: str, ours, recorded):
+def relatively(name: str, ours, recorded):
     """To 1e-4 of the largest magnitude."""
     scale = np.abs(recorded).max()
     closely(name, np.asarray(ours) / scale, recorded / scale)

@@ -13,7 +13,19 @@ from dllm_jax.checkpoint.config import MaskTokenWarning
 from dllm_jax.eval.benchmarks.longbench import TASKS, metrics
 from dllm_jax.samplers.transfer import dream_times
 from dllm_jax.state.inputs import IdleStepsWarning
-from tests.replay import a2d, block, d2cache, dkv, dllm_cache, elastic, llada_v, maskkv, of_2026, sparse_dllm
+from tests.replay import (
+    a2d,
+    block,
+    d2cache,
+    dkv,
+    dllm_cache,
+    elastic,
+    llada_v,
+    maskkv,
+    nemotron,
+    of_2026,
+    sparse_dllm,
+)
 from tests.replay.case import Case
 from tests.replay.compare import Skipped, bf16_closely, closely, compare_logits, compare_steps, exactly
 from tests.replay.research import only_its_settings, research_sampler
@@ -189,7 +201,7 @@ METHODS: dict[str, Callable[[Case], None]] = {
     "llada-v-preprocess": llada_v.preprocess, "llada-v-vision": llada_v.vision,
     "llada-v-prompt": llada_v.prompt, "llada-v-generate": llada_v.generate,
     "llada-moe-generate": block.llada_moe, **dict.fromkeys(block.FORWARD, block.forward),
-    **dict.fromkeys(block.GENERATE, block.generate), **a2d.METHODS,
+    **dict.fromkeys(block.GENERATE, block.generate), **a2d.METHODS, **nemotron.METHODS,
     **dict.fromkeys(dkv.POLICIES, dkv.dkv),
     **dict.fromkeys(("parallel-threshold", "fast-dllm-prefix", "fast-dllm-dual"), fast_dllm),
     **dict.fromkeys(("prefix-cache", "certainty-prior"), research_dllm),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from dllm_jax.checkpoint.config import KINDS, BlockSizeWarning, Config, Requirement
-from dllm_jax.checkpoint.names.rope import read_rope, written_scaling
+from dllm_jax.checkpoint.names.rope import Key, read_rope, written_scaling
 from dllm_jax.checkpoint.names.table import TensorName
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument, shown
@@ -40,6 +40,8 @@ class Family:
         name them.
       blocks: block size of all published models of a family none of whose config.json names it.
       scaling_type: key of the type in `rope_scaling`.
+      rope_key: Key of the object that holds rotary embedding in published files. In "rope_parameters" stand
+        the base and the growth of queries too.
       adjusted: another spelling of a config.json -> the one that `keys` reads.
       own: config.json and what `keys` hold -> the fields that no key holds alone.
       more: spec -> what it determines beside `keys`.
@@ -57,6 +59,7 @@ class Family:
     tokens: Mapping[int, Tokens] = dataclasses.field(default_factory=dict)
     blocks: int | None = None
     scaling_type: str = "rope_type"
+    rope_key: Key = "rope_scaling"
     adjusted: Callable[[Config], Config] = lambda config: config
     own: Callable[[Config, dict[str, Any]], dict[str, Any]] = lambda config, fields: {}
     more: Callable[[ModelSpec], dict[str, Any]] = lambda spec: {}
@@ -68,7 +71,7 @@ class Family:
         Raises:
           ValueError: naming the key, its value and what is supported.
         """
-        config, scaling = read_rope(self.adjusted(config), self.keys["positions"])
+        config, scaling = read_rope(self.adjusted(config), self.keys["positions"], self.rope_key)
         # A window counts only where it is both set and switched on.
         window = (Requirement("sliding_window", (None,)),)
         window = window if config.read("use_sliding_window", bool, default=False) else ()
@@ -124,7 +127,7 @@ class Family:
 
     def written(self, spec: ModelSpec) -> dict[str, Any]:
         """The keys of config.json that a spec determines; an unknown limit on positions is left out."""
-        fields = {key: getattr(spec, name) for name, key in self.keys.items()}
+        fields = {key: getattr(spec, name) for name, key in self.keys.items() if name != "rope_base"}
         fields |= {key: getattr(spec.experts, name) for name, key in self.expert_keys.items()}
         known = {key: value for key, value in fields.items() if value is not None}
         known["eos_token_id"] = [*spec.ends] if spec.stop_ids else spec.eos_id
@@ -136,8 +139,10 @@ class Family:
     def rope(self, spec: ModelSpec) -> dict[str, Any]:
         """The keys of rotary embedding, in the spelling of published files."""
         part = {} if spec.rope_width is None else {"partial_rotary_factor": spec.rotated / spec.head_dim}
-        scaling = written_scaling(spec, self.scaling_type)
-        return {self.keys["rope_base"]: spec.rope_base, "rope_scaling": scaling, **part}
+        scaling = written_scaling(spec, self.scaling_type, self.rope_key)
+        if self.rope_key == "rope_parameters":
+            return {self.rope_key: {**(scaling or {}), "rope_theta": spec.rope_base, **part}}
+        return {self.keys["rope_base"]: spec.rope_base, self.rope_key: scaling, **part}
 
     def made(self, spec: ModelSpec) -> dict[str, Any]:
         """The config.json of a model that never had one."""

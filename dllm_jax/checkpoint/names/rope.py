@@ -5,29 +5,35 @@ rope_parameters               both in one object, since transformers 5; it wins 
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from dllm_jax.checkpoint.config import Config
 from dllm_jax.nn.spec import ModelSpec, RopeScaling
 
 TYPES = ("default", "linear", "yarn")
+GROWTH = "llama_4_scaling_beta"  # of queries; codes of families without rope_parameters ignore it
 # Fields of `RopeScaling` by key; linear scaling has the first two alone.
 FIELDS = {"factor": "factor", "original_max_position_embeddings": "original"} | {
     name: name
     for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")
 }
 LINEAR = [*FIELDS][:2]
+Key = Literal["rope_scaling", "rope_parameters"]  # of the object in published files
+FIELDS[GROWTH] = "query_beta"
 AT_THE_TOP = ("rope_theta", "partial_rotary_factor")  # also inside of rope_parameters
 MEANINGLESS = ("finetuned",)  # of YaRN's first files, which no code reads
 MOST_POSITIONS = 2**31 - 1  # that int32 numbers
 
 
-def read_rope(config: Config, positions: str) -> tuple[Config, RopeScaling | None]:
+def read_rope(
+    config: Config, positions: str, rope_key: Key = "rope_scaling"
+) -> tuple[Config, RopeScaling | None]:
     """Reads rotary embedding in whichever spelling it has.
 
     Args:
       config: A config.json.
       positions: Key of the limit on positions, the original context of a YaRN that names none.
+      rope_key: Key in published files (`Family.rope_key`).
 
     Returns:
       the config with `rope_theta`, `partial_rotary_factor` and the limit on positions at the top, and the
@@ -40,10 +46,13 @@ def read_rope(config: Config, positions: str) -> tuple[Config, RopeScaling | Non
     # An object that names no type says nothing of scaling: the other one does.
     found = newer if "rope_type" in newer else {**older, **newer}
     where = "rope_parameters" if newer else "rope_scaling"
+    if found.get(GROWTH) is not None and rope_key != "rope_parameters":
+        refused = f"{where}={config.get(where)!r} is not supported"
+        raise ValueError(f"{config.where}: {refused}: unknown key {GROWTH}")
     top = {key: value for part in (older, newer) for key, value in part.items() if key in AT_THE_TOP}
     config = dataclasses.replace(config, values=config.values | top)
     scaling = _scaling(config, where, found, positions)
-    if scaling is None or scaling.original is None:
+    if scaling is None or scaling.original is None or scaling.factor == 1:
         return config, scaling
     # Files often keep the original context as their limit on positions when YaRN is added.
     reach = min(int(scaling.original * scaling.factor), MOST_POSITIONS)
@@ -87,16 +96,18 @@ def _scaling(config: Config, where: str, found: dict[str, Any], positions: str) 
     kind = found.get("rope_type", "default")
     refused = lambda why: ValueError(f"{config.where}: {where}={config.get(where)!r} is not supported: {why}")
     # The original context alone, and a factor of 1, change no frequency.
-    effective = named.keys() - {LINEAR[1]} - ({"factor"} if named.get("factor") == 1 else set())
+    effective = named.keys() - {LINEAR[1], GROWTH} - ({"factor"} if named.get("factor") == 1 else set())
     unused = effective if kind == "default" else effective - {*LINEAR} if kind == "linear" else set()
     if unused:
         key = min(unused)
         raise refused(f"{key}={named[key]!r} has no meaning with rope_type {kind!r}")
     if kind == "default":
-        return None
+        if not named.get(GROWTH):
+            return None
+        kind, named["factor"] = "linear", 1.0  # the same frequencies
     if "factor" not in named:
         raise refused(f"rope_type {kind!r} needs a factor")
-    if kind == "yarn" and named.get(LINEAR[1]) is None:
+    if (kind == "yarn" or named.get(GROWTH)) and named.get(LINEAR[1]) is None:
         original = config.get(LINEAR[1]) or config.get(positions)
         if original is None:
             raise refused(f"rope_type 'yarn' needs {LINEAR[1]}, or {positions} beside it")
@@ -107,16 +118,22 @@ def _scaling(config: Config, where: str, found: dict[str, Any], positions: str) 
         raise refused(error) from None
 
 
-def written_scaling(spec: ModelSpec, type_key: str) -> dict[str, Any] | None:
-    """The object at `rope_scaling` of a spec, without what is at its default; None if there is no scaling.
+def written_scaling(spec: ModelSpec, type_key: str, rope_key: Key) -> dict[str, Any] | None:
+    """The object at a spec's `rope_key`, of rope_scaling without defaults, and None without scaling.
 
     Args:
       spec: The model.
       type_key: Key of the type, "rope_type" or the older "type".
+      rope_key: Key of the object (`Family.rope_key`).
     """
     if spec.rope_scaling is None:
-        return None
+        unscaled = {type_key: "default", LINEAR[1]: spec.positions or 1, GROWTH: 0.0}
+        return unscaled if rope_key == "rope_parameters" else None
     defaults = {field.name: field.default for field in dataclasses.fields(RopeScaling)}
     fields = {key: getattr(spec.rope_scaling, name) for key, name in FIELDS.items()}
-    kept = {key: value for key, value in fields.items() if value != defaults[FIELDS[key]]}
+    # Where queries may grow, code reads its keys without defaults.
+    always = FIELDS.keys() - {"attention_factor", "truncate"} if rope_key == "rope_parameters" else set()
+    kept = {k: value for k, value in fields.items() if k in always or value != defaults[FIELDS[k]]}
+    if spec.rope_scaling.kind == "linear" and spec.rope_scaling.factor == 1 and always:
+        return {type_key: "default"} | {key: kept[key] for key in (LINEAR[1], GROWTH)}
     return {type_key: spec.rope_scaling.kind, **kept}
