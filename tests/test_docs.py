@@ -65,6 +65,9 @@ def test_the_samplers_of_the_page_decode_as_it_says_and_pass_its_check(monkeypat
     assert int(capsys.readouterr().out.splitlines()[0].strip("[]")) < 32
     assert printed["out"].stats.nfe.tolist() == [8]
     assert printed["out"].stats.idle.tolist() == [0]
+    said = np.asarray(printed["never"].tokens)[0, -9:]
+    assert np.all(said[1:] != said[:-1])
+    assert printed["model"].spec.mask_id not in said
     if not EXHAUSTIVE:
         asked = functools.partial(testing.check_sampler, checks=(checks.only_scored_masks_are_decoded,))
         monkeypatch.setitem(printed, "check_sampler", asked)

@@ -118,6 +118,18 @@ def test_until_strings_cut_and_requests_are_cached_as_they_finish(lm, tmp_path):
     assert len((tmp_path / "journal.jsonl").read_text().splitlines()) == 2  # with its origin
 
 
+def test_a_multiple_choice_is_decoded_under_a_constraint(lm):
+    text = lm.apply_chat_template([{"role": "user", "content": ROWS[0]["question"]}])
+    asked = ({"choices": ["407", "211"]}, {"choices": ["566", "xy"]}, {"choices": ["longer than 4"]})
+    first, other, _ = (lm._request(i, text, task) for i, task in enumerate(asked))
+    assert lm.runner.key(first) != lm.runner.key(other)
+    found = lm.generate_until(instances(*((text, task) for task in asked[:2])))
+    assert found[0] == "211"
+    assert found[1] in ("566", "xy")
+    with pytest.raises(RuntimeError, match=r"1 of 1 requests failed.*Increase length"):
+        lm.generate_until(instances((text, asked[2])))
+
+
 def test_likelihoods_are_cached_and_journalled_as_they_finish_and_one_too_long_is_impossible(
     tmp_path, monkeypatch
 ):

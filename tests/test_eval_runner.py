@@ -74,7 +74,7 @@ def test_seconds_are_shared_by_answers_that_ran_together_without_compilation(lm,
     monkeypatch.setattr(runner_module.time, "perf_counter", lambda: now[0])
     ready = runner(lm)
     entries = ready.run(asked)
-    assert (answers(entries), list(map(len, calls)), ready.compiled) == (ANSWERS, [1, 3], {(4, 64)})
+    assert (answers(entries), list(map(len, calls)), ready.compiled) == (ANSWERS, [1, 3], {(4, 64, ())})
     assert sorted(entry["seconds"] for entry in entries) == [1, 1, 2]  # the last one had two slots
     ready.run(asked)
     assert len(calls) == 3, "compiled once"

@@ -24,7 +24,7 @@ from dllm_jax.analysis import activations
 from dllm_jax.decoding.watch.recording import Recording
 from dllm_jax.demo import chatting, trains
 from dllm_jax.nn.intervention import Place
-from examples import animate, dpo, grpo, see_inside, sft_lora
+from examples import animate, dpo, form, grpo, see_inside, sft_lora
 from examples.learning import pretrained
 from tests import run_page
 
@@ -60,6 +60,13 @@ def test_the_example_runs(tmp_path, capsys):
     assert by_layer[0] == other  # the embeddings are the other prompt's
     assert by_layer[-1] == one  # behind the last layer, a prompt's position reaches no other
     assert len(list(tmp_path.glob("*.png"))) == 5
+
+
+def test_a_form_is_filled_with_digits_and_words(capsys):
+    filled = form.main("tiny-llada", form.QUESTION)
+    assert filled["T"] == 211
+    assert filled["by"] in ("train", "tram", "bus")
+    assert json.loads(capsys.readouterr().out) == filled
 
 
 ASKED_BY, ANSWER = 3, "P>L;"

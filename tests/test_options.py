@@ -326,7 +326,7 @@ def test_arguments_of_other_libraries_are_answered_with_ours():
         ("temperature", 0.7, r"Set it on the sampler: .*Confidence\(temperature=0\.7\)\."),
         ("num_return_sequences", 4, r"Repeat the prompt: \[prompt\] \* 4"),
         ("lenght", 4, r"Did you mean length=\?"),
-        ("zzz", 4, "Arguments: block, buckets, "),
+        ("zzz", 4, "Arguments: allow, block, buckets, "),
     ):
         hinted(functools.partial(generate, **{name: value}), name, hint)
     for ask, name, hint in (

@@ -1,11 +1,10 @@
 """Text in, text out, with the checkpoint's own chat template."""
 
 import contextlib
-import dataclasses
 import json
 import types
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, Unpack, cast, runtime_checkable
 
 import jinja2
@@ -29,7 +28,7 @@ Message = dict[str, Any]
 PARTS = "role", "content"
 PICTURES = {"images", "image", "videos", "video"}  # keys of messages that a processor reads
 NOTHING: Mapping[str, Any] = types.MappingProxyType({})
-OWN = ("stop", "enable_thinking", "template", "sampler", "buckets")
+OWN = ("stop", "enable_thinking", "template", "sampler", "buckets", "forbid")
 WITHOUT_THINKING = "a2d-qwen3", "a2d-qwen2", "a2d-llama"  # an empty think block stands before their answers
 RULE = 'must be messages {"role": "user", "content": "..."}, or a list of such conversations'
 
@@ -63,6 +62,7 @@ def chat(
     enable_thinking: bool | None = None,
     template: Mapping[str, Any] = NOTHING,
     sampler: Sampler = Confidence(),
+    forbid: Iterable[int] = (),
     buckets: Ladder | None = None,
     **options: Unpack[ChatOptions],
 ) -> str | list[str]:
@@ -79,7 +79,8 @@ def chat(
       enable_thinking: Variable of Qwen3-like chat templates. Default: the template's own choice, and False of
         A2D models, which are trained without thinking.
       template: Further variables of the chat template by name.
-      sampler: Remasking strategy, see `generate`. The ids that a processor suppresses are added to its own.
+      sampler: Remasking strategy, see `generate`.
+      forbid: Ids that are never unmasked, see `generate`; those that a processor suppresses join them.
       buckets: Bucket lengths for prompts, see `generate`.
       **options: Options of `generate` (length, block, steps, policy, key, ...).
 
@@ -114,10 +115,7 @@ def chat(
         if buckets is not None:
             check_ladder("buckets", buckets)
         prompts = processor.encode(model, conversations, buckets)
-
-        # Each once and in a fixed order: the ids are static, and another order would be another program.
-        both = dict.fromkeys((*(sampler.suppress_tokens or ()), *processor.suppress_tokens))
-        sampler = dataclasses.replace(sampler, suppress_tokens=tuple(both) or None)
+        forbid = (*forbid, *processor.suppress_tokens)
     out = generate(
         model,
         prompts.ids,
@@ -125,6 +123,7 @@ def chat(
         prompt_embeds=prompts.embeds,
         stop=[tokenizer.encode(text, add_special_tokens=False) for text in _texts(stop)],
         sampler=sampler,
+        forbid=forbid,
         buckets=buckets,
         **options,
     )

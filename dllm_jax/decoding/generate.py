@@ -48,6 +48,12 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
       stop: Sequences of token ids at which a response ends, such as those of stop strings. The output holds
         end-of-text from the start of the stop on. As in LLaDA-V's reference implementation, the first entry
         of the list that is found counts; later only the first entry can move the end to the left.
+      forbid: Token ids that no position is unmasked to (`bad_words_ids`). A runtime argument.
+      allow: Allowed tokens of each of the `length` positions: Bool[length, vocab] or Bool[b, length, vocab];
+        or a list with token ids for each position, None for any token; or such a list per sequence. A
+        position's confidence is that of the distribution over its allowed tokens. A runtime argument.
+      constraints: Constraints that depend on tokens that are unmasked already (`dllm_jax.samplers.OneOf`,
+        `Constraint`). End-of-text that `stop_at_eos` and `stop` fill in is not constrained.
       trace: Whether to record tokens, computed positions and scores of every step (`output_history` in
         Dream).
       buckets: Bucket lengths (`dllm_jax.buckets`) to which prompts are padded, so that requests of all
@@ -95,6 +101,10 @@ def infill(model: Model, tokens: inputs.Ids, **options: Unpack[InfillOptions]) -
       sampler: Remasking strategy (`generate`).
       key: Random key, required if the sampler draws (`generate`).
       noise: Recorded draws instead of a key.
+      forbid: Token ids that no position is unmasked to (`generate`).
+      allow: Allowed tokens of each position of the template (`generate`); those of given text are not read. A
+        list of a padded template may leave its padding out.
+      constraints: Constraints that depend on tokens that are unmasked already (`generate`).
       trace: Whether to record every step.
       nonfinite: Action for sequences with NaN or infinite logits (`generate`).
       interventions: Values to set or change at named places of the network (`generate`).

@@ -31,7 +31,10 @@ from dllm_jax.options import PositiveInt, check_argument, check_names, shown
 if TYPE_CHECKING:
     import rich.progress
 
-OF_A_REQUEST = ("prompt_mask", "prompt_embeds", "suffix", "length", "block", "steps", "key", "stop")
+OF_A_REQUEST = (
+    "prompt_mask", "prompt_embeds", "suffix", "length", "block", "steps", "key", "stop", "forbid", "allow",
+    "constraints",
+)  # fmt: skip
 OWN = ("slots", "errors", "buckets", "key", "progress")
 TURN = 8  # sequences per slot that requests of one program are ahead of older ones of another, at most
 AHEAD = 4  # requests per slot that are read before there is a slot for them
@@ -262,10 +265,12 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
         if len(request.inputs.tokens) != 1:
             raise ValueError(f"a request is one prompt; this one has {len(request.inputs.tokens)}")
 
-        # Interventions are the slots' in common, and a bucket moves them.
+        # Interventions are the slots' in common, and a bucket moves them; so are numbers of constraints.
         inputs, plan = request.inputs, request.plan
         kinds = tuple((array.shape, str(array.dtype)) for array in jax.tree.leaves(inputs))
-        lane = jax.tree.structure((inputs, plan)), kinds, request.extra if plan.interventions else 0
+        extra = request.extra if plan.interventions else 0
+        held = tuple(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(plan.constraints))
+        lane = jax.tree.structure((inputs, plan)), kinds, extra, held
         return Waiting(index, options, request, lane)
 
     def _enter(self):

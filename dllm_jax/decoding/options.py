@@ -6,7 +6,7 @@ group that they take.
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypedDict, TypeVar
 
 from jax.typing import ArrayLike
@@ -17,11 +17,12 @@ from dllm_jax.nn.intervention import Intervention
 from dllm_jax.nn.keys import Keys
 from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.policies.base import Policy
-from dllm_jax.samplers import Confidence, Noise, Sampler
+from dllm_jax.samplers import Confidence, Constraint, Noise, Sampler
 from dllm_jax.state import inputs
 from dllm_jax.state.sliding import Sliding
 
 Stops = Sequence[Sequence[int]]
+Allow = ArrayLike | Sequence[Any]  # Bool[length, vocab], or ids or None per position
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -31,6 +32,8 @@ class CommonOptions(TypedDict, total=False):
     block: int | Sliding | None
     steps: int | None
     policy: Policy
+    allow: Allow | None
+    constraints: Constraint | Sequence[Constraint]
     trace: bool
     nonfinite: NonFinite
     interventions: Sequence[Intervention]
@@ -43,6 +46,7 @@ class InfillOptions(CommonOptions, total=False):
 
     token_mask: ArrayLike | None
     sampler: Sampler
+    forbid: Iterable[int]
     key: Keys | None
     noise: Noise | None
     progress: bool
@@ -68,6 +72,7 @@ class AnswerOptions(ChatOptions, total=False):
     """Options of functions that answer with `chat`."""
 
     sampler: Sampler
+    forbid: Iterable[int]
     buckets: Ladder | None
 
 
@@ -75,6 +80,7 @@ class ManyOptions(ResponseOptions, total=False):
     """Options of all requests of `generate_many`."""
 
     sampler: Sampler
+    forbid: Iterable[int]
     stop: Stops
 
 
@@ -115,6 +121,9 @@ class Asked:
     noise: Noise | None = None
     stop_at_eos: bool = False
     stop: Stops = ()
+    forbid: Iterable[int] = ()
+    allow: Allow | None = None
+    constraints: Constraint | Sequence[Constraint] = ()
     trace: bool = False
     buckets: Ladder | None = None
     nonfinite: NonFinite = "warn"

@@ -17,6 +17,7 @@ from annotated_types import MinLen
 from jaxtyping import Array, Bool, Int, Key
 
 from dllm_jax.decoding import buckets as ladders
+from dllm_jax.decoding.constraints import allowed_tokens, constraints_of
 from dllm_jax.decoding.options import Asked, GenerateOptions, InfillOptions, Stops
 from dllm_jax.engine.block_schedule import check_schedule
 from dllm_jax.engine.closures import constants
@@ -169,11 +170,14 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: 
     if sampler.max_steps(layout) > layout.response and not spec.block_size:  # it follows the schedule
         positions = max(layout.end - layout.prompt, layout.blocks * layout.block)
         inputs.warn_of_idle_steps(layout.steps, positions, stacklevel=4)
-    for options in (asked.policy, sampler):
+    own = constraints_of(asked.constraints, spec, layout)
+    for options in (asked.policy, sampler, *own):
         check_numbers(options)
     sampler.check_model(spec)
     check_policy(sampler, asked.policy)
     check_schedule(layout, asked.policy, sampler)
+    named = {"policy": (asked.policy,), "sampler": (sampler,), "constraints": own}
+    found = tuple(c for name, several in named.items() for one in several for c in constants(one, name))
     plan = Plan(
         policy=asked.policy,
         sampler=sampler,
@@ -182,8 +186,9 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: 
         group=asked.group,
         stop_at_eos=asked.stop_at_eos,
         trace=asked.trace,
-        constants=constants(asked.policy, "policy") + constants(sampler, "sampler"),
+        constants=found,
         stop=stop_sequences(asked.stop, spec),
+        constraints=own,
     )
 
     # Positions as the user counts them, without what a bucket adds on the left; then moved behind that.
@@ -194,7 +199,9 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: 
             "block, where they would not act. Use Threshold()."
         )
     plan = dataclasses.replace(plan, interventions=moved(fitting, extra))
-    arrays = arrays._replace(noise=noise_for(plan, batch, asked.key, asked.noise, spec.vocab))
+    noise = noise_for(plan, batch, asked.key, asked.noise, spec.vocab)
+    allowed = allowed_tokens(asked.forbid, asked.allow, own, arrays, layout, sampler, spec)
+    arrays = arrays._replace(noise=noise, allowed=allowed)
     return Request(arrays, plan, extra, asked.nonfinite, asked.progress)
 
 

@@ -14,6 +14,7 @@ from dllm_jax.nn.mesh import constrain
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.rope import Rope, rope_of
 from dllm_jax.samplers.noise import Noise
+from dllm_jax.state.allowed import Allowed
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas, repeat
 
@@ -28,6 +29,7 @@ class Generation(NamedTuple):
       embeds: inputs in the place of embeddings, for all positions of the canvas and all streams; None if
         there are none.
       rope: rotary tables of all canvas positions.
+      allowed: Tokens that positions may be unmasked to; None allows all.
     """
 
     model: Model
@@ -35,6 +37,7 @@ class Generation(NamedTuple):
     noise: Noise | None
     embeds: Float[Array, "streams_b l m"] | None
     rope: Rope
+    allowed: Allowed | None = None
 
     @staticmethod
     def of(model: Model, inputs: Inputs, plan: Plan) -> "Generation":
@@ -51,7 +54,7 @@ class Generation(NamedTuple):
         table = rope_of(model.spec, plan.layout.length)
         rope = jax.lax.optimization_barrier(table)
         plan = dataclasses.replace(plan, interventions=interventions)
-        return Generation(model, plan, inputs.noise, embeds, rope)
+        return Generation(model, plan, inputs.noise, embeds, rope, inputs.allowed)
 
 
 class State(NamedTuple):

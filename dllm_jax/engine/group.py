@@ -93,7 +93,7 @@ def choose_group(part: Bool[Array, "b"], canvas: Canvas, plan: Plan) -> Int[Arra
 
 def gather_constants(generation: Generation, index: Int[Array, "g"]) -> Generation:
     """The constants of the group's sequences."""
-    model, plan, noise, embeds, rope = generation
+    model, plan, noise, embeds, rope, allowed = generation
     both = stream_index(index, plan)
     return Generation(
         model,
@@ -101,6 +101,9 @@ def gather_constants(generation: Generation, index: Int[Array, "g"]) -> Generati
         None if noise is None else noise.of_sequences(index),
         None if embeds is None else gather_sequences(embeds, both, 0, plan.shares),
         rope,
+        None
+        if allowed is None
+        else jax.tree.map(lambda a: gather_sequences(a, index, 0, plan.shares), allowed),
     )
 
 

@@ -10,7 +10,9 @@ from dllm_jax.engine.closures import Constants
 from dllm_jax.nn.intervention import Intervention
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.base import Sampler
+from dllm_jax.samplers.constraint import Constraint
 from dllm_jax.samplers.noise import Noise
+from dllm_jax.state.allowed import Allowed
 from dllm_jax.state.host import AnyArray
 from dllm_jax.state.layout import Layout
 from dllm_jax.traced import fixed_at
@@ -24,12 +26,14 @@ class Inputs(NamedTuple):
       valid: False at padding.
       noise: random draws, None if the sampler needs none.
       embeds: inputs of the prompt where its tokens are `EMBEDS_PLACEHOLDER`, None if there are none.
+      allowed: Tokens that positions may be unmasked to; None allows all.
     """
 
     tokens: Int[AnyArray, "b l"]
     valid: Bool[AnyArray, "b l"]
     noise: Noise | None = None
     embeds: Float[AnyArray, "b p m"] | None = None
+    allowed: Allowed | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -52,6 +56,7 @@ class Plan:
       interventions: other values at named places of the network; data, as the numbers are.
       constants: Values that methods of policy and sampler read outside of their classes (`engine.closures`).
       stop: sequences of token ids at which a response ends.
+      constraints: Constraints that look at the canvas of each step.
     """
 
     policy: Policy
@@ -66,6 +71,7 @@ class Plan:
     interventions: tuple[Intervention, ...] = ()
     constants: Constants = dataclasses.field(default=(), metadata={"static": True})
     stop: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), metadata={"static": True})
+    constraints: tuple[Constraint, ...] = ()
 
     @property
     def step_limit(self) -> int:

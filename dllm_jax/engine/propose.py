@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.engine.block_schedule import offered_positions
+from dllm_jax.engine.constrain import constrain_logits
 from dllm_jax.engine.generation import Generation
 from dllm_jax.engine.plan import Plan
 from dllm_jax.engine.shadow import decoded_in_block, place_in_shadow
@@ -50,11 +51,13 @@ def propose(
     if plan.streams == 2:
         conditional, unconditional = (stream(logits.astype(jnp.float32), i, 2) for i in range(2))
         logits = guided(conditional, unconditional, sampler.cfg_scale)
+    unconstrained = logits
+    logits, waits = constrain_logits(generation, canvas, index, logits)
     proposed = sampler.propose(logits, index, canvas, generation.noise)
     candidate = index < layout.length
 
     # No sampler would decode a NaN; what stands at entries that are no candidates may be anything.
-    known = jnp.all(jnp.isfinite(logits), axis=2) & ~jnp.isnan(proposed.score)
+    known = jnp.all(jnp.isfinite(unconstrained), axis=2) & ~jnp.isnan(proposed.score)
     finite = jnp.all(known | ~candidate, axis=1)
 
     # The answer is looked at, whatever it holds; a sampler sees masks, and what it revises.
@@ -64,6 +67,14 @@ def propose(
         seen = gather(canvas.masked, index) | holds_token
         proposed = proposed._replace(index=jnp.where(seen, index, layout.length))
         candidate &= seen
+        committed = (
+            committed if waits is None else committed & ~jnp.any(waits & candidate & ~holds_token, axis=1)
+        )
+
+    # What no token is allowed to waits: it is no candidate of this step, and a token there stays.
+    if waits is not None:
+        holds_token, candidate = holds_token & ~waits, candidate & ~waits
+        proposed = proposed._replace(index=jnp.where(candidate, index, layout.length))
 
     # What holds a token has no score, and unless it may be edited it is offered no other.
     score = jnp.where(candidate & ~holds_token, proposed.score, -jnp.inf)

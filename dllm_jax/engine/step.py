@@ -207,7 +207,7 @@ def network(
     Raises:
       ValueError: the policy's layer never passes a place that an intervention changes.
     """
-    (model, plan, _, embeds, rope), shadowed = generation, generation.plan.sampler.verifies
+    (model, plan, _, embeds, rope, _), shadowed = generation, generation.plan.sampler.verifies
     policy, interventions = plan.policy, plan.interventions
 
     # What layers may attend to is settled before the first of them, like the rows.

@@ -4,6 +4,7 @@ from dllm_jax.samplers.base import Sampler
 from dllm_jax.samplers.candidates import Candidates, Decision
 from dllm_jax.samplers.certainty_prior import CertaintyPrior
 from dllm_jax.samplers.confidence import Confidence, RandomOrder
+from dllm_jax.samplers.constraint import Constraint, OneOf
 from dllm_jax.samplers.dream import DreamSchedule
 from dllm_jax.samplers.dynamic import Dynamic, Sequential
 from dllm_jax.samplers.early_commit import EarlyCommit
@@ -16,7 +17,8 @@ from dllm_jax.samplers.pc import PCSampler, TokenFrequencies
 from dllm_jax.samplers.wino import WINO
 
 __all__ = [
-    "KLASS", "WINO", "Candidates", "CertaintyPrior", "Confidence", "Decision", "DreamSchedule", "Dynamic",
-    "EBSampler", "EarlyCommit", "Edit", "Factor", "KeyNoise", "Noise", "PCSampler", "RandomOrder",
-    "RecordedNoise", "Sampler", "Sequential", "Threshold", "TokenFrequencies", "UntilDone",
+    "KLASS", "WINO", "Candidates", "CertaintyPrior", "Confidence", "Constraint", "Decision",
+    "DreamSchedule", "Dynamic", "EBSampler", "EarlyCommit", "Edit", "Factor", "KeyNoise", "Noise", "OneOf",
+    "PCSampler", "RandomOrder", "RecordedNoise", "Sampler", "Sequential", "Threshold", "TokenFrequencies",
+    "UntilDone",
 ]  # fmt: skip

@@ -42,8 +42,8 @@ class Sampler(Options, abc.ABC):
         where the unconditional run has its prompt masked. Doubles the cost; 0 is off.
       logits_eos_inf: Whether end-of-text is never unmasked.
       early_commit: Rule that unmasks everything once the answer is settled (Prophet); None is off.
-      suppress_tokens: Ids that are never unmasked; their logits are -inf, for confidences too. LLaDA-V's
-        reference implementation has four of them.
+      suppress_tokens: Ids that are never unmasked: they join `forbid` of `generate`. LLaDA-V's reference
+        implementation has four of them.
       confidence_eos_eot_inf: Whether end-of-text and end-of-turn get the smallest possible confidence (0;
         with "entropy" that of a uniform distribution), so that they are unmasked last. Not supported by a
         random order. LLaDA's reference implementation forgets end-of-text when temperature > 0.
@@ -200,8 +200,6 @@ class Sampler(Options, abc.ABC):
         logits = logits.astype(jnp.float32)
         if self.logits_eos_inf:
             logits = scores.ruled_out(logits, canvas.spec.eos_id)
-        if self.suppress_tokens:
-            logits = scores.ruled_out(logits, *self.suppress_tokens)
 
         # Nucleus and top-k see the tempered distribution: temperature, top_p, top_k in Dream's order.
         # Divided by a tiny temperature a logit may exceed what float32 holds.

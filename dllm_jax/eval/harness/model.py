@@ -112,6 +112,8 @@ class DllmJax(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Answers, cut at the task's `until` strings; their length is `length`, or the task's max_gen_toks.
 
+        `generation_kwargs: {choices: ["A", "B"]}` limits answers to these texts (`OneOf`).
+
         Raises:
           RuntimeError: requests failed and `failures` is "raise"; the others are answered and journalled.
           ValueError: block or steps do not fit the requests' length.
@@ -172,7 +174,10 @@ class DllmJax(TemplateLM):
             LOG.warning("request %d: the prompt loses its first tokens, %d are too many", i, len(prompt))
             prompt = prompt[taken - self.max_length :]
         stop = (until,) if isinstance(until, str) else tuple(until)
-        return Request(str(i), tuple(prompt), length, stop)
+        # An answer ends with its choice.
+        encode = lambda text: (*encode_plain(self.tokenizer, text), self.eot_token_id)
+        choices = tuple(encode(text) for text in task.get("choices") or ())
+        return Request(str(i), tuple(prompt), length, stop, choices=choices)
 
     def _loglikelihood_tokens(
         self,

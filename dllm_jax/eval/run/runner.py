@@ -25,6 +25,7 @@ from dllm_jax.eval.results.schema import Decoded, Entry
 from dllm_jax.eval.run.answering import NOT_FINITE, Answering, failure
 from dllm_jax.eval.run.settings import rounded_up
 from dllm_jax.nn.keys import seeded
+from dllm_jax.samplers import OneOf
 from dllm_jax.vision.processor import Processor
 from dllm_jax.vision.prompt import END, IMAGE
 
@@ -64,6 +65,7 @@ class Request(NamedTuple):
       references: right answers, or what the score compares with.
       score: Score of an answer, in [0, 1].
       cell: Length of a needle's prompt in tokens, and its depth in percent.
+      choices: Token ids of the answers that are allowed; none allows any answer.
     """
 
     id: str
@@ -75,6 +77,7 @@ class Request(NamedTuple):
     references: tuple[str, ...] = ()
     score: Callable[[str], float] = lambda answer: 0.0
     cell: tuple[int, float] | None = None
+    choices: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +141,8 @@ class Runner(Answering[Request]):
             settings = self.decoding.at(item.length).described()
         except ValueError:  # the request will fail, with this error
             settings = self.decoding.described() | {"length": item.length}
-        parts = [self.lm.identity, settings, item.prompt, item.stop, self.decoding.max_positions]
+        choices = [item.choices] if item.choices else []
+        parts = [self.lm.identity, settings, item.prompt, item.stop, self.decoding.max_positions, *choices]
         if item.conversation is not None:
             if self.processor is None:
                 raise ValueError(f"request {item.id!r} has images: a runner `with_images` answers it")
@@ -149,10 +153,10 @@ class Runner(Answering[Request]):
 
     @override
     def _shape(self, item: Request) -> tuple[Any, ...]:
-        # Stops of questions about images are static in a program, so a batch has one list of them.
+        # Choices, and stops of questions about images, are static in a program.
         stop = item.stop if item.conversation else ()
         width = rounded_up(len(item.prompt), self.decoding.bucket)
-        return self.decoding.whole(item.length), width, *stop
+        return self.decoding.whole(item.length), width, item.choices, *stop
 
     @override
     def _answers(self, pairs: list[tuple[str, Request]], at_once: int) -> Iterator[list[Entry]]:
@@ -215,6 +219,8 @@ class Runner(Answering[Request]):
         """A request as `generate_many` takes it."""
         options = self.decoding.at(request.length).options()
         asked = {name: options[name] for name in ("length", "block", "steps")} | {"prompt": request.prompt}
+        if request.choices:
+            asked["constraints"] = OneOf(0, request.choices)
         # A random key from the request's hash, of which the seed is part.
         if self.decoding.sampler.draws:
             asked["key"] = seeded(np.uint32(int(key[:8], 16)))[None]

@@ -1,0 +1,207 @@
+"""Reads `forbid`, `allow` and `constraints`: sets of tokens by position, on the host."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Int
+
+from dllm_jax.engine.plan import Inputs
+from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options import NonNegativeInt, check_argument, shown
+from dllm_jax.samplers import Constraint, OneOf, Sampler
+from dllm_jax.state import host
+from dllm_jax.state.allowed import Allowed
+from dllm_jax.state.host import AnyArray
+from dllm_jax.state.layout import Layout
+
+FORMS = "must be Bool[length, vocab], Bool[b, length, vocab], or a list with token ids or None per position"
+Lists = Sequence[Any]  # per position ids or None, or such a list per sequence
+
+
+def constraints_of(
+    given: Constraint | Sequence[Constraint], spec: ModelSpec, layout: Layout
+) -> tuple[Constraint, ...]:
+    """The constraints of a request; raises ValueError for what is none, or does not fit the canvas."""
+    several = [given] if isinstance(given, Constraint) else given
+    if not isinstance(several, list | tuple) or not all(isinstance(one, Constraint) for one in several):
+        raise ValueError(
+            f"constraints={shown(given)} must be a list of Constraint, such as dj.samplers.OneOf(0, words)"
+        )
+    for constraint in several:
+        constraint.check(spec, layout)
+    return tuple(several)
+
+
+def allowed_tokens(
+    forbid: Iterable[int],
+    allow: Any,
+    constraints: tuple[Constraint, ...],
+    arrays: Inputs,
+    layout: Layout,
+    sampler: Sampler,
+    spec: ModelSpec,
+) -> Allowed | None:
+    """The sets of allowed tokens of a canvas; None if every token is allowed everywhere.
+
+    Args:
+      forbid: Ids that no position is unmasked to; those that the sampler suppresses join them.
+      allow: Allowed tokens of the response's positions, in one of the `FORMS`; None for no sets.
+      constraints: Constraints whose choices the sets must leave.
+      arrays: Canvas of the request.
+      layout: Geometry of the canvas.
+      sampler: Sampler of the request.
+      spec: Description of the model.
+
+    Raises:
+      ValueError: ids outside of the vocabulary, sets of another shape, a mask without an allowed token, or a
+        choice that is not allowed.
+    """
+    banned = [*_ids("forbid", forbid, spec), *(sampler.suppress_tokens or ())]
+    choices = [one for one in constraints if isinstance(one, OneOf)]
+    if allow is None and not banned and not choices:
+        return None
+    free = np.ones(spec.vocab, bool)
+    free[banned] = False
+    (batch, length), count = arrays.tokens.shape, layout.end - layout.prompt
+    sets, which = _sets(allow, arrays.valid[:, layout.prompt :][:, :count], count, spec)
+    which = host.pad(which, layout.prompt, length - layout.prompt - count, -1) + 1
+    sets = host.module(sets).concatenate([np.ones((batch, 1, spec.vocab), bool), sets], axis=1) & free
+
+    # Positions that hold a token have no use for their set.
+    masked = (arrays.tokens == spec.mask_id) & arrays.valid
+    which = host.module(which, masked).where(masked, which, 0)
+    known = [host.readable(array) for array in (sets, which, masked, arrays.tokens)]
+    if all(array is not None for array in known):
+        may, own, holes, tokens = map(np.array, known)
+        may[:, :, [spec.mask_id, *[spec.eos_id] * sampler.logits_eos_inf]] = False
+        _none_empty(may, own, holes, layout)
+        for one in choices:
+            _choices_are_allowed(one, may, own, holes, tokens, arrays.valid, layout, spec)
+    return None if allow is None and not banned else Allowed(sets, which.astype(np.int32))
+
+
+def _sets(
+    allow: Any, valid: Bool[AnyArray, "b l"], count: int, spec: ModelSpec
+) -> tuple[Bool[AnyArray, "b sets v"], Int[AnyArray, "b count"]]:
+    """Different sets of each sequence, and which of them each position has; -1 is free."""
+    batch = len(valid)
+    if allow is None:
+        return np.ones((batch, 0, spec.vocab), bool), np.full((batch, count), -1)
+    if isinstance(allow, list | tuple):
+        return _of_lists(allow, valid, count, spec)
+    rows = host.array("allow", allow, "booleans [length, vocab]")
+    rows = rows[None] if rows.ndim == 2 else rows
+    if rows.dtype != bool or rows.shape[1:] != (count, spec.vocab) or len(rows) not in (1, batch):
+        raise ValueError(
+            f"allow has shape {rows.shape} and dtype {rows.dtype}: it {FORMS}, with length={count} and "
+            f"vocab={spec.vocab}"
+        )
+    if host.readable(rows) is None:  # traced: every position has a set of its own
+        return jnp.repeat(rows, batch // len(rows), 0), np.tile(np.arange(count), (batch, 1))
+    known = np.broadcast_to(np.asarray(rows), (batch, count, spec.vocab))
+    return _together([list(one) for one in known], spec)
+
+
+def _of_lists(allow: Lists, valid: Bool[AnyArray, "b l"], count: int, spec: ModelSpec):
+    """The sets of lists, of which each sequence may have its own."""
+    nested = lambda item: isinstance(item, list | tuple | np.ndarray)
+    by_sequence = any(nested(one) and any(x is None or nested(x) for x in one) for one in allow)
+    several = allow if by_sequence else [allow] * len(valid)
+    if len(several) != len(valid):
+        raise ValueError(f"allow has {len(several)} lists; expected one list per sequence: {len(valid)}")
+
+    # A template with padding on its left may have a list without it.
+    real = host.readable(valid)
+    lengths = [count] * len(several) if real is None else [int(row.sum()) for row in real]
+    rows: list[list[Any]] = []
+    for one, own in zip(several, lengths, strict=True):
+        one = [None] * count if one is None else one
+        if not isinstance(one, list | tuple) or len(one) not in (own, count):
+            size = len(one) if isinstance(one, list | tuple) else shown(one)
+            raise ValueError(f"allow has {size} entries: it {FORMS}, with length={own}")
+        of_ids = [None if ids is None else _set(f"allow[{i}]", ids, spec) for i, ids in enumerate(one)]
+        rows.append([None] * (count - len(one)) + of_ids)
+    return _together(rows, spec)
+
+
+def _together(rows: list[list[Any]], spec: ModelSpec):
+    """Rows of each position as different sets; their number is a power of 2, for few programs."""
+    seen = [dict[bytes, int]() for _ in rows]
+    which = [
+        [-1 if row is None else own.setdefault(np.packbits(row).tobytes(), len(own)) for row in positions]
+        for own, positions in zip(seen, rows, strict=True)
+    ]
+    most = 1 << (max(map(len, seen), default=0)).bit_length()
+    sets = np.ones((len(rows), most - 1, spec.vocab), bool)
+    for i, own in enumerate(seen):
+        for packed, place in own.items():
+            bits = np.unpackbits(np.frombuffer(packed, np.uint8), count=spec.vocab)
+            sets[i, place] = bits.astype(bool)
+    return sets, np.asarray(which)
+
+
+def _set(name: str, ids: Any, spec: ModelSpec) -> Bool[np.ndarray, "v"]:
+    row = np.zeros(spec.vocab, bool)
+    row[_ids(name, ids, spec)] = True
+    return row
+
+
+def _ids(name: str, ids: Any, spec: ModelSpec) -> list[int]:
+    """Token ids in any order; raises ValueError for others than the vocabulary's."""
+    ids = sorted(ids) if isinstance(ids, set | frozenset) else ids
+    read = check_argument(name, ids, tuple[NonNegativeInt, ...])
+    if outside := [i for i in read if i >= spec.vocab]:
+        raise ValueError(f"{name} holds {outside[0]}, outside the vocabulary [0, {spec.vocab})")
+    return list(read)
+
+
+def _none_empty(
+    may: Bool[np.ndarray, "b sets v"],
+    which: Int[np.ndarray, "b l"],
+    masked: Bool[np.ndarray, "b l"],
+    layout: Layout,
+):
+    """Raises ValueError if a mask has no token that it may be unmasked to."""
+    some = np.take_along_axis(may.any(axis=2), which, axis=1)
+    if (empty := np.argwhere(masked & ~some)).size:
+        sequence, position = empty[0]
+        raise ValueError(
+            f"allow and forbid leave no token to position {position - layout.prompt} of sequence "
+            f"{sequence}: the mask, and ids that the sampler never unmasks, do not count. Allow a token "
+            "there, or None for any"
+        )
+
+
+def _choices_are_allowed(
+    one: OneOf,
+    may: Bool[np.ndarray, "b sets v"],
+    which: Int[np.ndarray, "b l"],
+    masked: Bool[np.ndarray, "b l"],
+    tokens: Int[np.ndarray, "b l"],
+    valid: Bool[AnyArray, "b l"],
+    layout: Layout,
+    spec: ModelSpec,
+):
+    """Raises ValueError if a choice does not fit the canvas, or holds what the sets rule out."""
+    table = one.table(spec)
+    for sequence in range(len(tokens)):
+        first = layout.prompt + one.start + (0 if layout.prompt else int(np.argmax(valid[sequence])))
+        place = np.arange(first, first + table.shape[1])
+        if place[-1] >= layout.end:
+            raise ValueError(
+                f"start={one.start} and the longest choice, {table.shape[1]} tokens, reach beyond the last "
+                f"of {layout.end - layout.prompt} positions. Increase length"
+            )
+        text, free = tokens[sequence, place], masked[sequence, place]
+        agrees = np.all(free | (text == table), axis=1)
+        if not agrees.any():
+            raise ValueError(f"choices={one.choices} must agree with given text: {text.tolist()} has none")
+        wrong = agrees & np.any(free & ~may[sequence, which[sequence, place], table], axis=1)
+        if wrong.any():
+            filled = table[np.argmax(wrong)].tolist()
+            raise ValueError(
+                f"choices hold {one.choices[np.argmax(wrong)]}, filled up to {filled}, which forbid, "
+                "allow or the sampler rule out. Remove the choice"
+            )

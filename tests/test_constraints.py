@@ -1,0 +1,198 @@
+"""`forbid`, `allow` and `constraints`: what is not allowed is never decoded, and counts for no confidence."""
+
+import dataclasses
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dllm_jax as dj
+from dllm_jax import policies, samplers
+from dllm_jax.decoding.request import prepare
+from dllm_jax.engine import propose
+from dllm_jax.engine.loop import denoise
+from tests.models import FAMILIES, WIDE, frequencies, generated, prompts, tiny
+from tests.policy_cases import matrix
+from tests.test_generate_many import all_alone
+
+S = samplers
+CHOICES = ((1, 2, 3), (1, 5, 6), (4,))
+FILLED = {(1, 2, 3), (1, 5, 6), (4, 9, 9)}
+WORDS = S.OneOf(2, CHOICES, fill=9)
+ALLOW = [[1, 2], None, {5}, [7, 3, 59], None, range(20, 30), np.array([9, 7]), (1,)]
+NEVER = (3, 57)
+OPTIONS = dict(length=8, block=4, widths=WIDE)
+EVERY = [
+    S.Confidence(alg="margin"), S.Confidence(alg="entropy", temperature=0.5, top_k=3, top_p=0.9),
+    S.Confidence(cfg_scale=0.5, confidence_eos_eot_inf=True), S.RandomOrder(), S.CertaintyPrior(),
+    S.DreamSchedule(alg_temp=0.3, temperature=0.3), S.Threshold(0.2), S.Factor(), S.EBSampler(), S.KLASS(),
+    S.WINO(), S.PCSampler(frequencies()), S.Dynamic(), S.Sequential(), S.Edit(0.1, 0.1),
+    S.Threshold(0.5, early_commit=S.EarlyCommit(early=0.1)),
+]  # fmt: skip
+KEY = dict(key=jax.random.key(1))
+
+
+def sets(allow=ALLOW, never=NEVER) -> np.ndarray:
+    """The allowed tokens of each position as booleans."""
+    table = np.ones((len(allow), 61), bool)
+    for row, ids in zip(table, allow, strict=True):
+        row[[i for i in range(61) if ids is not None and i not in set(ids)]] = False
+    table[:, list(never)] = False
+    return table
+
+
+def suited(sampler: S.Sampler) -> dict:
+    return KEY if sampler.draws else {}
+
+
+@pytest.mark.parametrize(
+    "sampler", EVERY, ids=lambda s: type(s).__name__ + "-edge" * (s.early_commit is not None)
+)
+def test_every_sampler_decodes_what_is_allowed(sampler):
+    words = [None, None, None, None, None, *ALLOW[5:]]
+    options = dict(forbid=[10, 57], allow=words, constraints=WORDS) | suited(sampler)
+    out = generated("llada", sampler=sampler, **options)
+    answer = np.asarray(out.tokens)[:, -8:]
+    assert {tuple(row[2:5].tolist()) for row in answer} <= FILLED
+    assert np.take_along_axis(sets(words, never=(10, 57, 59)), answer.T, axis=1).all()
+
+
+def test_confidences_are_those_of_the_allowed_tokens():
+    out = generated(forbid=NEVER, allow=ALLOW)
+    before = jnp.asarray(out.trace.tokens[0])
+    padding = jnp.asarray(before != 57)
+    logits = np.where(sets(), np.asarray(dj.forward(tiny("llada"), before, padding))[:, -8:], -np.inf)
+    chance = np.exp(logits - logits.max(-1, keepdims=True))
+    chance /= chance.sum(-1, keepdims=True)
+    chance[..., 59] = 0
+    np.testing.assert_allclose(out.trace.score[0, :, -8:-4], chance.max(-1)[:, :4], atol=1e-5)
+    np.testing.assert_array_equal(out.trace.proposed[0, :, -8:-4], chance.argmax(-1)[:, :4])
+
+
+@matrix(
+    "family, policy",
+    FAMILIES,
+    [policies.DualCache(), policies.DKVDecode()],
+    today=[("dream", policies.DualCache())],
+)
+def test_all_ways_to_say_it_and_to_ask_are_one(family, policy):
+    model = tiny(family)
+    ids, mask = prompts(model, (9, 6))
+    options = OPTIONS | dict(policy=policy, sampler=S.Threshold(0.2), group=1)
+    ask = lambda **more: dj.generate(model, ids, prompt_mask=mask, **options | more)
+    plain = ask(forbid=set(NEVER), allow=ALLOW)
+    own = [ALLOW, None]
+    for more, rows in (
+        (dict(allow=sets()), slice(None)),
+        (dict(allow=sets(never=()), sampler=S.Threshold(0.2, suppress_tokens=NEVER)), slice(None)),
+        (dict(allow=own, forbid=list(NEVER)), 0),
+        (dict(allow=np.stack([sets(), sets(never=(), allow=[None] * 8)])), 0),
+        (dict(allow=ALLOW, forbid=NEVER, buckets=dj.buckets.Ladder((12,))), slice(None)),
+    ):
+        np.testing.assert_array_equal(np.asarray(ask(**more).tokens)[rows], np.asarray(plain.tokens)[rows])
+    traced = jax.jit(lambda allow: ask(allow=allow).tokens)(jnp.asarray(sets()))
+    np.testing.assert_array_equal(traced, plain.tokens)
+    asked = [
+        dict(prompt=ids[0].tolist(), forbid=NEVER, allow=ALLOW),
+        dict(prompt=ids[1, 3:].tolist(), constraints=WORDS),
+        dict(prompt=ids[1, 3:].tolist(), allow=ALLOW), dict(prompt=[1, 2]),
+    ]  # fmt: skip
+    found = all_alone(model, asked, buckets=dj.buckets.Ladder((9,)), **options)
+    np.testing.assert_array_equal(found[0].tokens[0], plain.tokens[0])
+    *_, last = dj.stream(model, ids, prompt_mask=mask, forbid=NEVER, allow=ALLOW, **options)
+    np.testing.assert_array_equal(last.tokens, plain.tokens)
+
+
+def test_templates_have_sets_of_their_own_and_block_causal_models_too():
+    model = tiny("sdar", block_size=4)
+    mask = model.spec.mask_id
+    short, long = [mask, 5, mask, mask], [4, mask, mask, mask, mask, 8]
+    allow = [[[7], [], [13, 12], None], [None, [1], None, None, [12, 13], None]]
+    words = S.OneOf(2, ((2, 3), (13,)), fill=13)
+    out = dj.infill(model, [short, long], allow=allow, forbid=[12], widths=WIDE)
+    (third,) = dj.infill(model, [long], constraints=words, widths=WIDE).tokens.tolist()
+    assert tuple(third[2:4]) in {(2, 3), (13, 13)}
+    first, second = np.asarray(out.tokens)
+    assert first[2:5].tolist() == [7, 5, 13]
+    assert second[[0, 1, 4, 5]].tolist() == [4, 1, 13, 8]
+    assert first[5] not in (12, mask)
+    with pytest.raises(ValueError, match=r"must agree with given text: \[59, 8\] has none"):
+        dj.infill(model, [long], constraints=dataclasses.replace(words, start=4))
+
+
+@dataclasses.dataclass(frozen=True)
+class Later(S.Constraint):
+    """Tokens of the first half wait for those of the second; the last one is allowed nothing, ever."""
+
+    def allowed(self, canvas, index):
+        half = canvas.layout.prompt + 4
+        ready = ~jnp.any(canvas.masked & (canvas.position >= half) & (canvas.position < half + 3), axis=1)
+        may = jnp.where(index < half, ready[:, None], index < half + 3)
+        return jnp.broadcast_to(may[..., None], (*index.shape, canvas.spec.vocab))
+
+
+def test_positions_without_an_allowed_token_wait():
+    for sampler in (
+        S.Threshold(0.0),
+        S.Threshold(0.0, early_commit=S.EarlyCommit(early=0, middle=0, late=0)),
+    ):
+        out = generated(block=8, constraints=[Later()], sampler=sampler)
+        at = np.asarray(out.trace.tokens)[:, :, -8:]
+        left = np.array([[59] * 4 + [0] * 3 + [59], [0] * 7 + [59]])[:, None]
+        np.testing.assert_array_equal(at[[1, -1]] == 59, np.broadcast_to(left == 59, (2, 2, 8)))
+        assert out.stats.finite.all()
+
+
+def test_a_program_without_constraints_is_the_same():
+    model = tiny("llada")
+    ids, mask = prompts(model, (9, 6))
+
+    def program(**options) -> str:
+        request = prepare(model, ids, prompt_mask=mask, **OPTIONS, **options)
+        return str(denoise.trace(model, request.inputs, request.plan).jaxpr)
+
+    off = program(forbid=(), allow=None, constraints=())
+    assert program(forbid=[3]) != off
+    denoise.clear_cache()
+    with mock.patch.object(
+        propose, "constrain_logits", lambda generation, canvas, index, logits: (logits, None)
+    ):
+        assert program() == off
+    denoise.clear_cache()
+
+
+def test_what_leaves_no_token_or_is_no_constraint_is_refused():
+    model = tiny("llada")
+    free = [None] * 8
+    for options, message in (
+        (dict(allow=[[], *free[1:]]), "leave no token to position 0 of sequence 0"),
+        (dict(allow=[*free[1:], [3, 59]], forbid=[3]), "leave no token to position 7 of sequence 0"),
+        (dict(allow=[free, [*free[1:], [57]]], sampler=S.Confidence(logits_eos_inf=True)), "of sequence 1"),
+        (dict(forbid=range(61)), "leave no token"),
+        (dict(forbid=[61]), r"forbid holds 61, outside the vocabulary \[0, 61\)"),
+        (dict(forbid="ab"), "forbid='ab' must be values"),
+        (dict(allow=free[1:]), "allow has 7 entries: it must be Bool.*length=8"),
+        (
+            dict(allow=[free]),
+            "allow has 1 lists; expected one list per sequence: 2",
+        ),
+        (dict(allow=[[-1], *free[1:]]), r"allow\[0\]=\[-1\] must be"),
+        (dict(allow=np.ones((7, 61), bool)), r"allow has shape \(1, 7, 61\) and dtype bool"),
+        (dict(allow=np.ones((8, 61))), "dtype float64"),
+        (dict(constraints=[S.Confidence()]), "constraints=.* must be a list of Constraint"),
+        (dict(constraints=S.OneOf(6, CHOICES)), "start=6 and the longest choice, 3 tokens, reach beyond"),
+        (
+            dict(constraints=WORDS, forbid=[3]),
+            r"choices hold \(1, 2, 3\), filled up to \[1, 2, 3\], which forbid",
+        ),
+        (dict(constraints=WORDS, allow=[None] * 4 + [[9, 3]] + [None] * 3), r"choices hold \(1, 5, 6\)"),
+        (
+            dict(constraints=S.OneOf(0, ((1,), (2, 2))), sampler=S.Confidence(logits_eos_inf=True)),
+            r"to \[1, 57\]",
+        ),
+        (dict(constraints=S.OneOf(0, ((59,),))), "choices hold 59"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dj.generate(model, [[1, 2], [3, 4]], length=8, **options)
