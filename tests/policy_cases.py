@@ -149,6 +149,20 @@ CASES: dict[type[policies.Policy], PolicyCase] = {
     ),
 }  # fmt: skip
 
+# Made for block-causal models, where stored pairs are those of earlier blocks.
+BLOCK_CASES: dict[type[policies.Policy], PolicyCase] = {
+    policies.SubBlockCache: PolicyCase(
+        policies.SubBlockCache(), policies.SubBlockCache(), ONE_STEP_PER_BLOCK, policies.SubBlockCache()
+    ),
+    policies.MAGE: PolicyCase(
+        policies.MAGE(keep=2),
+        policies.MAGE(keep=1.0),
+        AS_OTHER_CHECKS,
+        None,
+        lossy="it computes as many positions as exact decoding, and reads fewer",
+    ),
+}
+
 CACHED = tuple(case.policy for case in CASES.values())
 EVERY = (policies.Policy(), *CACHED)
 

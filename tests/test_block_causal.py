@@ -19,6 +19,7 @@ from dllm_jax.state.rows import compact_rows, full_rows
 from dllm_jax.testing import check_policy, checks
 from tests.models import canvas, prompts, random_tokens, spec, tiny
 from tests.policy_cases import (
+    BLOCK_CASES,
     CASES,
     EVERY,
     EXHAUSTIVE,
@@ -32,7 +33,7 @@ from tests.policy_cases import (
 )
 
 PADS, LENGTH = (0, 3, 6), 14
-EVERY_DAY = policies.DualCache, policies.SubBlockCache
+EVERY_DAY = policies.DualCache, *BLOCK_CASES
 REFUSING = (
     *(policies.SparseDLLM, policies.MaskKV, policies.EvictPrompt),
     *(policies.DLLMCache, policies.WindowDiffusion, policies.SuffixDropout),
@@ -199,12 +200,13 @@ def test_samplers_that_mean_nothing_there_refuse():
             dj.generate(model, prompts(model)[0], length=4, sampler=sampler)
 
 
-ADMITTED = [p for p in (*EVERY, policies.SubBlockCache()) if not isinstance(p, REFUSING)]
+OF_BLOCKS = [case.policy for case in BLOCK_CASES.values()]
+ADMITTED = [p for p in (*EVERY, *OF_BLOCKS) if not isinstance(p, REFUSING)]
 
 
 @pytest.mark.parametrize("policy", daily(ADMITTED, *EVERY_DAY), ids=short)
 def test_all_other_policies_decode(policy):
-    case = CASES.get(type(policy))
+    case = (CASES | BLOCK_CASES).get(type(policy))
     known = {} if case is None else dict(limit=case.limit, limit_options=case.limit_layout)
     if case is not None and case.limit_layout is ONE_STEP:  # in the whole of a model's block
         known["limit_options"] = dict(length=12, block=12, steps=1)

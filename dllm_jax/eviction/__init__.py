@@ -8,6 +8,7 @@ from dllm_jax.eviction.profile import calibrate, importance, load_profile, save_
 from dllm_jax.eviction.voters import (
     AllVotes,
     MaskVotes,
+    MiddleVote,
     PositionVotes,
     PredictingVotes,
     PromptVotes,
@@ -18,7 +19,7 @@ from dllm_jax.eviction.voters import (
 
 __all__ = [
     "AdaKV", "AllVotes", "BoundaryMiddle", "EvenHeads", "Evidence", "HeadBudgets", "LayerBudgets",
-    "MaskVotes", "OnlineLayers", "PositionVotes", "PredictingVotes", "PromptPreference", "PromptVotes",
-    "PyramidKV", "SnapKV", "SqueezeAttention", "UniformLayers", "Voters", "calibrate", "evidence",
-    "importance", "load_profile", "save_profile", "table",
+    "MaskVotes", "MiddleVote", "OnlineLayers", "PositionVotes", "PredictingVotes", "PromptPreference",
+    "PromptVotes", "PyramidKV", "SnapKV", "SqueezeAttention", "UniformLayers", "Voters", "calibrate",
+    "evidence", "importance", "load_profile", "save_profile", "table",
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import jax.numpy as jnp
 from annotated_types import Interval
@@ -21,6 +21,9 @@ from dllm_jax.traced import Count, Traced
 @dataclasses.dataclass(frozen=True)
 class Voters(Options, abc.ABC):
     """The positions whose attention decides which prompt positions are kept."""
+
+    of_prompt: ClassVar[bool] = False
+    """Whether they are positions of the prompt, which steps of a block-causal model's later blocks lack."""
 
     @abc.abstractmethod
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
@@ -58,6 +61,8 @@ class PredictingVotes(Voters):
 class PromptVotes(Voters):
     """The prompt itself."""
 
+    of_prompt: ClassVar[bool] = True
+
     @override
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
         return canvas.prompt
@@ -92,6 +97,19 @@ class PositionVotes(Voters):
 
 
 @dataclasses.dataclass(frozen=True)
+class MiddleVote(Voters):
+    """The mask nearest to the middle of the masks' range, of two the left one (HERALD, arXiv:2606.21633)."""
+
+    @override
+    def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
+        position, length = canvas.position, canvas.layout.length
+        first = jnp.min(jnp.where(canvas.masked, position, length), axis=1, keepdims=True)
+        last = jnp.max(jnp.where(canvas.masked, position, 0), axis=1, keepdims=True)
+        distance = jnp.where(canvas.masked, jnp.abs(2 * position - first - last), 2 * length)
+        return canvas.masked & (position == jnp.argmin(distance, axis=1)[:, None])
+
+
+@dataclasses.dataclass(frozen=True)
 class SnapKV(Voters):
     """SnapKV (arXiv:2404.14469): the last prompt positions, votes averaged over neighbouring positions.
 
@@ -104,6 +122,8 @@ class SnapKV(Voters):
 
     window: TracedPositiveInt = 32
     kernel: Annotated[PositiveInt, Odd()] = 5
+
+    of_prompt: ClassVar[bool] = True
 
     @override
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:

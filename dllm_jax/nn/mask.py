@@ -137,3 +137,21 @@ def require_full_attention(
             f"{what} does not support block-causal models ({spec.family}, block_size={spec.block_size}): "
             f"it {does}. {fix}."
         )
+
+
+def require_blocks(spec: ModelSpec, what: str, fix: str):
+    """Raises ValueError for a model that attends everywhere, where a method needs finished blocks.
+
+    Args:
+      spec: the model.
+      what: Name of the method.
+      fix: Sentence that names an alternative.
+
+    Raises:
+      ValueError: the model has no blocks of its own.
+    """
+    if not spec.block_size:
+        raise ValueError(
+            f"{what} supports block-causal models only ({spec.family} attends everywhere): it rests on keys "
+            f"and values of finished blocks that are final. {fix}."
+        )

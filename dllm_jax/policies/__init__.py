@@ -9,6 +9,7 @@ from dllm_jax.policies.dllm_cache import DLLMCache
 from dllm_jax.policies.elastic import ElasticCache
 from dllm_jax.policies.evict_prompt import EvictPrompt
 from dllm_jax.policies.fast_dllm import DualCache, PrefixCache, SubBlockCache
+from dllm_jax.policies.mage import MAGE
 from dllm_jax.policies.maskkv import MaskKV
 from dllm_jax.policies.parts.drift import HeadCosine, KeyCosine
 from dllm_jax.policies.parts.suffix_sets import GaussianDropout, NearAndLast, UniformDropout
@@ -20,10 +21,10 @@ from dllm_jax.policies.suffix_dropout import SuffixDropout
 from dllm_jax.policies.window_diffusion import WindowDiffusion
 
 __all__ = [
-    "ALL", "DKVPD", "D2Cache", "DKVDecode", "DKVGreedy", "DKVPrefill", "DLLMCache", "DualCache",
-    "ElasticCache", "EvictPrompt", "Exact", "GaussianDropout", "HeadCosine", "KeyCosine", "MaskKV",
-    "NearAndLast", "Policy", "PrefixCache", "SPACache", "SlidingCache", "SparseDLLM", "SubBlockCache",
-    "SuffixDropout", "UniformDropout", "ValueProxy", "WindowDiffusion",
+    "ALL", "BLOCK_CAUSAL", "DKVPD", "MAGE", "D2Cache", "DKVDecode", "DKVGreedy", "DKVPrefill", "DLLMCache",
+    "DualCache", "ElasticCache", "EvictPrompt", "Exact", "GaussianDropout", "HeadCosine", "KeyCosine",
+    "MaskKV", "NearAndLast", "Policy", "PrefixCache", "SPACache", "SlidingCache", "SparseDLLM",
+    "SubBlockCache", "SuffixDropout", "UniformDropout", "ValueProxy", "WindowDiffusion",
 ]  # fmt: skip
 
 
@@ -48,3 +49,5 @@ ALL: tuple[Policy, ...] = (
     SuffixDropout(),
     SlidingCache(),
 )
+
+BLOCK_CAUSAL: tuple[Policy, ...] = (SubBlockCache(), MAGE())  # made for models that attend within blocks

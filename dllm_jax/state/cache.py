@@ -208,25 +208,33 @@ class LayerCache(NamedTuple):
         cache = self._changed(lambda own, write: jax.tree.map(write, own, new), rows)
         return cache, cache.read()
 
-    def replace(self, where: Bool[Array, "b"], new: PyTree) -> "LayerCache":
+    def replace(self, where: Bool[Array, "b"], new: PyTree, part: str | None = None) -> "LayerCache":
         """Writes new values [b s ...] of all slots of every array, in the marked sequences.
 
         For storage that is written in no other way but by `write_last`, see `KV.zeros`.
+
+        Args:
+          where: marked sequences.
+          new: values of the storage, or of the part.
+          part: Name of the field that is written; None for the whole storage.
         """
         slots = jax.tree.leaves(new)[0].shape[1]
         every = full_rows(jnp.broadcast_to(where[:, None], (len(where), slots)))
-        return self._changed(lambda own, write: jax.tree.map(write, own, new), every, scattered=False)
+        return self._changed(_writes(new, part), every, scattered=False)
 
-    def write_last(self, new: PyTree) -> tuple["LayerCache", PyTree]:
+    def write_last(self, new: PyTree, part: str | None = None) -> tuple["LayerCache", PyTree]:
         """Writes new values [b q ...] into the last q slots of every array, in all sequences.
 
         For pairs that only the step itself reads, after those that `replace` has stored.
 
+        Args:
+          new: values of the storage, or of the part.
+          part: Name of the field that is written; None for the whole storage.
+
         Returns:
           the changed cache, and this layer after the write.
         """
-
-        cache = self._changed(lambda own, write: jax.tree.map(write, own, new), None, scattered=False)
+        cache = self._changed(_writes(new, part), None, scattered=False)
         return cache, cache.read()
 
     def write(self, rows: Rows, ahead: int = 0, **parts: PyTree) -> "LayerCache":
@@ -267,3 +275,14 @@ class LayerCache(NamedTuple):
             return same_in_all_loops(written, self.kernels, scattered) if new.ndim == 4 else written
 
         return self._replace(storage=self.storage.changed(lambda own: change(own, write), ahead))
+
+
+def _writes(new: PyTree, part: str | None) -> Callable[[PyTree, Callable[[Array, Array], Array]], PyTree]:
+    """A change of a layer's storage, or of one of its fields, that writes new values of every array."""
+
+    def change(own: PyTree, write: Callable[[Array, Array], Array]) -> PyTree:
+        if part is None:
+            return jax.tree.map(write, own, new)
+        return own._replace(**{part: jax.tree.map(write, getattr(own, part), new)})
+
+    return change

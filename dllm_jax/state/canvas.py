@@ -191,6 +191,17 @@ class Canvas:
         return block_start(self.block_start[:, None], self.valid, self.spec, self.layout.response_start)
 
     @property
+    def in_model_block(self) -> Bool[Array, "b l"]:
+        """Positions of the model's own block that holds the current block."""
+        start = self.model_block
+        return (self.position >= start) & (self.position < start + self.spec.block_size)
+
+    @property
+    def before_model_block(self) -> Bool[Array, "b l"]:
+        """Positions of earlier blocks of the model, without padding: their keys and values are final."""
+        return self.valid & (self.position < self.model_block)
+
+    @property
     def enters_model_block(self) -> Bool[Array, "b 1"]:
         """Whether the coming step is the first in a block of the model, or follows `opens_model_block`."""
         assert self.stored is not None, "a block-causal model"

@@ -26,7 +26,7 @@ PLACES = {
     "LLaDA": ("llada", 6), "Dream": ("dream", 6), "LLaDA-MoE": ("llada-moe", 6),
     "sliding block": ("llada", SLIDING), "block-causal": ("sdar", 6),
 }  # fmt: skip
-POLICIES = (*policies.ALL, policies.SubBlockCache())
+POLICIES = (*policies.ALL, *policies.BLOCK_CAUSAL)
 EVEN = samplers.TokenFrequencies(np.full(spec("llada").vocab, 1 / spec("llada").vocab))
 SAMPLERS = (
     samplers.Confidence(), samplers.RandomOrder(), samplers.Threshold(), samplers.Factor(),
@@ -75,7 +75,7 @@ def tables() -> str:
         """Looks up the reason of a refusal, from 1; 0 without one."""
         message = Combination(policy, sampler, place).refusal()
         message = message.replace(type(policy).__name__, "the policy").replace(repr(SLIDING), "Sliding(..)")
-        message = re.sub(r" \(sdar, block_size=\d+\)", "", message)
+        message = re.sub(r" \((sdar, block_size=\d+|[\w-]+ attends everywhere)\)", "", message)
         if message and message not in reasons:
             reasons.append(message)
         return reasons.index(message) + 1 if message else 0
@@ -86,9 +86,11 @@ def tables() -> str:
         return _row(_name(of), ", ".join(works) if fails else all_of, ", ".join(fails))
 
     def of_policy(policy: policies.Policy) -> str:
-        # A random order is what any policy goes with; which other samplers go is asked on LLaDA.
+        # A random order is what any policy goes with; other samplers are asked in the first place that works.
         found = {place: number(policy, samplers.RandomOrder(), place) for place in PLACES}
-        other = {_name(sampler): number(policy, sampler, "LLaDA") for sampler in SAMPLERS}
+        asked = next(place for place, reason in found.items() if not reason)
+        alone = {_name(s) for s in SAMPLERS if asked != "LLaDA" and number(policies.Policy(), s, asked)}
+        other = {_name(s): number(policy, s, asked) for s in SAMPLERS if _name(s) not in alone}
         refused = {name: reason for name, reason in other.items() if reason}
         # All but one: it needs the order of a random one.
         found |= refused if len(refused) < 2 else {"samplers but `RandomOrder`": max(refused.values())}

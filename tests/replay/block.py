@@ -140,7 +140,7 @@ def generate(case: Case):
     closely("confidence", ours, arrays["confidence"], where=scored)
     exactly("proposed", token, arrays["proposed"], where=scored)
     if ends in answer:
-        _compare_stopped(case, model, policy, sampler, steps, options, answer[: answer.index(ends) + 1])
+        compare_stopped(case, model, policy, sampler, steps, options, answer[: answer.index(ends) + 1])
 
 
 def _sampler(s, length: int, size: int) -> tuple[samplers.Sampler, int | None]:
@@ -166,7 +166,7 @@ def _sampler(s, length: int, size: int) -> tuple[samplers.Sampler, int | None]:
     return sampler, per_block * blocks
 
 
-def _compare_stopped(case: Case, model: dj.Model, policy, sampler, steps, options, answer: list[int]):
+def compare_stopped(case: Case, model: dj.Model, policy, sampler, steps, options, answer: list[int]):
     """The answer of a run that stops at its end-of-text."""
     shape = options | dict(policy=policy, sampler=sampler, steps=steps, stop_at_eos=True)
     out = dj.generate(model, case.arrays["prompt"], **shape)

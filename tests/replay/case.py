@@ -176,7 +176,10 @@ class Case:
         overrides = self.settings.get("config_overrides") or Settings({})
         overrides.describes("max_sequence_length", "max_position_embeddings")  # no limits here
         dtype = self.settings.get("dtype", "float32")
-        model = load(self.folder.parents[1] / "models" / self.settings["model"], dtype)
+        # Recordings of one kind of model may lie beside those that brought its checkpoints.
+        here = self.folder.parents[1]
+        folders = [here / "models", *sorted(here.parent.glob("*/models"))]
+        model = load(next(f / s for f in folders if (f / (s := self.settings["model"])).is_dir()), dtype)
         ids = {"mask_id": overrides.get("mask_token_id", self.mask_id)}
         ids["rope_base"] = overrides.get("rope_theta")
         return model.replace_spec(**{k: v for k, v in ids.items() if v is not None} | spec_changes)

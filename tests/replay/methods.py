@@ -16,6 +16,7 @@ from dllm_jax.state.inputs import IdleStepsWarning
 from tests.replay import (
     a2d,
     block,
+    block_policies,
     d2cache,
     dkv,
     dllm_cache,
@@ -202,6 +203,7 @@ METHODS: dict[str, Callable[[Case], None]] = {
     "llada-v-prompt": llada_v.prompt, "llada-v-generate": llada_v.generate,
     "llada-moe-generate": block.llada_moe, **dict.fromkeys(block.FORWARD, block.forward),
     **dict.fromkeys(block.GENERATE, block.generate), **a2d.METHODS, **nemotron.METHODS,
+    **block_policies.METHODS,
     **dict.fromkeys(dkv.POLICIES, dkv.dkv),
     **dict.fromkeys(("parallel-threshold", "fast-dllm-prefix", "fast-dllm-dual"), fast_dllm),
     **dict.fromkeys(("prefix-cache", "certainty-prior"), research_dllm),

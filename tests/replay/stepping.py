@@ -14,8 +14,9 @@ from dllm_jax.decoding.request import prepare
 from dllm_jax.engine.generation import Generation
 from dllm_jax.engine.loop import begin, next_variant
 from dllm_jax.engine.plan import Inputs, Plan
-from dllm_jax.engine.step import State, step
+from dllm_jax.engine.step import State, computed_rows, network, step
 from dllm_jax.nn.arithmetic import cosine
+from dllm_jax.nn.layer import unembed
 from dllm_jax.state.rows import scatter
 
 
@@ -94,3 +95,18 @@ def states(model: dj.Model, prompt, **options) -> Iterator[State]:
         width = None if variant == len(plan.widths) else plan.widths[variant]
         state = _step(model, inputs, plan, width, state)
         yield state
+
+
+@functools.partial(jax.jit, static_argnames="width")
+def _logits(model: dj.Model, inputs: Inputs, plan: Plan, width: int | None, state: State):
+    rows, canvas = computed_rows(state.need, width), state.canvas
+    hidden, cache = network(Generation.of(model, inputs, plan), canvas.tokens, canvas, rows, state.cache)
+    return scatter(jnp.zeros((*canvas.tokens.shape, model.spec.vocab)), rows.index,
+                   unembed(model.params, model.spec, hidden)), cache  # fmt: skip
+
+
+def step_logits(model: dj.Model, prompt, state: State, **options) -> tuple[Float[Array, "b l v"], Any]:
+    """Logits of the computed positions in the step after a state of `states`, 0 elsewhere; and the cache."""
+    inputs, plan, *_ = prepare(model, prompt, **options)
+    variant = int(next_variant(plan, state))
+    return _logits(model, inputs, plan, None if variant == len(plan.widths) else plan.widths[variant], state)

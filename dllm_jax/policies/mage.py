@@ -1,0 +1,79 @@
+"""MAGE: a block's first step chooses what its other steps read (arXiv:2602.14209)."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+from typing_extensions import override
+
+from dllm_jax import eviction
+from dllm_jax.nn.layer import Layer
+from dllm_jax.nn.mask import Mask
+from dllm_jax.options import Fraction, PositiveInt
+from dllm_jax.policies.parts.chosen_reads import ChosenReads
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.rows import Rows
+
+
+@dataclasses.dataclass(frozen=True)
+class MAGE(ChosenReads):
+    """Attends to the stored KV pairs that the masks of a block look at in its first step (MAGE).
+
+    Use it on block-causal models with long prompts, where reading the cache limits a step.
+
+    The first step of a model's block is exact. Per layer and KV head it averages the attention weights of the
+    block's masks, and retains the `keep` best pairs of earlier blocks. The other steps of the block attend to
+    these pairs and to the block. All pairs stay stored, and the next block chooses again. The final keys and
+    values of a block are computed against everything.
+
+    With a shifted output head, the first step is the one after the step that unmasks the block's first token.
+
+    Memory: Dense keys and values for all positions, and [n b s k d] for the chosen ones, with
+    s = keep + block.
+
+    Limits: It saves reads, not memory or computed tokens, and at most (steps per block)-fold.
+
+    Equals exact decoding when: keep=1.0, or every block takes one step.
+    Differences: There is no released code. The softmax of the votes runs over earlier blocks and the block
+      itself, which does not count towards `keep`. The choice runs after attention, not beside the MLP.
+
+    Attributes:
+      keep: KV pairs of earlier blocks to attend to, per layer and KV head: a number, or a fraction in [0, 1].
+        The paper uses 512.
+      votes: Positions of the block whose attention scores the pairs (`dllm_jax.eviction`). With a shifted
+        output head, `PredictingVotes` takes those that predict masks. `MiddleVote` takes one mask (HERALD).
+    """
+
+    keep: PositiveInt | Fraction = 512
+    votes: eviction.Voters = eviction.MaskVotes()
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.votes.of_prompt:
+            raise ValueError(
+                f"votes={self.votes!r} is not supported by MAGE: steps of later blocks compute no prompt "
+                "position. Use MaskVotes()."
+            )
+
+    @override
+    def scores(
+        self,
+        layer: Layer,
+        q: Float[Array, "b w h d"],
+        k: Float[Array, "b l k d"],
+        lse: Float[Array, "b h w"],
+        mask: Mask,
+        rows: Rows,
+        canvas: Canvas,
+    ) -> Float[Array, "b k l"]:
+        """The attention that each pair receives, averaged over the voters and a KV head's query heads."""
+        votes = self.voters(canvas)
+        among = (rows.take(votes) & rows.real).astype(jnp.float32)
+        weight = among / jnp.maximum(jnp.sum(votes, axis=1, keepdims=True), 1)
+        return layer.received(q, k, lse, weight, mask) * (k.shape[2] / q.shape[2])
+
+    def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
+        """The voters among the positions of the model's block."""
+        block: Any = dataclasses.replace(canvas, valid=canvas.valid & canvas.in_model_block)
+        return self.votes.voters(block) & block.valid
