@@ -110,7 +110,7 @@ TWO = samplers.Confidence(), samplers.Threshold(0.25)
 
 @pytest.mark.exhaustive
 @matrix("sampler, family, mesh", TWO, FAMILIES, MESHES, today=[])
-def test_guidance_and_early_stops_over_a_mesh(sampler, family, mesh):
+def test_guidance_early_stops_constraints_and_log_probabilities_over_a_mesh(sampler, family, mesh):
     alone = one_device(family)
     prompt, mask = prompts(alone, (9, 6, 8))
     sampler = dataclasses.replace(sampler, cfg_scale=1.5)
@@ -122,6 +122,9 @@ def test_guidance_and_early_stops_over_a_mesh(sampler, family, mesh):
     ours = run(on_mesh(alone, mesh_of(mesh)))
     assert_same(ours, run(alone))
     assert np.asarray(ours.stats.answer_tokens)[0] < 8
+    allow = [[1, 2, 3], *[None] * 6, [4]]
+    options |= dict(allow=allow, constraints=samplers.OneOf(2, ((5, 6), (7,)), 8), logprobs=2)
+    assert_same(run(on_mesh(alone, mesh_of(mesh))), run(alone))
 
 
 explicit_every_day = pytest.mark.parametrize(

@@ -54,6 +54,8 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
         position's confidence is that of the distribution over its allowed tokens. A runtime argument.
       constraints: Constraints that depend on tokens that are unmasked already (`dllm_jax.samplers.OneOf`,
         `Constraint`). End-of-text that `stop_at_eos` and `stop` fill in is not constrained.
+      logprobs: Number k of most likely tokens to return with the log-probability of each unmasked token
+        (`Output.logprobs`); 0 returns that of the token alone. Default: none, at no cost.
       trace: Whether to record tokens, computed positions and scores of every step (`output_history` in
         Dream).
       buckets: Bucket lengths (`dllm_jax.buckets`) to which prompts are padded, so that requests of all
@@ -105,6 +107,7 @@ def infill(model: Model, tokens: inputs.Ids, **options: Unpack[InfillOptions]) -
       allow: Allowed tokens of each position of the template (`generate`); those of given text are not read. A
         list of a padded template may leave its padding out.
       constraints: Constraints that depend on tokens that are unmasked already (`generate`).
+      logprobs: Number of most likely tokens to return with log-probabilities (`generate`).
       trace: Whether to record every step.
       nonfinite: Action for sequences with NaN or infinite logits (`generate`).
       interventions: Values to set or change at named places of the network (`generate`).

@@ -15,7 +15,7 @@ from dllm_jax.decoding.buckets import Ladder
 from dllm_jax.engine.nonfinite import NonFinite
 from dllm_jax.nn.intervention import Intervention
 from dllm_jax.nn.keys import Keys
-from dllm_jax.options import PositiveInt, check_argument
+from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers import Confidence, Constraint, Noise, Sampler
 from dllm_jax.state import inputs
@@ -47,6 +47,7 @@ class InfillOptions(CommonOptions, total=False):
     token_mask: ArrayLike | None
     sampler: Sampler
     forbid: Iterable[int]
+    logprobs: int | None
     key: Keys | None
     noise: Noise | None
     progress: bool
@@ -81,6 +82,7 @@ class ManyOptions(ResponseOptions, total=False):
 
     sampler: Sampler
     forbid: Iterable[int]
+    logprobs: int | None
     stop: Stops
 
 
@@ -124,6 +126,7 @@ class Asked:
     forbid: Iterable[int] = ()
     allow: Allow | None = None
     constraints: Constraint | Sequence[Constraint] = ()
+    logprobs: int | None = None
     trace: bool = False
     buckets: Ladder | None = None
     nonfinite: NonFinite = "warn"
@@ -138,6 +141,7 @@ class Asked:
         check_argument("sampler", self.sampler, Sampler, ", such as dj.samplers.Confidence()")
         check_argument("nonfinite", self.nonfinite, NonFinite)
         check_argument("group", self.group, PositiveInt | None)
+        check_argument("logprobs", self.logprobs, NonNegativeInt | None)
         for name in ("stop_at_eos", "trace", "progress"):
             check_argument(name, getattr(self, name), bool)
 

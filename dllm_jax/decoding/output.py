@@ -10,6 +10,7 @@ from jaxtyping import Array, Int
 from dllm_jax.decoding.watch.grid import grid
 from dllm_jax.decoding.watch.page import Page, Panel, page
 from dllm_jax.decoding.watch.recording import Recording, values
+from dllm_jax.engine.logprobs import LogProbs
 from dllm_jax.engine.stats import Stats
 from dllm_jax.engine.trace import Trace
 from dllm_jax.options import check_argument, shown
@@ -25,11 +26,13 @@ class Output(NamedTuple):
       tokens: Token ids [b l] of prompt (padding included), response and suffix.
       stats: Statistics of each sequence (`Stats`).
       trace: History of every step (`Trace`), if `trace=True`; otherwise None.
+      logprobs: Log-probabilities of the unmasked tokens (`LogProbs`), if `logprobs=k`; otherwise None.
     """
 
     tokens: Int[Array, "b l"]
     stats: Stats
     trace: Trace | None
+    logprobs: LogProbs | None = None
 
     def to_html(self, tokenizer: Any = None, *, sequence: int = 0) -> Page:
         """Makes one self-contained page about a sequence: its answer and the computed tokens, step by step.
@@ -61,7 +64,7 @@ class Output(NamedTuple):
 
 
 # Results of programs that users export; models are registered in `dllm_jax.nn.exported`.
-for _result in (Output, Stats, Trace):
+for _result in (Output, Stats, Trace, LogProbs):
     export.register_namedtuple_serialization(_result, serialized_name=f"dllm_jax.{_result.__name__}")
 
 

@@ -20,6 +20,7 @@ from jaxtyping import Array, Key, PyTree
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.request import Request
 from dllm_jax.engine.group import group_size
+from dllm_jax.engine.logprobs import LogProbs
 from dllm_jax.engine.nonfinite import NonFinite
 from dllm_jax.engine.plan import Inputs, Plan
 from dllm_jax.engine.stats import Stats
@@ -88,7 +89,9 @@ def place(model: Model, request: Request, prompt: Any = None) -> Placed:
     return Placed(without, split, plan, mesh, batch, request.extra, request.nonfinite)
 
 
-def collect(placed: Placed, tokens: Any, stats: Stats, trace: Trace | None) -> Output:
+def collect(
+    placed: Placed, tokens: Any, stats: Stats, trace: Trace | None, logprobs: LogProbs | None = None
+) -> Output:
     """The output without what was added: sequences of a mesh, positions of a bucket and of a last block.
 
     Of arrays on the host, arrays on the host.
@@ -98,12 +101,14 @@ def collect(placed: Placed, tokens: Any, stats: Stats, trace: Trace | None) -> O
       tokens: Tokens as returned by programs.
       stats: Statistics of the same sequences.
       trace: Trace with room for more steps than ran; None if none was recorded.
+      logprobs: Log-probabilities of the same sequences; None if none were recorded.
     """
     own, right = slice(placed.batch), placed.shown
     tokens = part(tokens, own, right, batch=0)
     stats = jax.tree.map(lambda array: part(array, own, batch=0), stats)
+    logprobs = jax.tree.map(lambda array: part(array, own, right, batch=0), logprobs)
     if trace is None:
-        return Output(tokens, stats, None)
+        return Output(tokens, stats, None, logprobs)
 
     # Inside jit shapes are static: the trace has room for the upper bound of steps.
     ran = slice(None) if isinstance(trace.steps, Tracer) else slice(int(host.values(trace.steps)))
@@ -112,7 +117,7 @@ def collect(placed: Placed, tokens: Any, stats: Stats, trace: Trace | None) -> O
         cut[name] = part(getattr(trace, name), ran, own, right, batch=1)
     for name in ("active", "widened"):
         cut[name] = part(getattr(trace, name), ran, own, batch=1)
-    return Output(tokens, stats, trace._replace(**cut))
+    return Output(tokens, stats, trace._replace(**cut), logprobs)
 
 
 def with_auto_axes(placed: Placed) -> Placed:

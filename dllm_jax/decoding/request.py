@@ -170,6 +170,8 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: 
     if sampler.max_steps(layout) > layout.response and not spec.block_size:  # it follows the schedule
         positions = max(layout.end - layout.prompt, layout.blocks * layout.block)
         inputs.warn_of_idle_steps(layout.steps, positions, stacklevel=4)
+    if asked.logprobs is not None and asked.logprobs > spec.vocab:
+        raise ValueError(f"logprobs={asked.logprobs} must be at most the vocabulary's size, {spec.vocab}")
     own = constraints_of(asked.constraints, spec, layout)
     for options in (asked.policy, sampler, *own):
         check_numbers(options)
@@ -189,6 +191,7 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: 
         constants=found,
         stop=stop_sequences(asked.stop, spec),
         constraints=own,
+        logprobs=asked.logprobs,
     )
 
     # Positions as the user counts them, without what a bucket adds on the left; then moved behind that.

@@ -30,7 +30,8 @@ from dllm_jax.engine.group import (
     scatter_sequences,
     stream_index,
 )
-from dllm_jax.engine.loop import final_tokens, run
+from dllm_jax.engine.logprobs import LogProbs
+from dllm_jax.engine.loop import final_logprobs, final_tokens, run
 from dllm_jax.engine.plan import Inputs, Plan
 from dllm_jax.engine.stats import Stats
 from dllm_jax.engine.step import initial_state, split_cache
@@ -51,11 +52,13 @@ class Seen(NamedTuple):
       goes_on: slots whose sequences have not ended.
       tokens: Tokens as left by an ended sequence.
       stats: so far.
+      logprobs: so far; None if none are recorded.
     """
 
     goes_on: Bool[AnyArray, "b"]
     tokens: Int[AnyArray, "b l"]
     stats: Stats
+    logprobs: LogProbs | None = None
 
 
 class Slots:
@@ -111,7 +114,7 @@ class Slots:
                     host.everywhere, traced(self._run.model, self._run.plan, self._state, where)
                 )
         placed = self._run._replace(batch=1, extra=request.extra)
-        return collect(placed, one.tokens, one.stats, trace)
+        return collect(placed, one.tokens, one.stats, trace, one.logprobs)
 
     def program(self) -> jax.stages.Compiled:
         """The program of the steps."""
@@ -192,7 +195,9 @@ def until_one_ends(model: Model, inputs: Inputs, plan: Plan, state: State) -> tu
         after = run(Generation.of(model, inputs, plan), state, together)
 
         # Arrays of their own: the next piece overwrites the state's while the host still reads these.
-        seen = Seen(after.canvas.active, final_tokens(plan, after), after.record.stats(after.canvas))
+        tokens = final_tokens(plan, after)
+        stats, logprobs = after.record.stats(after.canvas), final_logprobs(after, tokens)
+        seen = Seen(after.canvas.active, tokens, stats, logprobs)
         everywhere = lambda array: jnp.copy(constrain(array, model.rules, ""))
         return _split(model, plan, after), jax.tree.map(everywhere, seen)
 

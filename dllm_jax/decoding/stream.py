@@ -15,6 +15,7 @@ from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.placement import Placed, collect, numbers, on_mesh, place, runs_on, with_auto_axes
 from dllm_jax.decoding.report import report
 from dllm_jax.decoding.request import prepare
+from dllm_jax.engine.logprobs import LogProbs
 from dllm_jax.engine.loop import Piece, begin, recorded_steps, resume
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument, check_names
@@ -37,6 +38,7 @@ class Snapshot(NamedTuple):
       steps: Number of denoising steps of each sequence so far.
       block: Index of the block, from 0, of the slowest sequence.
       output: Output of `generate` in the last snapshot; None before.
+      logprobs: Log-probabilities so far (`LogProbs`), if `logprobs=k`; otherwise None.
     """
 
     tokens: Int[np.ndarray, "b l"]
@@ -45,6 +47,7 @@ class Snapshot(NamedTuple):
     steps: Int[np.ndarray, "b"]
     block: int
     output: Output | None
+    logprobs: LogProbs | None = None
 
 
 @shows(StreamOptions)
@@ -126,7 +129,7 @@ def _snapshots(placed: Placed, every: int) -> Generator[Snapshot, None, None]:
             # A finished generation takes no more steps: the trace behind the next piece is that of this one.
             with runs_on(run):
                 trace = recorded_steps(state)
-            results = on_mesh((piece.tokens, piece.stats, trace), placed.mesh)
+            results = on_mesh((piece.tokens, piece.stats, trace, piece.logprobs), placed.mesh)
             snapshot = snapshot._replace(output=collect(placed, *results))
         yield snapshot
         before, piece = snapshot.tokens, next_piece
@@ -139,7 +142,8 @@ def _seen(piece: Piece, before: Int[np.ndarray, "b l"], own: tuple[slice, slice]
     # What a sampler took back (WINO) changed as well, but has no confidence.
     decoded = (tokens != before) & ~np.isnan(confidence)
     steps, block = host.everywhere(piece.steps)[own[0]], int(host.everywhere(piece.block))
-    return Snapshot(tokens, decoded, confidence, steps, block, None)
+    logprobs = jax.tree.map(lambda array: host.everywhere(array)[own], piece.logprobs)
+    return Snapshot(tokens, decoded, confidence, steps, block, None, logprobs)
 
 
 def watched(placed: Placed) -> Output:

@@ -94,6 +94,7 @@ def trajectory_log_probs(
     bound = Annotated[PositiveInt | None, NoneMeans("the number that was decoded")]
     check_argument("most_per_step", most_per_step, bound)
     padding = _padding(prompt_mask, trace)
+    _check_whole_blocks(model, trace, padding)
     inputs.token_ids(trace.tokens.reshape(-1, trace.tokens.shape[-1]), model.spec, "run.tokens")
     mesh = current_mesh((model.params, trace.tokens))
     with number_modes():
@@ -127,6 +128,20 @@ def _padding(mask: ArrayLike | None, trace: Trace) -> Bool[AnyArray, "b l"] | No
         raise ValueError(f"prompt_mask has {width} positions, the run has {length}")
     mask = inputs.padding(mask, (batch, width), "prompt_mask")
     return None if mask is None else host.pad(mask, 0, length - width, True)
+
+
+def _check_whole_blocks(model: Model, trace: Trace, padding: Bool[AnyArray, "b l"] | None):
+    """Raises ValueError if a block-causal run ends within a block: the rest of it is in no trace."""
+    if not (size := model.spec.block_size):
+        return
+    known = None if padding is None else host.readable(padding)
+    lengths = [trace.tokens.shape[-1]] if known is None else known.sum(axis=1).tolist()
+    if ends := [length % size for length in lengths if length % size]:
+        raise ValueError(
+            f"run ends within a block of {model.spec.family}, block_size={size}: its last {ends[0]} "
+            "positions attended to masks that a trace does not hold. Use generate(..., logprobs=0), or fill "
+            "the block"
+        )
 
 
 @functools.partial(jax.jit, static_argnames="mask_id")

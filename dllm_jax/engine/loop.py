@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dllm_jax.engine.block_schedule import slowest
 from dllm_jax.engine.generation import Generation, State
 from dllm_jax.engine.group import next_variant
+from dllm_jax.engine.logprobs import LogProbs
 from dllm_jax.engine.plan import Inputs, Plan
 from dllm_jax.engine.stats import Stats
 from dllm_jax.engine.step import initial_state, split_cache, step
@@ -34,7 +35,9 @@ from dllm_jax.nn.model import Model
 
 
 @jax.jit
-def denoise(model: Model, inputs: Inputs, plan: Plan) -> tuple[Int[Array, "b l"], Stats, Trace | None]:
+def denoise(
+    model: Model, inputs: Inputs, plan: Plan
+) -> tuple[Int[Array, "b l"], Stats, Trace | None, LogProbs | None]:
     """Runs steps until no sequence is active, each at most `Plan.step_limit`.
 
     Args:
@@ -45,20 +48,24 @@ def denoise(model: Model, inputs: Inputs, plan: Plan) -> tuple[Int[Array, "b l"]
     Returns:
       the tokens (with `stop_at_eos`, end-of-text in place of remaining masks of sequences whose logits were
       finite; with `stop`, in place of the stop and what follows), statistics per sequence, and the trace if
-      the plan asks for it. Over a mesh, all are split by sequence.
+      the plan asks for it, and so the log-probabilities. Over a mesh, all are split by sequence.
     """
     lies = functools.partial(model.rules.of_results, (model, inputs.tokens), b=len(inputs.tokens))
     by_sequence, by_step = lies("b"), lies("tb")
     specs: list[Any] = [by_step] * (len(Trace._fields) - 1)
     trace = Trace(*specs, steps=cast(Any, PartitionSpec())) if plan.trace else None
-    return over_mesh(_denoise, model, inputs, plan, out=(by_sequence, by_sequence, trace))
+    return over_mesh(_denoise, model, inputs, plan, out=(by_sequence, by_sequence, trace, by_sequence))
 
 
-def _denoise(model: Model, inputs: Inputs, plan: Plan) -> tuple[Int[Array, "b l"], Stats, Trace | None]:
+def _denoise(
+    model: Model, inputs: Inputs, plan: Plan
+) -> tuple[Int[Array, "b l"], Stats, Trace | None, LogProbs | None]:
     generation = Generation.of(model, inputs, plan)
     state = run(generation, initial_state(generation, inputs))
-    tokens = final_tokens(plan, state)[:, : plan.layout.shown]
-    return tokens, state.record.stats(state.canvas), state.record.completed(state.canvas)
+    tokens = final_tokens(plan, state)
+    logprobs = final_logprobs(state, tokens)
+    stats, trace = state.record.stats(state.canvas), state.record.completed(state.canvas)
+    return tokens[:, : plan.layout.shown], stats, trace, logprobs
 
 
 def run(
@@ -114,6 +121,14 @@ def final_tokens(plan: Plan, state: State) -> Int[Array, "b l"]:
     return tokens
 
 
+def final_logprobs(state: State, tokens: Int[Array, "b l"]) -> LogProbs | None:
+    """The log-probabilities of a generation that is finished, given its tokens; None if none are recorded."""
+    if (found := state.record.logprobs) is None:
+        return None
+    filled_in = tokens != state.canvas.tokens
+    return found.where(filled_in, LogProbs.begin(state.canvas, found.top_tokens.shape[2]))
+
+
 def scope(variant: int | None) -> str:
     """The name scope of a step's operations: over the canvas in place (None), or of a static width."""
     return "full_step" if variant is None else f"partial_step_{variant}"
@@ -133,6 +148,7 @@ class Piece(NamedTuple):
       steps: Number of steps of each sequence.
       block: index of the block that the slowest sequence was in.
       running: whether further steps follow.
+      logprobs: Log-probabilities so far; None if none are recorded.
     """
 
     tokens: Int[Array, "b l"]
@@ -141,6 +157,7 @@ class Piece(NamedTuple):
     steps: Int[Array, "b"]
     block: Int[Array, ""]
     running: Bool[Array, ""]
+    logprobs: LogProbs | None = None
 
 
 @jax.jit
@@ -187,7 +204,8 @@ def resume(
             # What stands in the place of a stop and behind it was decoded by no step.
             confidence = jnp.where(tokens == after.canvas.tokens, confidence, jnp.inf)
         stats = after.record.stats(after.canvas)
-        seen = Piece(tokens, confidence, stats, after.canvas.step, block, running)
+        logprobs = final_logprobs(after, tokens)
+        seen = Piece(tokens, confidence, stats, after.canvas.step, block, running, logprobs)
 
         # Arrays of their own: the next piece overwrites the state's while the host still reads these.
         return after, jax.tree.map(jnp.copy, seen)

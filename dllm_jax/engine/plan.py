@@ -57,6 +57,7 @@ class Plan:
       constants: Values that methods of policy and sampler read outside of their classes (`engine.closures`).
       stop: sequences of token ids at which a response ends.
       constraints: Constraints that look at the canvas of each step.
+      logprobs: Number of most likely tokens to record with each decoded token; None records nothing.
     """
 
     policy: Policy
@@ -72,6 +73,7 @@ class Plan:
     constants: Constants = dataclasses.field(default=(), metadata={"static": True})
     stop: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), metadata={"static": True})
     constraints: tuple[Constraint, ...] = ()
+    logprobs: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def step_limit(self) -> int:

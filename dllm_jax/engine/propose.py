@@ -6,6 +6,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dllm_jax.engine.block_schedule import offered_positions
 from dllm_jax.engine.constrain import constrain_logits
 from dllm_jax.engine.generation import Generation
+from dllm_jax.engine.logprobs import LogProbs, of_candidates
 from dllm_jax.engine.plan import Plan
 from dllm_jax.engine.shadow import decoded_in_block, place_in_shadow
 from dllm_jax.nn.arithmetic import guided
@@ -17,12 +18,12 @@ from dllm_jax.state.rows import Rows, compact, gather
 
 def propose(
     generation: Generation, canvas: Canvas, rows: Rows, hidden: Float[Array, "streams_b q m"]
-) -> tuple[Candidates, Bool[Array, "b"], Bool[Array, "b"] | None]:
+) -> tuple[Candidates, Bool[Array, "b"], Bool[Array, "b"] | None, LogProbs | None]:
     """The candidates: scored positions whose predictor was computed, with tokens, scores and logits.
 
     And whether all logits of the sequence's candidates are finite, and no confidence is NaN, which no sampler
     would decode; those of padding may be anything. And whether it commits to all of its masks now, None if
-    the sampler has no such rule (`EarlyCommit`).
+    the sampler has no such rule (`EarlyCommit`). And the log-probabilities, None if none are asked for.
 
     Args:
       generation: the constants.
@@ -54,6 +55,8 @@ def propose(
     unconstrained = logits
     logits, waits = constrain_logits(generation, canvas, index, logits)
     proposed = sampler.propose(logits, index, canvas, generation.noise)
+    count = plan.logprobs
+    found = None if count is None else of_candidates(sampler, proposed, logits, canvas, count)
     candidate = index < layout.length
 
     # No sampler would decode a NaN; what stands at entries that are no candidates may be anything.
@@ -79,7 +82,7 @@ def propose(
     # What holds a token has no score, and unless it may be edited it is offered no other.
     score = jnp.where(candidate & ~holds_token, proposed.score, -jnp.inf)
     token = proposed.token if sampler.edits else jnp.where(holds_token, spec.mask_id, proposed.token)
-    return proposed._replace(score=score, token=token), finite, committed
+    return proposed._replace(score=score, token=token), finite, committed, found
 
 
 def _positions(plan: Plan, canvas: Canvas, rows: Rows, verify: bool) -> Int[Array, "b c"]:

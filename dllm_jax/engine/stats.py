@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.engine import trace
+from dllm_jax.engine.logprobs import LogProbs
 from dllm_jax.engine.trace import Steps, Trace
 from dllm_jax.options.renamed import Renamed
 from dllm_jax.state.canvas import Canvas, first_eos
@@ -60,6 +61,7 @@ class Record(NamedTuple):
       trace: its steps so far; None if no trace is recorded.
       confidence: Confidence at which each position was unmasked, infinity elsewhere; None records none.
       idle: Running sum of `Stats.idle`.
+      logprobs: Log-probabilities so far; None records none.
     """
 
     computed_tokens: Int[Array, "b"]
@@ -70,6 +72,7 @@ class Record(NamedTuple):
     trace: Steps | None
     confidence: Float[Array, "b l"] | None
     idle: Int[Array, "b"] | None
+    logprobs: LogProbs | None = None
 
     @staticmethod
     def begin(
@@ -137,6 +140,7 @@ class Record(NamedTuple):
             if self.confidence is None
             else _decoded_with(self.confidence, before, after, proposal),
             idle=None if self.idle is None else self.idle + _idles(before),
+            logprobs=self.logprobs,
         )
 
     def completed(self, canvas: Canvas) -> Trace | None:

@@ -18,6 +18,7 @@ from dllm_jax.engine.group import (
     takes_part,
     write_back,
 )
+from dllm_jax.engine.logprobs import LogProbs
 from dllm_jax.engine.plan import Inputs, Plan
 from dllm_jax.engine.propose import propose
 from dllm_jax.engine.shadow import masked_block, over_both
@@ -57,6 +58,8 @@ def initial_state(generation: Generation, inputs: Inputs) -> State:
     extra, cache = take_extra_positions(cache, plan.streams)
     traced = plan.step_limit if plan.trace else None
     record = Record.begin(canvas, traced, plan.confidence, extra, plan.sampler.may_idle)
+    if plan.logprobs is not None:
+        record = record._replace(logprobs=LogProbs.begin(canvas, plan.logprobs))
     memory = jax.tree.map(lambda array: constrain(array, model.rules, "b"), plan.sampler.init(canvas))
     return State(canvas, cache, select_positions(generation, cache, canvas), record, memory)
 
@@ -143,7 +146,7 @@ def _step(
 
     # Candidates get a token and a score; the sampler decides which of the eligible ones are decoded now.
     own = dataclasses.replace(rows, index=stream(rows.index, 0, plan.streams))
-    candidates, finite, committed = propose(generation, canvas, own, hidden)
+    candidates, finite, committed, found = propose(generation, canvas, own, hidden)
     index, _, score, _ = candidates
     eligible = gather(offered_positions(policy, canvas), index)
     masks = candidates._replace(score=jnp.where(eligible, score, -jnp.inf))
@@ -180,6 +183,8 @@ def _step(
     ran = jnp.sum(canvas.valid) if width is None else width * len(canvas.tokens)
     read = stream(policy.reads(state.cache, streams) & streams.valid, 0, plan.streams)
     record = state.record.add(canvas, after, own.mask(), ran, read, extra, finite, proposal, sequences)
+    if record.logprobs is not None and found is not None:
+        record = record._replace(logprobs=record.logprobs.add(canvas, after, found, place))
     return State(after, cache, select_positions(generation, cache, after), record, memory)
 
 

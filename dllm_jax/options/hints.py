@@ -33,6 +33,8 @@ NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "mask_token_id": ("Dream", ("set it on the model: model.replace_spec(mask_id={value})",)),
     "seed": ("vLLM", ("key=jax.random.key({value})",)),
     "generator": ("transformers", ("key=jax.random.key(seed)",)),
+    "output_scores": ("transformers", ("logprobs=5",)),
+    "top_logprobs": ("OpenAI", ("logprobs={value}",)),
     "output_history": ("Dream", ("trace={value}",)),
     "return_dict_in_generate": ("transformers", ("not needed: out.tokens holds the tokens",)),
     "streamer": ("transformers", ("use dj.stream(model, prompt, ...)",)),

@@ -195,6 +195,28 @@ class Sampler(Options, abc.ABC):
           canvas: state before the step.
           noise: random numbers; None if the sampler does not draw.
         """
+        logits, tempered, keep = self._filtered(logits, canvas)
+        token = self._choose(logits, keep, index, canvas, noise)
+
+        # The confidence is that of the distribution after the filters: they renormalise it. LLaDA scores the
+        # un-tempered distribution, Dream the tempered one.
+        scored = tempered if self.tempered_confidence else logits
+        if keep is not None:
+            scored = jnp.where(keep, scored, -jnp.inf)
+        if self.confidence_eos_eot_inf:
+            scored = scores.ruled_out(scored, canvas.spec.eos_id, canvas.spec.eot_id)
+        score = self.confidence(scored, token, index, canvas, noise)
+        return Candidates(index, token, score, scored)
+
+    def drawn(self, logits: Float[Array, "b c v"], canvas: Canvas) -> Float[Array, "b c v"]:
+        """Logits of the distribution that tokens are drawn from, after temperature and filters."""
+        _, tempered, keep = self._filtered(logits, canvas)
+        return tempered if keep is None else jnp.where(keep, tempered, -jnp.inf)
+
+    def _filtered(
+        self, logits: Float[Array, "b c v"], canvas: Canvas
+    ) -> tuple[Float[Array, "b c v"], Float[Array, "b c v"], Bool[Array, "b c v"] | None]:
+        """The logits, the tempered ones, and the survivors of the filters (None: all tokens)."""
         # The references take the softmax in bf16, float32 or float64; float32 avoids the ties that bf16
         # makes.
         logits = logits.astype(jnp.float32)
@@ -207,18 +229,7 @@ class Sampler(Options, abc.ABC):
         if not fixed_at(self.temperature, 0):
             tempered = jnp.minimum(divided(logits, self.temperature), LARGEST)
         truncated = self.top_p is not None or self.top_k is not None
-        keep = survivors(tempered, self.top_p, self.top_k) if truncated else None
-        token = self._choose(logits, keep, index, canvas, noise)
-
-        # The confidence is that of the distribution after the filters: they renormalise it. LLaDA scores the
-        # un-tempered distribution, Dream the tempered one.
-        scored = tempered if self.tempered_confidence else logits
-        if keep is not None:
-            scored = jnp.where(keep, scored, -jnp.inf)
-        if self.confidence_eos_eot_inf:
-            scored = scores.ruled_out(scored, canvas.spec.eos_id, canvas.spec.eot_id)
-        score = self.confidence(scored, token, index, canvas, noise)
-        return Candidates(index, token, score, scored)
+        return logits, tempered, survivors(tempered, self.top_p, self.top_k) if truncated else None
 
     def _choose(self, logits, keep, index, canvas: Canvas, noise: Noise | None) -> Int[Array, "b c"]:
         """The candidate token among the survivors `keep` of the filters (None: all tokens)."""
