@@ -19,7 +19,7 @@ import tyro
 from dllm_jax import bundled, provenance
 from dllm_jax.checkpoint import load
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
-from dllm_jax.command_line import PATHS, plain_errors, run
+from dllm_jax.command_line import PATHS, keep_programs, plain_errors, run
 from dllm_jax.decoding.chat import decode_answers
 from dllm_jax.decoding.generate import generate
 from dllm_jax.decoding.watch.grid import grid
@@ -67,7 +67,7 @@ class Arguments(Options):
     report on this machine's device; see `chat --help`, `check --help`.
     """
 
-    models: tuple[str, ...] = bundled.TEXT
+    models: tuple[str, ...] = bundled.TEXT[:1]
     """Bundled text models to run."""
     prompts: PositiveInt = 16
     """Number of held-out prompts of each task."""
@@ -89,6 +89,7 @@ def command():
 
 def main() -> int:
     """Runs the command that the command line names."""
+    keep_programs()
     # By hand, so that the demonstration needs no word of its own before its options.
     if sys.argv[1:2] == ["chat"]:
         with plain_errors():
@@ -122,7 +123,8 @@ def demonstration(arguments: Arguments) -> int:
     console.print(f"[bold]2. Cost:[/] {prompts}", highlight=False)
     console.print(table(measured, console.width))
     console.print(EXPLANATION.format(device=device.platform))
-    console.print(f"\n[bold]Next:[/]\n{NEXT}", highlight=False, soft_wrap=True)
+    console.print(f"\n[bold]Next:[/]\n{NEXT}\n", highlight=False, soft_wrap=True)
+    console.print(keep_programs(), style="dim", highlight=False)
     if arguments.json:
         arguments.json.write_text(json.dumps(_provenance(arguments) | {"tables": tables}, indent=2) + "\n")
         console.print(f"wrote {arguments.json}")

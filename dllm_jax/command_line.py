@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import platform
 import re
 import shutil
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
+import jax
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 INTERRUPTED, BROKEN_PIPE = 130, 141  # exit status of a program that SIGINT or SIGPIPE ended, as in shells
@@ -48,6 +50,24 @@ def plain_errors(interrupted: str = "interrupted") -> Iterator[None]:
     except KeyboardInterrupt as error:
         print(str(error) or interrupted, file=sys.stderr)
         raise SystemExit(INTERRUPTED) from error
+
+
+def keep_programs() -> str:
+    """Keeps compiled programs for later runs of a command in JAX's persistent cache, and says where.
+
+    A place that the user has chosen (`JAX_COMPILATION_CACHE_DIR`) stays. The default one is of this machine
+    alone, because a program for one CPU may not run on another that shares the home directory.
+    """
+    chosen = jax.config.values["jax_compilation_cache_dir"]
+    if chosen is None:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        chosen = str(caches / "dllm_jax" / platform.node())
+        jax.config.update("jax_compilation_cache_dir", chosen)
+        jax.config.update("jax_compilation_cache_max_size", 2**30)
+    where = Path(chosen)
+    kept = sum(file.stat().st_size for file in where.glob("*")) if where.is_dir() else 0
+    shown = f"~/{where.relative_to(Path.home())}" if where.is_relative_to(Path.home()) else where
+    return f"Compiled programs are kept in {shown} ({kept / 1e6:.0f} MB), where later runs find them."
 
 
 @contextlib.contextmanager

@@ -24,6 +24,9 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {cheaper}"
 # Processes that tests start compile as cheaply.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
+# Programs are kept for the next run, and for the processes that tests start.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(pathlib.Path(__file__).parents[1] / ".jax_cache")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
 
 import hypothesis
 import jax
@@ -36,18 +39,17 @@ from tests.programs import forget_in_time
 FORM_OF_LAYERS = "dllm_jax.nn.parameters.separate_is_faster"
 # Files in which every layer of a checkpoint has arrays of its own, as users of CPUs and GPUs load it.
 SEPARATE = "convert_crash", "bundled", "export", "llada_v_checkpoint", "readme", "release", "suffix"
+# Files in which small models have the short programs that users of them get.
+SMALL = "bundled", "readme", "release"
 # Files whose partial steps gather what they compute, at the policy's own widths.
 NARROW = (
     *("bench", "block_causal", "buckets", "check", "compiled", "engine", "explain"),
     *("generate_many", "goldens"),
     *("group", "mesh", "policies", "policy_reads", "roofline", "testing", "trajectory"),
 )
-CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache"
 
 # Arrays lie on the first of these unless a test makes a mesh.
 jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_compilation_cache_dir", str(CACHE))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 # Looking for garbage among all that was imported is a tenth of the time that a program takes.
 gc.freeze()
@@ -116,6 +118,15 @@ def forget_programs():
 
 
 @pytest.fixture(autouse=True, scope="module")
+def small_models_as_large_ones(request):
+    """Programs of tests' models have all of a large model's parts, but in the files of `SMALL`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.stem.removeprefix("test_") not in SMALL:
+            patch.setattr("dllm_jax.nn.parameters.is_small", lambda spec: False)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
 def layers_in_one_stack(request):
     """Checkpoints load as for TPUs, layers stacked, but in the files of `SEPARATE` and with --exhaustive.
 
@@ -128,7 +139,7 @@ def layers_in_one_stack(request):
         if request.path.stem.removeprefix("test_") not in SEPARATE and not request.config.getoption(
             "exhaustive"
         ):
-            patch.setattr(FORM_OF_LAYERS, lambda platform: False)
+            patch.setattr(FORM_OF_LAYERS, lambda spec, platform: spec.experts is not None)
         yield separate_is_faster
 
 

@@ -6,6 +6,9 @@ from transformers import AutoTokenizer
 
 import dllm_jax as dj
 from dllm_jax import bundled
+from dllm_jax.decoding.placement import place
+from dllm_jax.decoding.request import prepare
+from dllm_jax.engine.widths import step_widths
 from dllm_jax.tasks import Chain, FewShot, ReadNumbers, accuracy, examples, needle, tokenizer
 
 MODELS = Path(__file__).parent / "goldens/models"
@@ -46,6 +49,19 @@ def test_the_directory_is_a_small_published_looking_checkpoint(name):
     assert set(config) >= wanted - {"rope_scaling", "_note_tiny"}
     record = json.loads((where / "training_log.json").read_text())
     assert record["log"][-1]["step"] == record["config"]["steps"]
+
+
+def test_small_models_get_programs_that_compile_fast():
+    """One body for all layers, one step width, and the whole batch in a full step."""
+    short, long = (dj.Layout(prompt, 32, 8, 32) for prompt in (64, 1024))
+    widths = lambda layout: step_widths(dj.policies.D2Cache(), model.spec, layout)
+    for name in bundled.NAMES:
+        model = dj.load(bundled.path(name))
+        assert not model.layers_are_separate, name
+        assert len(widths(short)) == 1 < len(widths(long)), name
+        for prompt, group in (([7] * 64, None), ([7] * 1024, 1)):
+            request = prepare(model, [prompt] * 2, length=32, block=4, policy=dj.policies.DualCache())
+            assert place(model, request, prompt).plan.group == group, name
 
 
 @pytest.mark.parametrize("name", bundled.TEXT + bundled.BLOCK_CAUSAL)

@@ -2,33 +2,31 @@
 
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
 from itertools import pairwise
 
+import jax
 import numpy as np
 import pytest
 
 import dllm_jax as dj
 from dllm_jax.__main__ import Arguments
+from dllm_jax.command_line import keep_programs
 from dllm_jax.demo import trains
 from dllm_jax.policies import DualCache, Policy
 from dllm_jax.samplers import Threshold
 from dllm_jax.tasks import Chain, Example
-from tests.conftest import CACHE
 from tests.models import tiny
 
 
 def test_the_demonstration_answers_and_measures(tmp_path):
     report = tmp_path / "table.json"
     command = [sys.executable, "-m", "dllm_jax", "--models", "tiny-dream", "--prompts", "4"]
-    cheaply = os.environ | {  # as conftest.py does for other tests
-        "JAX_COMPILATION_CACHE_DIR": str(CACHE),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
-        "COLUMNS": "100",
-    }
-    run = subprocess.run([*command, "--json", str(report)], capture_output=True, text=True, env=cheaply)
+    wide = os.environ | {"COLUMNS": "100"}
+    run = subprocess.run([*command, "--json", str(report)], capture_output=True, text=True, env=wide)
     assert run.returncode == 0, run.stderr
     assert " → ".join(trains.STOPS[:8]) in run.stdout
     (table,) = json.loads(report.read_text())["tables"]
@@ -39,6 +37,18 @@ def test_the_demonstration_answers_and_measures(tmp_path):
     assert exact["computed"] > dual["computed"] >= threshold["computed"]
     assert exact["accuracy"] >= 0.75
     assert run.stdout.count(f" {dual['computed']:.0f} ") >= 1, "the table is printed"
+
+
+def test_commands_keep_programs_where_the_user_says_or_in_a_cache_of_the_machine(tmp_path, monkeypatch):
+    chosen = jax.config.values["jax_compilation_cache_dir"]
+    try:
+        assert keep_programs().startswith(f"Compiled programs are kept in {chosen}")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        jax.config.update("jax_compilation_cache_dir", None)
+        assert f"{tmp_path / 'dllm_jax' / platform.node()} (0 MB)" in keep_programs()
+    finally:
+        jax.config.update("jax_compilation_cache_dir", chosen)
+        jax.config.update("jax_compilation_cache_max_size", -1)
 
 
 def test_the_question_is_of_a_ring_of_stops_and_was_not_trained_on():
@@ -79,7 +89,7 @@ def test_policies_are_compared_in_one_table():
 
 
 def test_checkpoints_that_read_no_text_are_left_out():
-    assert Arguments().models == ("tiny-llada", "tiny-dream")
+    assert Arguments().models == ("tiny-llada",)
     with pytest.raises(ValueError, match="prompts=0 must be a whole number of at least 1"):
         Arguments(prompts=0)
     known = "tiny-llada, tiny-dream, tiny-sdar, tiny-sdar-moe"

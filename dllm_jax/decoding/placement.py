@@ -25,6 +25,7 @@ from dllm_jax.engine.nonfinite import NonFinite
 from dllm_jax.engine.plan import Inputs, Plan
 from dllm_jax.engine.stats import Stats
 from dllm_jax.engine.trace import Trace
+from dllm_jax.engine.widths import compiles_longer_than_it_runs
 from dllm_jax.interrupts import uninterrupted
 from dllm_jax.nn.mesh import AnyMesh, context_mesh, current_mesh, over_mesh, replicated
 from dllm_jax.nn.model import Model
@@ -83,7 +84,9 @@ def place(model: Model, request: Request, prompt: Any = None) -> Placed:
         arrays = arrays._replace(valid=arrays.valid & real)
     split = by_sequence(model, mesh, arrays, axes)
     plan = request.plan if _described(model) else numbers(request.plan, mesh)
-    group = plan.group or group_size(plan.policy, plan.layout, _platform(model))
+    group = plan.group
+    if group is None and not compiles_longer_than_it_runs(model.spec, plan.layout):
+        group = group_size(plan.policy, plan.layout, _platform(model))
     plan = dataclasses.replace(plan, group=group, shares=model.rules.batch_ways(mesh))
     without = dataclasses.replace(model, vision=None)
     return Placed(without, split, plan, mesh, batch, request.extra, request.nonfinite)

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from dllm_jax.nn import parameters
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.policies.base import Policy
@@ -16,7 +17,8 @@ def step_widths(
 
     Widths change speed, never what is computed. What fits no width is computed in place on the full canvas,
     which the default layer can do for any set of positions. A layer that a policy has instead may treat full
-    steps differently, as Sparse-dLLM's does, so the policy's own widest width is always among them.
+    steps differently, as Sparse-dLLM's does, so the policy's own widest width is always among them. It is the
+    only one where compilation costs more than steps do.
 
     Args:
       policy: proposes widths.
@@ -38,11 +40,24 @@ def step_widths(
         own = (*(w for w in own if w < spec.block_size), spec.block_size, 2 * spec.block_size)
 
     # Widths of at least the canvas run no faster than the step over the canvas in place.
-    widths = {int(width) for width in (own if override is None else override) if width < layout.length}
+    chosen = own if override is None else override
+    widths = {int(width) for width in chosen if width < layout.length}
+
+    if override is None and widths and compiles_longer_than_it_runs(spec, layout):
+        widths = {max(widths)}
     if not policy.only_sets:
         widest = min(max(own, default=layout.length), layout.length)
         widths |= {widest} if widest > max(widths, default=0) else set()
     return tuple(sorted(widths))
+
+
+def compiles_longer_than_it_runs(spec: ModelSpec, layout: Layout) -> bool:
+    """Whether a generation saves less time by a narrower width, or by groups, than they take to compile.
+
+    A step of a small model over 512 positions takes a CPU some ten milliseconds, a width a second or more of
+    compilation.
+    """
+    return parameters.is_small(spec) and layout.length <= 512
 
 
 def narrowest(widths: tuple[int, ...], need: Bool[Array, "b l"]) -> Int[Array, ""]:

@@ -5,7 +5,7 @@ import sys
 
 import tyro
 
-from dllm_jax.command_line import PATHS, plain_errors, run
+from dllm_jax.command_line import PATHS, keep_programs, plain_errors, run
 from dllm_jax.eval.cli import commands
 from dllm_jax.eval.cli.reproduce import run_reproduce
 from dllm_jax.eval.cli.tune import run_tune
@@ -20,6 +20,7 @@ COMMANDS |= {"compare": commands.run_compare, "merge": commands.run_merge}
 
 def main() -> int:
     """Entry point; the user's errors are printed as one line, without a traceback."""
+    keep_programs()
     if sys.argv[1:2] == ["lm_eval"]:
         if importlib.util.find_spec("lm_eval") is None:
             print("error: lm_eval is not installed: pip install '.[harness]' in a clone", file=sys.stderr)

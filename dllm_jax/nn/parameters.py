@@ -9,9 +9,11 @@ layer's part of the stack. GPUs and CPUs first copy that part out of the stack, 
 product itself. For them `separate` gives "layers" as a list of {name: [...]}, which programs run in turn.
 Everything that takes parameters takes both forms. In either, matrices may be int8 (`dllm_jax.nn.int8`).
 Layers with experts are a list on TPUs too, whose ragged product would copy all of a layer's experts out of a
-stack; those of which some have experts and others an MLP do not stack at all.
+stack; those of which some have experts and others an MLP do not stack at all. The layers of small models
+(`is_small`) are stacked everywhere: their copies take microseconds, and one layer compiles faster than many.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -20,7 +22,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
-from dllm_jax.nn import int8
+from dllm_jax.nn import int8, sharding
 from dllm_jax.nn.int8 import Weights, held_as, is_int8
 from dllm_jax.nn.low_rank import adapted, is_low_rank
 from dllm_jax.nn.sharding import AXES, VISION, shape
@@ -80,9 +82,19 @@ def layer_of(params: Params, index: int) -> dict[str, Any]:
     return layers[index] if isinstance(layers, list) else jax.tree.map(lambda a: a[index], layers)
 
 
-def separate_is_faster(platform: str) -> bool:
-    """Whether programs of a platform read separate layers with fewer copies: all but TPUs."""
-    return platform != "tpu"
+def is_small(spec: ModelSpec) -> bool:
+    """Whether a model's steps take so little time that a program should rather be short to compile.
+
+    At 2 million scalars, 8 MiB in float32, the copies of stacked layers cost a CPU about a millisecond per
+    step, and each additional step width costs it a second or more of compilation.
+    """
+    of_layers = (AXES[leaf] for leaf in sharding.leaves(spec) if AXES[leaf].startswith("n"))
+    return sum(math.prod(shape(spec, axes)) for axes in of_layers) <= 2 << 20
+
+
+def separate_is_faster(spec: ModelSpec, platform: str) -> bool:
+    """Whether a platform's programs run the model faster from separate layers: see above."""
+    return not is_small(spec) and (spec.experts is not None or platform != "tpu")
 
 
 def form_of_layers(spec: ModelSpec, separate_layers: bool | None, platform: str) -> bool:
@@ -97,7 +109,7 @@ def form_of_layers(spec: ModelSpec, separate_layers: bool | None, platform: str)
             "those with an MLP do not stack"
         )
     if separate_layers is None:
-        return spec.experts is not None or separate_is_faster(platform)
+        return spec.layers_differ or separate_is_faster(spec, platform)
     return separate_layers
 
 
