@@ -27,10 +27,12 @@ from dllm_jax.engine.shadow import check_policy
 from dllm_jax.engine.widths import step_widths
 from dllm_jax.nn.intervention import checked, moved
 from dllm_jax.nn.keys import Keys, typed_key
+from dllm_jax.nn.low_rank import adapted, is_low_rank
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument, check_names, check_numbers, shown
-from dllm_jax.samplers import KeyNoise, Noise, RecordedNoise
+from dllm_jax.policies.base import Policy
+from dllm_jax.samplers import KeyNoise, Noise, RecordedNoise, Sampler
 from dllm_jax.state import host, inputs
 from dllm_jax.state.host import AnyArray
 from dllm_jax.state.layout import Layout
@@ -74,10 +76,11 @@ def prepare(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions]
     # The canvas: prompts, masks, and what stands behind the response from the start.
     suffix = None if asked.suffix is None else _suffix_ids(asked.suffix, batch, model.spec)
     given = 0 if suffix is None else suffix.shape[1]
-    block, tail = blocks_of(asked.block, model.spec, given)
+    block, tail = blocks_of(asked.block, model.spec, given, sampler=asked.sampler)
     padded = prompts.mask is not None
     whole = asked.sampler.whole_blocks and not ends_within_a_block(model.spec)
     layout = Layout.of(width, asked.length, block, asked.steps, padded, given, tail, whole)
+    layout = scheduled_by(asked.sampler, layout)
     tokens, valid = inputs.masked_response(prompts.ids, prompts.mask, layout.response, model.spec)
     tokens = tokens if suffix is None else inputs.with_suffix(tokens, suffix)
     return _planned(model, Inputs(tokens, valid, None, prompts.embeds), layout, asked, width - unpadded)
@@ -101,7 +104,7 @@ def prepare_infill(model: Model, tokens: inputs.Ids, **options: Unpack[InfillOpt
     if not fixed_at(asked.sampler.cfg_scale, 0):
         raise ValueError(f"cfg_scale={asked.sampler.cfg_scale}: infilling has no prompt to guide by; use 0")
     length, steps = tokens.shape[1], asked.steps
-    block, tail = blocks_of(block, model.spec, infilled=True)
+    block, tail = blocks_of(block, model.spec, infilled=True, sampler=asked.sampler)
     valid = np.ones(tokens.shape, bool) if mask is None else mask
 
     # Blocks share the steps equally, however many masks each has: a step per position always suffices.
@@ -111,12 +114,17 @@ def prepare_infill(model: Model, tokens: inputs.Ids, **options: Unpack[InfillOpt
     # With a prompt of 0 positions the masks may stand anywhere on the canvas.
     whole = asked.sampler.whole_blocks
     layout = Layout.of(0, length, block, steps, mask is not None, tail=tail, whole_blocks=whole)
+    layout = scheduled_by(asked.sampler, layout)
     tokens, valid = inputs.masked_response(tokens, valid, tail, model.spec)
     return _planned(model, Inputs(tokens, valid), layout, asked, extra=0)
 
 
 def blocks_of(
-    block: int | Sliding | None, spec: ModelSpec, suffix: int = 0, infilled: bool = False
+    block: int | Sliding | None,
+    spec: ModelSpec,
+    suffix: int = 0,
+    infilled: bool = False,
+    sampler: Sampler | None = None,
 ) -> tuple[int | Sliding | None, int]:
     """Positions decoded together, by default those of the model's own blocks; and the layout's tail.
 
@@ -125,6 +133,7 @@ def blocks_of(
       spec: the model, whose blocks begin where a sequence does: the last one may reach beyond an answer.
       suffix: positions given after the response.
       infilled: whether there is no prompt, so that blocks are counted from a sequence's beginning.
+      sampler: may decode in blocks of its own.
 
     Raises:
       ValueError: the model is block-causal, and the block does not divide its blocks, or something is given
@@ -132,17 +141,32 @@ def blocks_of(
     """
     if not (size := spec.block_size):
         return block, 0
-    if spec.causal_context:
-        raise ValueError(f"causal_context=True is not supported by generate yet ({spec.family})")
     if suffix:
         raise ValueError(
             f"suffix= is not supported by block-causal models ({spec.family}): a block attends to "
             "nothing after it. Put the text into the prompt."
         )
+    own = None if sampler is None else sampler.own_block
+    if own is not None and block not in (None, own):
+        raise ValueError(
+            f"block={block!r} must be left out, or {own}: {sampler!r} decodes in blocks of its own"
+        )
+    if spec.causal_context and infilled:
+        raise ValueError(f"infill does not support {spec.family}: its blocks follow a prompt. Use generate")
+    size = size if own is None else own
     block = size if block is None else block
+    if spec.causal_context and not isinstance(block, Sliding):
+        return check_argument("block", block, PositiveInt), size - 1 if sampler and sampler.drafts else 0
     if isinstance(block, Sliding) or size % check_argument("block", block, PositiveInt):
         raise ValueError(f"block={block} must divide the blocks of {spec.family}, block_size={size}")
     return block, 0 if ends_within_a_block(spec) and not infilled else size - 1
+
+
+def scheduled_by(sampler: Sampler, layout: Layout) -> Layout:
+    """The layout of a sampler that may decode in blocks of its own."""
+    if sampler.own_block is None:
+        return layout
+    return dataclasses.replace(layout, own_blocks=True, drafts=sampler.drafts)
 
 
 def ends_within_a_block(spec: ModelSpec) -> bool:
@@ -177,6 +201,17 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: 
         check_numbers(options)
     sampler.check_model(spec)
     check_policy(sampler, asked.policy)
+    check_blocks(sampler, asked.policy, arrays, layout)
+    if sampler.drafts and own:
+        raise ValueError(
+            f"constraints= is not supported by {type(sampler).__name__}: they would see drafts that are not "
+            "verified. Use Autoregressive(), or forbid= and allow="
+        )
+    if sampler.draft_adapter and (not adapted(model.params["layers"]) or is_low_rank(model.params["head"])):
+        raise ValueError(
+            "draft_adapter=True needs a model with LoRA adapters in its layers, and none in its head, which "
+            "verifies drafts too. Use lora.load(model, folder)"
+        )
     check_schedule(layout, asked.policy, sampler)
     named = {"policy": (asked.policy,), "sampler": (sampler,), "constraints": own}
     found = tuple(c for name, several in named.items() for one in several for c in constants(one, name))
@@ -206,6 +241,23 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: 
     allowed = allowed_tokens(asked.forbid, asked.allow, own, arrays, layout, sampler, spec)
     arrays = arrays._replace(noise=noise, allowed=allowed)
     return Request(arrays, plan, extra, asked.nonfinite, asked.progress)
+
+
+def check_blocks(sampler: Sampler, policy: Policy, arrays: Inputs, layout: Layout):
+    """Raises ValueError if a sampler with blocks of its own lacks a first token, or exact keys and values."""
+    if sampler.own_block is None:
+        return
+    name = type(sampler).__name__
+    if policy.reuses:
+        raise ValueError(
+            f"policy={type(policy).__name__}() is not supported by {name}: each token follows from exact "
+            "keys and values. Use Policy()."
+        )
+    known = host.readable(arrays.valid)
+    if known is not None and layout.prompt and not known[:, : layout.prompt].any(axis=1).all():
+        raise ValueError(
+            f"prompt is empty, which {name} does not support: a token predicts the next. Pass one."
+        )
 
 
 def _suffix_ids(suffix: inputs.Ids, batch: int, spec: ModelSpec) -> Int[AnyArray, "b s"]:

@@ -79,7 +79,7 @@ def _compile(model: Model, rung: int, batch: int, options: dict) -> Compiled:
 
 def _compile_slots(model: Model, rung: int, count: int, options: dict) -> Compiled:
     start = time.perf_counter()
-    request = prepare(model, [[]], buckets=Ladder((rung,)), **options)
+    request = prepare(model, [[model.spec.eos_id]], buckets=Ladder((rung,)), **options)
     nothing = request.inputs._replace(valid=np.zeros_like(request.inputs.valid))
     slots = Slots(model, request, count)
     slots.enter(0, request._replace(inputs=nothing))

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Int
 
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.base import Sampler
-from dllm_jax.state.canvas import Canvas, first_eos, first_of, masks_in_block
+from dllm_jax.state.canvas import Canvas, first_eos, first_of, masks_in_block, revoke
 from dllm_jax.state.layout import Layout
 
 
@@ -21,8 +21,9 @@ def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool)
 
     def next_block(canvas: Canvas) -> Canvas:
         moves = remaining(canvas) & ~canvas.active
-        # A sliding block that has nothing to do is the last.
-        by = canvas.layout.block if canvas.layout.sliding is None else canvas.layout.length
+        # A sliding block that has nothing to do is the last, and so is a draft.
+        fixed = canvas.layout.sliding is None and not canvas.layout.drafts
+        by = canvas.layout.block if fixed else canvas.layout.length
         moved = dataclasses.replace(
             canvas,
             block_start=canvas.block_start + by * moves,
@@ -33,11 +34,15 @@ def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool)
         return settle(dataclasses.replace(moved, block_masks=masks))
 
     canvas = canvas if canvas.layout.sliding is None else slid(canvas)
+    canvas = at_verified(canvas) if canvas.layout.drafts else canvas
 
     # Blocks without masks, such as an infilled template may hold, are skipped without a forward.
     if stop_at_eos:
         at_eos = ended(canvas, first_eos(canvas)) & final(canvas, sampler)
         canvas = dataclasses.replace(canvas, done=canvas.done | at_eos)
+        if canvas.layout.drafts:  # what was verified together with it is no answer
+            behind = canvas.response & (canvas.position > first_eos(canvas)[:, None])
+            canvas = revoke(canvas, at_eos[:, None] & behind)
     if canvas.stop is not None:
         canvas = dataclasses.replace(canvas, done=canvas.done | ended(canvas, canvas.stop))
     return jax.lax.while_loop(lambda c: jnp.any(remaining(c) & ~c.active), next_block, settle(canvas))
@@ -53,6 +58,14 @@ def slid(canvas: Canvas) -> Canvas:
     over = jnp.sum(canvas.decoded_at >= began, axis=1) >= layout.block
     block_step = jnp.where(over & (canvas.block_step > 0), 0, canvas.block_step)
     return dataclasses.replace(canvas, block_start=first, block_step=block_step)
+
+
+def at_verified(canvas: Canvas) -> Canvas:
+    """The canvas with its blocks at their last verified token, from which the next draft begins."""
+    assert canvas.stored is not None, "a causal context"
+    moves = canvas.stored > canvas.block_start
+    start = jnp.where(moves, canvas.stored, canvas.block_start)
+    return dataclasses.replace(canvas, block_start=start, block_step=jnp.where(moves, 0, canvas.block_step))
 
 
 def check_schedule(layout: Layout, policy: Policy, sampler: Sampler):
@@ -100,6 +113,8 @@ def offered_positions(policy: Policy, canvas: Canvas) -> Bool[Array, "b l"]:
 
 def final(canvas: Canvas, sampler: Sampler) -> Bool[Array, "b"] | bool:
     """Whether decoded tokens stay: those that may be revoked or edited do when their block is finished."""
+    if canvas.layout.drafts:
+        return ~canvas.drafted
     return _settled(sampler.finished(canvas), canvas) if sampler.revises else True
 
 

@@ -60,9 +60,17 @@ class LogProbs(NamedTuple):
         def on_canvas(values: Shaped[Array, "b c *k"]) -> Shaped[Array, "b l *k"]:
             return gather(values, place)
 
-        changed = before.tokens != after.tokens
+        changed = changed_by(before, after)
         added = self.where(changed, jax.tree.map(on_canvas, found))
         return added.where(changed & after.masked, LogProbs.begin(after, self.top_tokens.shape[2]))
+
+
+def changed_by(before: Canvas, after: Canvas) -> Bool[Array, "b l"]:
+    """Positions that a step gave another token, or verified the draft's."""
+    changed = before.tokens != after.tokens
+    if before.layout.drafts:
+        changed |= (after.decoded_at == before.step[:, None]) & before.active[:, None]
+    return changed
 
 
 def of_candidates(

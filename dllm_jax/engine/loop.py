@@ -15,7 +15,7 @@ serves pieces of all lengths. What the loop carries stays on the devices and is 
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,8 +52,9 @@ def denoise(
     """
     lies = functools.partial(model.rules.of_results, (model, inputs.tokens), b=len(inputs.tokens))
     by_sequence, by_step = lies("b"), lies("tb")
-    specs: list[Any] = [by_step] * (len(Trace._fields) - 1)
-    trace = Trace(*specs, steps=cast(Any, PartitionSpec())) if plan.trace else None
+    specs: dict[str, Any] = dict.fromkeys(Trace._fields, by_step) | {"steps": PartitionSpec()}
+    specs |= {} if model.spec.causal_context else {"causal": None}
+    trace = Trace(**specs) if plan.trace else None
     return over_mesh(_denoise, model, inputs, plan, out=(by_sequence, by_sequence, trace, by_sequence))
 
 

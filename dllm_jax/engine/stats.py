@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.engine import trace
-from dllm_jax.engine.logprobs import LogProbs
+from dllm_jax.engine.logprobs import LogProbs, changed_by
 from dllm_jax.engine.trace import Steps, Trace
 from dllm_jax.options.renamed import Renamed
 from dllm_jax.state.canvas import Canvas, first_eos
@@ -31,6 +31,10 @@ class Stats(NamedTuple):
         masked at that step stay masked. Other sequences in the batch are not affected.
       idle: Forward passes with nothing left to unmask in a block that had masks for one more each; None
         unless the sampler may have them (`Sampler.may_idle`).
+      causal_passes: Forward passes with causal attention, which store the prompt and finished blocks or
+        verify drafts; the others denoise. None unless the model has a causal context.
+      accepted_tokens: Tokens that verifications of drafts accepted, one more than agreed in each. None unless
+        the sampler drafts (`SelfSpeculation`).
     """
 
     nfe: Int[Array, "b"]
@@ -43,6 +47,8 @@ class Stats(NamedTuple):
     answer_tokens: Int[Array, "b"]
     finite: Bool[Array, "b"]
     idle: Int[Array, "b"] | None = None
+    causal_passes: Int[Array, "b"] | None = None
+    accepted_tokens: Int[Array, "b"] | None = None
 
     computed, executed = Renamed("computed", "computed_tokens"), Renamed("executed", "executed_tokens")
     widened, decoded = Renamed("widened", "widened_tokens"), Renamed("decoded", "decoded_tokens")
@@ -61,6 +67,7 @@ class Record(NamedTuple):
       trace: its steps so far; None if no trace is recorded.
       confidence: Confidence at which each position was unmasked, infinity elsewhere; None records none.
       idle: Running sum of `Stats.idle`.
+      causal_passes: Running sum of `Stats.causal_passes`.
       logprobs: Log-probabilities so far; None records none.
     """
 
@@ -72,6 +79,7 @@ class Record(NamedTuple):
     trace: Steps | None
     confidence: Float[Array, "b l"] | None
     idle: Int[Array, "b"] | None
+    causal_passes: Int[Array, "b"] | None = None
     logprobs: LogProbs | None = None
 
     @staticmethod
@@ -93,7 +101,8 @@ class Record(NamedTuple):
         unknown = jnp.full(canvas.tokens.shape, jnp.inf, jnp.float32) if confidence else None
         widened = zeros.astype(jnp.float32) if extra is None else jnp.mean(extra, axis=1)
         executed, none_idle = zeros.astype(jnp.float32), zeros if idle else None
-        return Record(zeros, executed, widened, zeros, finite, steps, unknown, none_idle)
+        causal = zeros if canvas.spec.causal_context else None
+        return Record(zeros, executed, widened, zeros, finite, steps, unknown, none_idle, causal)
 
     def add(
         self,
@@ -140,6 +149,9 @@ class Record(NamedTuple):
             if self.confidence is None
             else _decoded_with(self.confidence, before, after, proposal),
             idle=None if self.idle is None else self.idle + _idles(before),
+            causal_passes=None
+            if self.causal_passes is None
+            else self.causal_passes + (before.active & before.causal[:, 0]),
             logprobs=self.logprobs,
         )
 
@@ -170,7 +182,15 @@ class Record(NamedTuple):
             answer_tokens=jnp.sum(before_eos, axis=1, dtype=jnp.int32),
             finite=self.finite,
             idle=self.idle,
+            causal_passes=self.causal_passes,
+            accepted_tokens=_accepted(canvas) if canvas.layout.drafts else None,
         )
+
+
+def _accepted(canvas: Canvas) -> Int[Array, "b"]:
+    """How many tokens verifications accepted: those behind the prompt that were, but the pass over it."""
+    assert canvas.stored is not None, "a causal context"
+    return jnp.maximum(canvas.stored - canvas.layout.prompt, 0)
 
 
 def _idles(before: Canvas) -> Bool[Array, "b"]:
@@ -185,4 +205,4 @@ def _decoded_with(
 ) -> Float[Array, "b l"]:
     """The confidences with those of what this step decoded; infinity where it made a mask again."""
     new = jnp.where(after.masked, jnp.inf, proposal.score)
-    return jnp.where(before.tokens != after.tokens, new, confidence)
+    return jnp.where(changed_by(before, after), new, confidence)

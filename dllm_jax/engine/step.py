@@ -25,6 +25,7 @@ from dllm_jax.engine.shadow import masked_block, over_both
 from dllm_jax.engine.stats import Record
 from dllm_jax.nn.intervened import IntervenedLayer, embedded, intervened
 from dllm_jax.nn.layer import Layer, embed, walk
+from dllm_jax.nn.low_rank import acting_in
 from dllm_jax.nn.mesh import constrain
 from dllm_jax.nn.model import Model
 from dllm_jax.policies.base import Policy
@@ -229,10 +230,14 @@ def network(
             weights.check_reached(policy.layer.__qualname__)
         return x, view.into(cache, weights.index)
 
-    x = embed(model.params, rows.take(tokens), None if embeds is None else rows.take(embeds))
+    params = model.params
+    if generation.plan.sampler.draft_adapter:
+        params = acting_in(params, ~canvas.causal[:, 0], model.spec.layers)
+    x = embed(params, rows.take(tokens), None if embeds is None else rows.take(embeds))
     x = embedded(interventions, x, rows.index, canvas.step)
     start = (x, masked_block(model, canvas)) if shadowed else x
-    x, cache = walk(model.params, model.spec, rope, run, (start, cache), model.kernels, where_used=True)
+    rope = rope.padded(canvas.valid, model.spec)
+    x, cache = walk(params, model.spec, rope, run, (start, cache), model.kernels, where_used=True)
     return jnp.concatenate(x, axis=1) if shadowed else x, cache
 
 

@@ -29,6 +29,7 @@ class Trace(NamedTuple):
       active: Steps in which the sequence took part.
       widened: Layers that computed every position (`Cache.extra_positions`).
       steps: Largest number of steps of a sequence.
+      causal: Steps that were causal passes; None unless the model has a causal context.
     """
 
     tokens: Int[Array, "t_plus_1 b l"]
@@ -39,11 +40,13 @@ class Trace(NamedTuple):
     active: Bool[Array, "t b"]
     widened: Bool[Array, "t b n"]
     steps: Int[Array, ""]
+    causal: Bool[Array, "t b"] | None = None
 
 
 # A row holds, one behind the other: tokens [l], proposed tokens with two flags in their lowest bits [l], the
 # bits of the scores [l], and of each layer whether it was widened, with the flag that the step was taken [n].
-# The sequences are those of the whole batch, of which a step may take a group.
+# With a causal context that flag has one of its own. The sequences are those of the whole batch, of which a
+# step may take a group.
 Steps = Int[Array, "t_plus_1 everyone _"]
 
 
@@ -79,7 +82,9 @@ def add(
     """
     flagged = proposal.token << 2 | read << 1 | computed
     score = jax.lax.bitcast_convert_type(proposal.score, jnp.int32)
-    row = jnp.concatenate([after.tokens, flagged, score, widened << 1 | 1], axis=1)
+    taken = jnp.where(before.causal, 3, 1) if before.spec.causal_context else 1
+    layers = widened << _flags(before) | taken
+    row = jnp.concatenate([after.tokens, flagged, score, layers], axis=1)
     sequences = jnp.arange(len(row)) if sequences is None else sequences
     # Of a sequence that takes no part the step is beyond the trace, and nothing is written.
     step = jnp.where(before.active, before.step + 1, len(steps))
@@ -101,6 +106,12 @@ def completed(steps: Steps, canvas: Canvas) -> Trace:
         proposed=jnp.where(active[..., None], flagged >> 2, mask_id),
         score=jnp.where(active[..., None], score, -jnp.inf),
         active=active,
-        widened=layers > 1,
+        widened=layers > (1 << _flags(canvas)) - 1,
         steps=jnp.max(canvas.step),
+        causal=(layers[..., 0] & 2) == 2 if canvas.spec.causal_context else None,
     )
+
+
+def _flags(canvas: Canvas) -> int:
+    """Number of flags in a layer's entry, below whether it was widened."""
+    return 2 if canvas.spec.causal_context else 1

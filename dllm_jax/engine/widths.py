@@ -35,9 +35,10 @@ def step_widths(
         return ()
     own = check_argument("widths", tuple(policy.widths(spec, layout)), tuple[PositiveInt, ...])
 
-    # Of a block-causal model a step computes its block, and once the finished one before it.
-    if spec.block_size:
-        own = (*(w for w in own if w < spec.block_size), spec.block_size, 2 * spec.block_size)
+    # Of a block-causal model a step computes its block, and once the finished one before it; with a causal
+    # context either of them.
+    if size := layout.fitted(spec).block_size:
+        own = (*(w for w in own if w < size), size, *([] if spec.causal_context else [2 * size]))
 
     # Widths of at least the canvas run no faster than the step over the canvas in place.
     chosen = own if override is None else override

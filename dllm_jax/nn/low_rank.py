@@ -4,7 +4,8 @@ import dataclasses
 from typing import Any
 
 import jax
-from jaxtyping import PyTree
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, PyTree
 
 from dllm_jax.nn.sharding import AXES, OUTPUTS
 
@@ -23,12 +24,15 @@ class LowRankMatrix:
       a: Matrix from the inputs to the rank; LoRA's A, transposed.
       b: Matrix from the rank to the outputs; LoRA's B, transposed. All zeros before training.
       alpha: the update is scaled by alpha / rank (static).
+      where: Sequences of a batch in which the update acts, with a leading axis of stacked layers as the
+        others; None for all.
     """
 
     base: Any
     a: Any
     b: Any
     alpha: float = dataclasses.field(metadata={"static": True})
+    where: Any = None
 
     @property
     def rank(self) -> int:
@@ -64,6 +68,19 @@ def is_low_rank(leaf: Any) -> bool:
 def adapted(params: PyTree) -> list[LowRankMatrix]:
     """The matrices of these parameters that have an update, one per stack of layers or per layer."""
     return [leaf for leaf in jax.tree.leaves(params, is_leaf=is_low_rank) if is_low_rank(leaf)]
+
+
+def acting_in(params: PyTree, sequences: Bool[Array, "b"], layers: int) -> PyTree:
+    """The parameters of a model, in whose layers updates act in these sequences alone."""
+
+    def of_matrix(leaf: Any) -> Any:
+        if not is_low_rank(leaf):
+            return leaf
+        stacked = not isinstance(params["layers"], list)
+        where = jnp.broadcast_to(sequences, (layers, *sequences.shape)) if stacked else sequences
+        return dataclasses.replace(leaf, where=where)
+
+    return {**params, "layers": jax.tree.map(of_matrix, params["layers"], is_leaf=is_low_rank)}
 
 
 def factor_axes(leaf: str) -> tuple[str, str]:

@@ -1,5 +1,6 @@
 """Samplers: which token each position gets, and which positions are decoded in a step."""
 
+from dllm_jax.samplers.autoregressive import Autoregressive, SelfSpeculation
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.samplers.candidates import Candidates, Decision
 from dllm_jax.samplers.certainty_prior import CertaintyPrior
@@ -17,8 +18,8 @@ from dllm_jax.samplers.pc import PCSampler, TokenFrequencies
 from dllm_jax.samplers.wino import WINO
 
 __all__ = [
-    "KLASS", "WINO", "Candidates", "CertaintyPrior", "Confidence", "Constraint", "Decision",
+    "KLASS", "WINO", "Autoregressive", "Candidates", "CertaintyPrior", "Confidence", "Constraint", "Decision",
     "DreamSchedule", "Dynamic", "EBSampler", "EarlyCommit", "Edit", "Factor", "KeyNoise", "Noise", "OneOf",
-    "PCSampler", "RandomOrder", "RecordedNoise", "Sampler", "Sequential", "Threshold", "TokenFrequencies",
-    "UntilDone",
+    "PCSampler", "RandomOrder", "RecordedNoise", "Sampler", "SelfSpeculation", "Sequential", "Threshold",
+    "TokenFrequencies", "UntilDone",
 ]  # fmt: skip

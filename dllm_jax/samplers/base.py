@@ -74,6 +74,13 @@ class Sampler(Options, abc.ABC):
     """Whether tokens that earlier steps decoded in the block are candidates too, with score -inf; `decide`
     may replace them, and keep the sequence in the block."""
 
+    drafts: ClassVar[bool] = False
+    """Whether a block is a draft, which a causal pass verifies (`Layout.drafts`): the candidates of that pass
+    are the draft's tokens and one more, each predicted from the left; `decide` may revoke them."""
+
+    draft_adapter: ClassVar[bool] = False
+    """Whether the model's LoRA adapters act in drafts alone, not in causal passes."""
+
     # -- defined by each sampler ----------------------------------------------------------------------
 
     @abc.abstractmethod
@@ -171,6 +178,11 @@ class Sampler(Options, abc.ABC):
     def draws(self) -> bool:
         """Whether the sampler needs random numbers."""
         return not fixed_at(self.temperature, 0)
+
+    @property
+    def own_block(self) -> int | None:
+        """The block length that the sampler decodes in; None leaves it to `generate(block=)`."""
+        return None
 
     def check_model(self, spec: ModelSpec):
         """Raises ValueError if the sampler does not go with a model."""

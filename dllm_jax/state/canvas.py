@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
 from dllm_jax.nn import shift
-from dllm_jax.nn.mask import Mask, block_causal, block_start, key_mask, padding_mask
+from dllm_jax.nn.mask import Mask, block_causal, block_start, in_front_of, key_mask, padding_mask
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options.renamed import Renamed
 from dllm_jax.state.layout import Layout
@@ -49,7 +49,8 @@ class Canvas:
       stop: position at which a stop sequence begins, l if there is none; from there on nothing is decoded.
         None if there are no stop sequences.
       stored: end of the model's own block that the sequence's last step was in: keys and values in front of
-        that block are final. None if the model attends everywhere.
+        that block are final. With a causal context, end of the positions whose keys and values are final.
+        None if the model attends everywhere.
       keeps_block: sequences that stay in their block even if nothing in it is masked, as its tokens are still
         edited. None if the sampler does not edit.
     """
@@ -137,6 +138,8 @@ class Canvas:
         eligible = self.masked & (self.position < self.block_end) & self.active[:, None]
         if self.stored is not None and self.spec.shifted:
             eligible &= ~self.opens_model_block | (self.position == self.model_block)
+        if self.spec.causal_context:
+            eligible = jnp.where(self.causal, self.predicted_causally & self.active[:, None], eligible)
         return eligible if self.stop is None else eligible & (self.position < self.stop[:, None])
 
     @property
@@ -160,8 +163,9 @@ class Canvas:
 
     @property
     def predictor(self) -> Int[Array, "b l"]:
-        """The position whose output predicts each position (`dllm_jax.nn.shift`)."""
-        return shift.predictors(self.valid, self.spec)
+        """The position whose output predicts each position (`dllm_jax.nn.shift`); the left one, if causal."""
+        own = shift.predictors(self.valid, self.spec)
+        return jnp.maximum(own - self.causal, 0) if self.spec.causal_context else own
 
     def predicting_positions(self, positions: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
         """The positions whose output predicts these positions, see `predictor`."""
@@ -216,6 +220,37 @@ class Canvas:
         """
         return self.enters_model_block & self._at_first(self.masked)
 
+    @property
+    def causal(self) -> Bool[Array, "b 1"]:
+        """Whether the coming step is a causal pass: it stores what is finished, and predicts what follows.
+
+        Of models with a causal context. A block is finished when the next one begins; a draft is to be
+        verified when nothing in it is masked.
+        """
+        assert self.stored is not None, "a causal context"
+        finished = (self.stored < self.block_start)[:, None]
+        if not self.layout.drafts:
+            return finished
+        return finished | ~jnp.any(self.masked & self.block, axis=1, keepdims=True)
+
+    @property
+    def predicted_causally(self) -> Bool[Array, "b l"]:
+        """The positions that a causal pass predicts: a block's first one, or a draft's and one more."""
+        assert self.stored is not None, "a causal context"
+        begins, position = self.block_start[:, None], self.position
+        first = self.masked & (position == begins)
+        if not self.layout.drafts:
+            return first
+        drafted = (position > begins) & (position <= self.block_end)
+        return jnp.where((self.stored < self.block_start)[:, None], first, drafted)
+
+    @property
+    def drafted(self) -> Bool[Array, "b"]:
+        """Sequences with decoded tokens that no causal pass has verified yet."""
+        assert self.stored is not None, "a causal context"
+        verified = jnp.maximum(self.stored, self.block_start)[:, None]
+        return jnp.any(self.decoded & (self.position > verified), axis=1)
+
     def _at_first(self, positions: Bool[Array, "b l"]) -> Bool[Array, "b 1"]:
         """Whether the set has the first position of the model's block, if the head is shifted."""
         if not self.spec.shifted:
@@ -230,10 +265,22 @@ class Canvas:
         """
         if self.stored is None:
             return selected
+        if self.spec.causal_context:
+            return self._without_final_causally(selected)
         size = self.spec.block_size
         end = self.model_block + jnp.where(self.opens_model_block, 0, size)
         open_ = (self.position >= self.stored[:, None] - size) & (self.position < end)
         return self.first_step | (open_ & (selected | self.enters_model_block))
+
+    def _without_final_causally(self, selected: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
+        """The same with a causal context: everything that a causal pass stores, or positions of the block."""
+        assert self.stored is not None, "a causal context"
+        begins = self.block_start[:, None]
+        end = jnp.where((self.stored < self.block_start)[:, None], begins, self.block_end)
+        unstored = (self.position >= self.stored[:, None]) & (self.position < end)
+        # Nothing in the block has keys and values of its own before its first denoising pass.
+        seeded = jnp.any(self.just_decoded & (self.position == begins), axis=1, keepdims=True)
+        return unstored & (self.causal | selected | self.block_begins | seeded)
 
     # -- geometry -----------------------------------------------------------------------------------
 
@@ -269,18 +316,24 @@ class Canvas:
         else:
             mask = None if readable is None else key_mask(keys)
         real = self.valid if self.layout.padded else None
+        if self.spec.causal_context:
+            end = jnp.where(self.causal, rows.index + 1, self.block_end)
+            return in_front_of(end, mask, self.layout.length)
         response = self.layout.response_start
         return block_causal(mask, self.spec, rows.index, real, self.layout.length, response)
 
 
 def begin(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec, layout: Layout) -> Canvas:
     """The canvas before its first step; a sequence of padding alone is done and never computes anything."""
-    batch = tokens.shape[0]
+    batch, spec = tokens.shape[0], layout.fitted(spec)
     zeros = jnp.zeros((batch,), jnp.int32)
     start = jnp.full((batch,), layout.prompt, jnp.int32)
     if spec.block_size:
         # What a prompt has beyond whole blocks begins the first block.
         start = block_start(start[:, None], valid, spec, layout.response_start)[:, 0]
+    stored = zeros if spec.block_size else None
+    if spec.causal_context:
+        stored = jnp.argmax(valid, axis=1).astype(jnp.int32)
     canvas = Canvas(
         tokens=tokens.astype(jnp.int32),
         decoded_at=jnp.full(tokens.shape, -1, jnp.int32),
@@ -293,7 +346,7 @@ def begin(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec,
         done=~jnp.any(valid, axis=1),
         spec=spec,
         layout=layout,
-        stored=zeros if spec.block_size else None,
+        stored=stored,
     )
     return dataclasses.replace(canvas, block_masks=masks_in_block(canvas))
 
@@ -309,8 +362,12 @@ def write(canvas: Canvas, chosen: Bool[Array, "b l"], token: Int[Array, "b l"]) 
     # A sequence that a step leaves out counts no step: its refreshes and draws are what they are alone.
     took_part = canvas.active.astype(jnp.int32)
     if canvas.stored is not None:
-        stored = jnp.where(canvas.active, canvas.model_block[:, 0] + canvas.spec.block_size, canvas.stored)
-        canvas = dataclasses.replace(canvas, stored=stored)
+        stores, stored = canvas.active, canvas.model_block[:, 0] + canvas.spec.block_size
+        if canvas.spec.causal_context:
+            # What a causal pass stores reaches to the last token that it predicts.
+            stores &= canvas.causal[:, 0]
+            stored = jnp.maximum(jnp.max(jnp.where(chosen, canvas.position, 0), axis=1), canvas.block_start)
+        canvas = dataclasses.replace(canvas, stored=jnp.where(stores, stored, canvas.stored))
     return dataclasses.replace(
         canvas,
         tokens=jnp.where(chosen, token, canvas.tokens),

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Annotated
 
+from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NoneMeans, NonNegativeInt, Options, PositiveInt, check_argument
 from dllm_jax.state.sliding import Sliding
 
@@ -23,6 +24,9 @@ class Layout(Options):
         model. They are not returned.
       sliding: Schedule of a sliding block; None has fixed blocks.
       shorter_last: Whether the last block may have fewer positions than the others.
+      own_blocks: Whether `block` takes the place of a block-causal model's own block length, as it always
+        does with a causal context.
+      drafts: Whether blocks are drafts that a causal pass verifies. Each begins with the last verified token.
     """
 
     prompt: NonNegativeInt
@@ -34,6 +38,8 @@ class Layout(Options):
     sliding: Annotated[Sliding | None, NoneMeans("fixed blocks")] = None
     tail: NonNegativeInt = 0
     shorter_last: bool = False
+    own_blocks: bool = False
+    drafts: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -85,6 +91,14 @@ class Layout(Options):
         count = count if whole_blocks else -(-count // blocks) * blocks
         response = length + suffix + tail
         return cls(prompt, response, size, count, padded, suffix, None, tail, shorter_last)
+
+    def fitted(self, spec: ModelSpec) -> ModelSpec:
+        """The model as this generation decodes it: with blocks of `block` where they replace its own."""
+        if spec.block_size == self.block or not (
+            spec.causal_context or (self.own_blocks and spec.block_size)
+        ):
+            return spec
+        return dataclasses.replace(spec, block_size=self.block)
 
     @property
     def length(self) -> int:
