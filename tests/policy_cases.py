@@ -161,6 +161,16 @@ BLOCK_CASES: dict[type[policies.Policy], PolicyCase] = {
         None,
         lossy="it computes as many positions as exact decoding, and reads fewer",
     ),
+    policies.DelayedCache: PolicyCase(
+        policies.DelayedCache(), policies.DelayedCache(), ONE_STEP_PER_BLOCK, policies.DelayedCache()
+    ),
+    policies.FOCUS: PolicyCase(
+        policies.FOCUS(),
+        policies.FOCUS(alpha=12, delayed=False),
+        AS_OTHER_CHECKS,
+        None,
+        lossy="masks leave the first step of a block",
+    ),
 }
 
 CACHED = tuple(case.policy for case in CASES.values())

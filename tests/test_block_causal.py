@@ -33,6 +33,7 @@ from tests.policy_cases import (
 )
 
 PADS, LENGTH = (0, 3, 6), 14
+OF_BLOCKS = [case.policy for case in BLOCK_CASES.values()]
 EVERY_DAY = policies.DualCache, *BLOCK_CASES
 REFUSING = (
     *(policies.SparseDLLM, policies.MaskKV, policies.EvictPrompt),
@@ -190,6 +191,22 @@ def test_policies_that_mean_nothing_there_refuse(policy):
         dj.generate(model, prompt, length=4, policy=policy)
 
 
+@pytest.mark.parametrize(("options", "reason"), [
+    (dict(sampler=samplers.Edit()), "Edit is not supported by FOCUS: it edits tokens"),
+    (dict(sampler=samplers.Threshold(cfg_scale=1.0)), "cfg_scale is not supported by FOCUS"),
+    (dict(sampler=samplers.Threshold(early_commit=samplers.EarlyCommit())), "early_commit is not supported"),
+])  # fmt: skip
+def test_what_needs_all_outputs_refuses_rows_that_leave(options, reason):
+    with pytest.raises(ValueError, match=reason):
+        dj.generate(tiny("sdar"), prompts(tiny("sdar"))[0], length=4, policy=policies.FOCUS(), **options)
+
+
+@pytest.mark.parametrize("policy", OF_BLOCKS[1:], ids=short)
+def test_policies_of_blocks_refuse_models_without(policy):
+    with pytest.raises(ValueError, match=rf"{short(policy)} supports block-causal models only \(llada "):
+        dj.generate(tiny("llada"), prompts(tiny("llada"))[0], length=4, policy=policy)
+
+
 def test_samplers_that_mean_nothing_there_refuse():
     shifted = tiny("sdar", block_size=4, shifted=True)
     for model, sampler, reason in (
@@ -200,7 +217,6 @@ def test_samplers_that_mean_nothing_there_refuse():
             dj.generate(model, prompts(model)[0], length=4, sampler=sampler)
 
 
-OF_BLOCKS = [case.policy for case in BLOCK_CASES.values()]
 ADMITTED = [p for p in (*EVERY, *OF_BLOCKS) if not isinstance(p, REFUSING)]
 
 

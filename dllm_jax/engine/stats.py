@@ -22,7 +22,8 @@ class Stats(NamedTuple):
       executed_tokens: Tokens that the device ran for this sequence, including the padding of static-shape
         programs. The only statistic that depends on the batch.
       widened_tokens: Extra computed tokens that layers added to the policy's selection
-        (`Cache.extra_positions`), averaged over layers and summed over forward passes.
+        (`Cache.extra_positions`), averaged over layers and summed over forward passes. Negative where layers
+        leave selected tokens out.
       cache_ratio: Fraction of tokens that were not recomputed, averaged over forward passes (0 if exact).
       refreshes: Full steps, which recompute every token.
       decoded_tokens: Generated tokens that are not masked at the end, without a suffix.

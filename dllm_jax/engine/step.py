@@ -53,6 +53,8 @@ def initial_state(generation: Generation, inputs: Inputs) -> State:
 
     # The policy may run the model over the request before the first step.
     cache = empty_cache(model, plan.policy, layout, streams_b)
+    if cache.no_output is not None:
+        check_outputs(plan)
     x = embed(model.params, _inputs(plan, streams), generation.embeds)
     cache = plan.policy.before_first_step(cache, streams, model, x)
     cache = split_cache(cache, model, streams_b)
@@ -63,6 +65,26 @@ def initial_state(generation: Generation, inputs: Inputs) -> State:
         record = record._replace(logprobs=LogProbs.begin(canvas, plan.logprobs))
     memory = jax.tree.map(lambda array: constrain(array, model.rules, "b"), plan.sampler.init(canvas))
     return State(canvas, cache, select_positions(generation, cache, canvas), record, memory)
+
+
+def check_outputs(plan: Plan):
+    """Raises ValueError for options that need the output of every computed position.
+
+    Layers of the policy let some positions go, which then have none (`Cache.no_output`).
+    """
+    name = type(plan.policy).__name__
+    for option, unsupported, reason in (
+        (
+            type(plan.sampler).__name__,
+            plan.sampler.edits,
+            "it edits tokens by their outputs",
+        ),
+        ("cfg_scale", plan.streams == 2, "the two streams may let different positions go"),
+        ("early_commit", plan.sampler.early_commit is not None, "it needs the outputs of all masks"),
+        ("constraints", bool(plan.constraints), "the positions that they wait for may be let go"),
+    ):
+        if unsupported:
+            raise ValueError(f"{option} is not supported by {name}: {reason}. Use DelayedCache().")
 
 
 def split_cache(cache: Cache, model: Model, batch: int) -> Cache:
@@ -79,7 +101,7 @@ def split_cache(cache: Cache, model: Model, batch: int) -> Cache:
         return constrain(array, model.rules, "b") if of_sequences else array
 
     layers = jax.tree.map(of_layers, cache.layers)
-    return Cache(layers, *jax.tree.map(shared, (cache.shared, cache.extra_positions)))
+    return Cache(layers, *jax.tree.map(shared, (cache.shared, cache.extra_positions, cache.no_output)))
 
 
 def empty_cache(model: Model, policy: Policy, layout: Layout, batch: int) -> Cache:
@@ -145,9 +167,11 @@ def _step(
     rows = computed_rows(state.need, width)
     hidden, cache = network(generation, _inputs(plan, streams), streams, rows, state.cache)
 
-    # Candidates get a token and a score; the sampler decides which of the eligible ones are decoded now.
+    # Candidates get a token and a score; the sampler decides which of the eligible ones are decoded now. What
+    # layers let go has no output, and is no candidate.
     own = dataclasses.replace(rows, index=stream(rows.index, 0, plan.streams))
-    candidates, finite, committed, found = propose(generation, canvas, own, hidden)
+    ended = own if cache.no_output is None else own.where(~own.take(stream(cache.no_output, 0, plan.streams)))
+    candidates, finite, committed, found = propose(generation, canvas, ended, hidden)
     index, _, score, _ = candidates
     eligible = gather(offered_positions(policy, canvas), index)
     masks = candidates._replace(score=jnp.where(eligible, score, -jnp.inf))

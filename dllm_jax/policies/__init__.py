@@ -2,6 +2,7 @@
 
 from dllm_jax.policies.base import Policy
 from dllm_jax.policies.d2cache import D2Cache
+from dllm_jax.policies.delayed_cache import DelayedCache
 from dllm_jax.policies.dkv import DKVPD, DKVDecode
 from dllm_jax.policies.dkv_greedy import DKVGreedy
 from dllm_jax.policies.dkv_prefill import DKVPrefill
@@ -9,6 +10,7 @@ from dllm_jax.policies.dllm_cache import DLLMCache
 from dllm_jax.policies.elastic import ElasticCache
 from dllm_jax.policies.evict_prompt import EvictPrompt
 from dllm_jax.policies.fast_dllm import DualCache, PrefixCache, SubBlockCache
+from dllm_jax.policies.focus import FOCUS
 from dllm_jax.policies.mage import MAGE
 from dllm_jax.policies.maskkv import MaskKV
 from dllm_jax.policies.parts.drift import HeadCosine, KeyCosine
@@ -21,10 +23,10 @@ from dllm_jax.policies.suffix_dropout import SuffixDropout
 from dllm_jax.policies.window_diffusion import WindowDiffusion
 
 __all__ = [
-    "ALL", "BLOCK_CAUSAL", "DKVPD", "MAGE", "D2Cache", "DKVDecode", "DKVGreedy", "DKVPrefill", "DLLMCache",
-    "DualCache", "ElasticCache", "EvictPrompt", "Exact", "GaussianDropout", "HeadCosine", "KeyCosine",
-    "MaskKV", "NearAndLast", "Policy", "PrefixCache", "SPACache", "SlidingCache", "SparseDLLM",
-    "SubBlockCache", "SuffixDropout", "UniformDropout", "ValueProxy", "WindowDiffusion",
+    "ALL", "BLOCK_CAUSAL", "DKVPD", "FOCUS", "MAGE", "D2Cache", "DKVDecode", "DKVGreedy", "DKVPrefill",
+    "DLLMCache", "DelayedCache", "DualCache", "ElasticCache", "EvictPrompt", "Exact", "GaussianDropout",
+    "HeadCosine", "KeyCosine", "MaskKV", "NearAndLast", "Policy", "PrefixCache", "SPACache", "SlidingCache",
+    "SparseDLLM", "SubBlockCache", "SuffixDropout", "UniformDropout", "ValueProxy", "WindowDiffusion",
 ]  # fmt: skip
 
 
@@ -50,4 +52,5 @@ ALL: tuple[Policy, ...] = (
     SlidingCache(),
 )
 
-BLOCK_CAUSAL: tuple[Policy, ...] = (SubBlockCache(), MAGE())  # made for models that attend within blocks
+# Made for models that attend within blocks.
+BLOCK_CAUSAL: tuple[Policy, ...] = (SubBlockCache(), MAGE(), DelayedCache(), FOCUS())

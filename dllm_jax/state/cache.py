@@ -31,12 +31,16 @@ class Cache(NamedTuple):
         layers runs, a list with one such structure per layer, leaves [b s ...].
       shared: anything else (statistics, tracked positions), leaves of any shape.
       extra_positions: positions that each layer has computed beyond those selected, which statistics count
-        and then set to zero; None for a policy whose layers compute the selection alone.
+        and then set to zero; None for a policy whose layers compute the selection alone. Negative where
+        layers compute fewer.
+      no_output: Computed positions that have no output in this step, because layers let them go; None for a
+        policy whose layers let none go. They are no candidates of the step.
     """
 
     layers: PyTree
     shared: PyTree
     extra_positions: Float[Array, "b n"] | None = None
+    no_output: Bool[Array, "b l"] | None = None
 
     def separate(self) -> "Cache":
         """The same with a list of layers, as `Policy.layer` finds it in a model with separate layers."""
@@ -154,12 +158,14 @@ class LayerCache(NamedTuple):
       shared: State shared between layers (`Cache`); change it by `cache._replace(shared=...)`.
       kernels: the model's, which say how pairs lie in memory.
       readable: the positions that may be attended to (`Policy.reads`); None where that is all but padding.
+      no_output: Positions that layers let go (`Cache`); change it as `shared`.
     """
 
     storage: Stacked | Separate
     shared: PyTree
     kernels: Kernels = BY_DEFAULT
     readable: Bool[Array, "b l"] | None = None
+    no_output: Bool[Array, "b l"] | None = None
 
     @staticmethod
     def of(
@@ -174,12 +180,13 @@ class LayerCache(NamedTuple):
             storage = Separate(cache.layers[layer : layer + 2])
         else:
             storage = Stacked(cache.layers, jnp.asarray(layer, jnp.int32))
-        return LayerCache(storage, cache.shared, kernels, readable)
+        return LayerCache(storage, cache.shared, kernels, readable, cache.no_output)
 
     def into(self, cache: Cache, layer: LayerIndex) -> Cache:
         """Returns the cache with a layer's changes to its view."""
         # The set that is read is the step's, not the cache's: it stays behind with the view.
-        return cache._replace(layers=self.storage.into(cache.layers, layer), shared=self.shared)
+        layers = self.storage.into(cache.layers, layer)
+        return cache._replace(layers=layers, shared=self.shared, no_output=self.no_output)
 
     def read(self) -> PyTree:
         """This layer's storage: the structure that `Policy.init` returned, leaves [b s ...]."""

@@ -15,6 +15,7 @@ from dllm_jax.nn.attention import attention
 from dllm_jax.nn.layer import embed, walk
 from dllm_jax.nn.rope import rope_of
 from dllm_jax.policies import MAGE, Policy
+from dllm_jax.policies.parts.leaving import target
 from dllm_jax.state.canvas import Canvas, begin
 from dllm_jax.state.rows import Rows, full_rows
 from tests.replay.block import compare_stopped
@@ -41,6 +42,30 @@ def mage(case: Case):
         of_block = arrays["kept"][np.searchsorted(arrays["block"][first], block)].any(axis=(0, 1))
         read = of_block | ((position >= start) & (position < end)) | (step in first)
         exactly(f"read in step {step}", trace.read[step, 0], read)
+
+
+def focus(case: Case):
+    """Every step: the rows that enter, what lets them go, those that stay, and what later layers read."""
+    s, arrays = case.settings, case.arrays
+    policy = policies.FOCUS(s["alpha"], delayed=s["delayed"])
+    _, trace, ran = _decoded(case, policy)
+    length = arrays["tokens"].shape[2]
+    for step, (start, end) in enumerate(arrays["rows"]):
+        canvas, found = ran[step].canvas, jax.tree.map(np.asarray, ran[step + 1].cache.shared)
+        position = np.arange(length)
+        block = (position >= start) & (position < end)
+        processed = trace.computed[step, 0] & block
+        retained, read = (a[0, :length] & (position < end) for a in (found.stays, found.read))
+        of_step = {"processed": processed, "retained": retained & block, "visible": read}
+        of_step |= {"target": target(canvas, s["alpha"])[0], "steps_before": canvas.block_step[0]}
+        of_step["decoded_before"] = canvas.block_masks[0] - int((canvas.masked & canvas.block).sum())
+        rows = [processed.sum(), *[(retained & block).sum()] * (arrays["computed"].shape[1] - 1)]
+        for name, ours in (of_step | {"computed": rows}).items():
+            exactly(f"{name} of step {step}", ours, arrays[name][step])
+        recorded = arrays["importance"][step]
+        masks = np.isfinite(recorded[0])
+        ours = found.importance[0][:, : masks.sum()]
+        closely(f"importance in step {step}", ours, recorded[:, masks])
 
 
 def _decoded(case: Case, policy: Policy) -> tuple[dj.Model, Trace, list[State]]:
@@ -123,4 +148,4 @@ def _votes(model: dj.Model, policy: MAGE, canvas: Canvas):
     return walk(model.params, spec, rope_of(spec, length), run, start)[1]
 
 
-METHODS = {"mage": mage}
+METHODS = {"mage": mage, "focus": focus}

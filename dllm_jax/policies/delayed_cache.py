@@ -1,0 +1,59 @@
+"""The delayed cache of block-causal models, a part of FOCUS (arXiv:2601.23278)."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+from typing_extensions import override
+
+from dllm_jax.nn.mask import require_blocks
+from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.policies.base import Policy, halvings
+from dllm_jax.state.cache import Cache
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.layout import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class DelayedCache(Policy):
+    """Recomputes a token of the block until it and its right neighbour have been computed unmasked.
+
+    Use it on block-causal models where the number of computed tokens limits a step: large batches, long
+    blocks.
+
+    The first step of a model's block computes all of it. Later steps leave out a token if it and its right
+    neighbour were unmasked before the previous step; the last token needs no neighbour. The final keys and
+    values of a block are computed with the next block's first step, as in exact decoding.
+
+    Memory: Dense keys and values for all positions.
+
+    Limits: It saves little in short blocks, and while masks are unmasked from right to left.
+
+    Equals exact decoding when: every block takes one step, or two.
+    Differences: The reference stores a finished block as it is, with approximate keys and values; here they
+      are computed exactly.
+    """
+
+    @override
+    def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
+        require_blocks(spec, type(self).__name__, "Use DKVDecode()")
+        return super().init(spec, layout, batch, dtype)
+
+    @override
+    def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+        """The block's tokens that are not settled; all of them if none is."""
+        open_ = canvas.in_model_block & ~settled(canvas)
+        return open_ | ~jnp.any(open_, axis=1, keepdims=True)
+
+    @override
+    def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
+        """A half and a quarter of the model's block."""
+        return halvings(max(spec.block_size, 1), smallest=1)[-3:]
+
+
+def settled(canvas: Canvas) -> Bool[Array, "b l"]:
+    """Positions of the model's block that the previous step computed with their last token and neighbour."""
+    known = canvas.valid & ~canvas.masked & ~canvas.just_decoded
+    last = canvas.position == canvas.model_block + canvas.spec.block_size - 1
+    return known & (jnp.pad(known[:, 1:], ((0, 0), (0, 1)), constant_values=True) | last)
