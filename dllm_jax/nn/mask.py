@@ -140,16 +140,21 @@ def require_full_attention(
 
 
 def require_blocks(spec: ModelSpec, what: str, fix: str):
-    """Raises ValueError for a model that attends everywhere, where a method needs finished blocks.
+    """Raises ValueError for models without blocks of their own, where a method needs finished blocks.
 
     Args:
       spec: the model.
       what: Name of the method.
-      fix: Sentence that names an alternative.
+      fix: Sentence that names an alternative for models that attend everywhere.
 
     Raises:
-      ValueError: the model has no blocks of its own.
+      ValueError: the model attends everywhere, or its context is causal.
     """
+    if spec.causal_context:
+        raise ValueError(
+            f"{what} does not support a causal context ({spec.family}): a block's keys and values become "
+            "final in a pass of their own, not with the next block's first step. Use Policy()."
+        )
     if not spec.block_size:
         raise ValueError(
             f"{what} supports block-causal models only ({spec.family} attends everywhere): it rests on keys "

@@ -78,7 +78,8 @@ def _decoded(case: Case, policy: Policy) -> tuple[dj.Model, Trace, list[State]]:
     model = case.model(block_size=size, **({"eos_id": ends[0]} if ends else {}))
     options = dict(length=whole - prompt, block=size, sampler=_sampler(s))
     options |= dict(steps=s["denoising_steps"] * -(-options["length"] // size))
-    asked = options | dict(policy=policy, widths=case.widths, trace=True)
+    # In the width of a block and in that of two, which small models have alone.
+    asked = options | dict(policy=policy, widths=case.widths or (size, 2 * size), trace=True)
     ran = list(states(model, arrays["prompt"], **asked))[: steps + 1]
     trace = Trace(*map(np.asarray, recorded_steps(ran[-1])))
     cut = lambda array: array[: steps + 1, :, :whole]
