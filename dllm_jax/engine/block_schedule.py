@@ -15,15 +15,13 @@ from dllm_jax.state.layout import Layout
 def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool) -> Canvas:
     """Moves each sequence on by as many blocks as have nothing to do; what has something to do is active."""
 
-    def settle(canvas: Canvas) -> Canvas:
-        canvas = dataclasses.replace(canvas, active=remaining(canvas))
-        return dataclasses.replace(canvas, active=canvas.active & ~block_finished(canvas, policy, sampler))
+    # A sliding block that has nothing to do is the last, and so is a draft.
+    fixed = canvas.layout.sliding is None and not canvas.layout.drafts
+    by = canvas.layout.block if fixed else canvas.layout.length
 
-    def next_block(canvas: Canvas) -> Canvas:
-        moves = remaining(canvas) & ~canvas.active
-        # A sliding block that has nothing to do is the last, and so is a draft.
-        fixed = canvas.layout.sliding is None and not canvas.layout.drafts
-        by = canvas.layout.block if fixed else canvas.layout.length
+    def settle(moving: tuple[Canvas, Bool[Array, "b"], Bool[Array, ""]]):
+        # The first round moves nothing, so that the program holds what decides about a block only once.
+        canvas, moves, _ = moving
         moved = dataclasses.replace(
             canvas,
             block_start=canvas.block_start + by * moves,
@@ -31,7 +29,11 @@ def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool)
             keeps_block=None if canvas.keeps_block is None else canvas.keeps_block & ~moves,
         )
         masks = jnp.where(moves, masks_in_block(moved), canvas.block_masks)
-        return settle(dataclasses.replace(moved, block_masks=masks))
+        left = remaining(moved)
+        moved = dataclasses.replace(moved, block_masks=masks, active=left)
+        active = left & ~block_finished(moved, policy, sampler)
+        moves = left & ~active
+        return dataclasses.replace(moved, active=active), moves, jnp.any(moves)
 
     canvas = canvas if canvas.layout.sliding is None else slid(canvas)
     canvas = at_verified(canvas) if canvas.layout.drafts else canvas
@@ -45,7 +47,8 @@ def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool)
             canvas = revoke(canvas, at_eos[:, None] & behind)
     if canvas.stop is not None:
         canvas = dataclasses.replace(canvas, done=canvas.done | ended(canvas, canvas.stop))
-    return jax.lax.while_loop(lambda c: jnp.any(remaining(c) & ~c.active), next_block, settle(canvas))
+    first = (canvas, jnp.zeros_like(canvas.done), jnp.bool_(True))
+    return jax.lax.while_loop(lambda moving: moving[2], settle, first)[0]
 
 
 def slid(canvas: Canvas) -> Canvas:
