@@ -86,6 +86,12 @@ def test_what_is_chosen_is_a_part_of_everything(run):
     assert every.coordinates("residual")["layer"].tolist() == [0, 1, 2]
     np.testing.assert_array_equal(some.steps, [3, 0])
     np.testing.assert_array_equal(some.predicts - some.positions, int(model.spec.shifted))
+    silent = (dj.Intervention.mask("head_output", layers=0, heads=1),)
+    seen = dj.capture(model, out, "head_output", prompt_mask=mask, interventions=silent).head_output[:, 0]
+    assert not seen[..., 1, :].any()
+    assert seen[..., 0, :].any()
+    heads = np.einsum("tbjhd,hdm->tbjm", every.head_output[:, 0], model.params["layers"]["o"][0])
+    np.testing.assert_allclose(every.attention_output[:, 0], heads, atol=1e-5)
     added = every.attention_output[:, 0] + every.mlp_output[:, 0]
     np.testing.assert_allclose(every.residual[:, 1] - every.residual[:, 0], added, atol=1e-5)
 

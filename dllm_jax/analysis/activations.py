@@ -29,6 +29,7 @@ class Capture:
         last one (n + 1).
       attention: Attention weights of each query head, from the captured positions to all positions; 0 at
         padding.
+      head_output: Output of each query head, which the output projection reads.
       attention_output: Output of the attention branch, which is added to the stream.
       mlp_output: Output of the MLP branch, which is added to the stream.
       k: Rotated keys of each KV head.
@@ -48,6 +49,7 @@ class Capture:
 
     residual: Float[np.ndarray, "t r b j m"] | None
     attention: Float[np.ndarray, "t n b h j l"] | None
+    head_output: Float[np.ndarray, "t n b j h d"] | None
     attention_output: Float[np.ndarray, "t n b j m"] | None
     mlp_output: Float[np.ndarray, "t n b j m"] | None
     k: Float[np.ndarray, "t n b j k d"] | None

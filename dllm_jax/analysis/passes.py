@@ -20,11 +20,12 @@ from dllm_jax.nn.model import Model, full_pass
 from dllm_jax.policies.parts.control import when
 from dllm_jax.state.rows import gather
 
-What = Literal["residual", "attention", "attention_output", "mlp_output", "k", "v"]
+What = Literal["residual", "attention", "head_output", "attention_output", "mlp_output", "k", "v"]
 
 AXES: Mapping[What, tuple[str, ...]] = {
     "residual": ("step", "layer", "batch", "position", "width"),
     "attention": ("step", "layer", "batch", "head", "position", "key"),
+    "head_output": ("step", "layer", "batch", "position", "head", "head_width"),
     "attention_output": ("step", "layer", "batch", "position", "width"),
     "mlp_output": ("step", "layer", "batch", "position", "width"),
     "k": ("step", "layer", "batch", "position", "kv_head", "head_width"),
@@ -145,6 +146,7 @@ def _pass(
 
     seen: dict[What, Callable[[], Array]] = {
         "attention": of_queries,
+        "head_output": lambda: pick(layer.head_output(o)),
         "attention_output": lambda: pick(branch),
         "mlp_output": lambda: pick(mlp),
         "k": lambda: pick(k),

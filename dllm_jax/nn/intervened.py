@@ -41,8 +41,12 @@ class IntervenedLayer(Layer):
         return self._changed("v", super().value(x))
 
     @override
+    def head_output(self, o: Float[Array, "b q h d"]) -> Float[Array, "b q h d"]:
+        return self._changed("head_output", o)
+
+    @override
     def out(self, o: Float[Array, "b q h d"]) -> Float[Array, "b q m"]:
-        return self._changed("attention_output", super().out(self._changed("head_output", o)))
+        return self._changed("attention_output", super().out(o))
 
     @override
     def mlp(self, x: Float[Array, "b q m"]) -> Float[Array, "b q m"]:

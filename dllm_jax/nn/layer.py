@@ -120,9 +120,13 @@ class Layer:
         """The pairs at the slots of each KV head's list (or of one for all heads); 0 where a list has s."""
         return self.kernels.run(sparse_gather.OPERATION, k, v, index)
 
+    def head_output(self, o: Float[Array, "b q h d"]) -> Float[Array, "b q h d"]:
+        """What the output projection reads of the heads: `o`, unless an intervention changes it."""
+        return o
+
     def out(self, o: Float[Array, "b q h d"]) -> Float[Array, "b q m"]:
         """The attention branch: output projection of the heads."""
-        return einsum("bqhd,hdm->bqm", o, self.weights["o"])
+        return einsum("bqhd,hdm->bqm", self.head_output(o), self.weights["o"])
 
     def mlp(self, x: Float[Array, "b q m"]) -> Float[Array, "b q m"]:
         """The MLP branch of the normed input: a gated MLP, or a mixture of experts (`dllm_jax.nn.mlp`)."""
