@@ -30,6 +30,8 @@ from dllm_jax.state.layout import Layout
 from dllm_jax.state.sliding import Sliding
 from dllm_jax.decoding.generate import generate, infill
 from dllm_jax.decoding.generate_many import generate_many
+from dllm_jax.decoding.prefill import prefill
+from dllm_jax.engine.prefix import Prefix
 from dllm_jax.decoding.compare import compare
 from dllm_jax.decoding.explain import explain_kernels
 from dllm_jax.decoding.chat import chat
@@ -78,6 +80,7 @@ __all__ = [
     "Model",
     "ModelSpec",
     "Output",
+    "Prefix",
     "Sliding",
     "Snapshot",
     "abstract",
@@ -100,6 +103,7 @@ __all__ = [
     "lora",
     "nn",
     "policies",
+    "prefill",
     "presets",
     "roofline",
     "samplers",

@@ -30,6 +30,8 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
       prompt_embeds: Float[b p m] (or [p m]), inputs in place of embeddings (`inputs_embeds`): images
         (`dllm_jax.vision`) or soft prompts. Rows are used where `prompt` holds
         `dllm_jax.EMBEDS_PLACEHOLDER` (-1), which stays in the output.
+      prefix: Computed beginning of all prompts (`prefill`), for block-causal models. `prompt` then holds what
+        follows it, and may be empty. The output is that of the whole prompts.
       suffix: Token ids Int[s] or Int[b s] that follow the response. The response leads up to them.
       length: Number of tokens to generate (`max_new_tokens` in transformers, `gen_length` in LLaDA).
       block: Block length (`block_length` in LLaDA). Blocks are decoded from left to right. Default: `length`,

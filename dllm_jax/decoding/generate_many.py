@@ -24,6 +24,7 @@ from dllm_jax.decoding.request import Request, prepare
 from dllm_jax.decoding.slots import Slots
 from dllm_jax.decoding.stream import progress_bar
 from dllm_jax.engine.nonfinite import NonFinite
+from dllm_jax.engine.prefix import Prefix
 from dllm_jax.nn.keys import Keys, one_key, seeded
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument, check_names, shown
@@ -35,7 +36,7 @@ OF_A_REQUEST = (
     "prompt_mask", "prompt_embeds", "suffix", "length", "block", "steps", "key", "stop", "forbid", "allow",
     "constraints",
 )  # fmt: skip
-OWN = ("slots", "errors", "buckets", "key", "progress")
+OWN = ("slots", "errors", "buckets", "key", "prefix", "progress")
 TURN = 8  # sequences per slot that requests of one program are ahead of older ones of another, at most
 AHEAD = 4  # requests per slot that are read before there is a slot for them
 
@@ -73,6 +74,7 @@ def generate_many(
     errors: Errors = "raise",
     buckets: ladders.Ladder | None = ladders.DEFAULT,
     key: Keys | None = None,
+    prefix: Prefix | None = None,
     progress: bool = False,
     **options: Unpack[ManyOptions],
 ) -> "Answers":
@@ -98,6 +100,7 @@ def generate_many(
       buckets: Bucket lengths for prompts. None compiles a program for each prompt length.
       key: A `jax.random` key. Request i draws by `jax.random.fold_in(key, i)` unless it has its own key. Keys
         of other implementations become threefry keys first (`dllm_jax.nn.keys`).
+      prefix: Computed beginning of all prompts (`prefill`), see `generate`.
       progress: Whether to draw a progress bar on standard error.
       **options: Arguments of `generate` for all requests, except for `prompt_mask`, `prompt_embeds` and
         `noise`.
@@ -120,7 +123,7 @@ def generate_many(
     check_names("generate_many", options, (*ManyOptions.__annotations__, *OWN))
     if buckets is not None:
         ladders.check_ladder("buckets", buckets)
-    of_all: dict[str, Any] = {**options, "buckets": buckets}
+    of_all: dict[str, Any] = {**options, "buckets": buckets, "prefix": prefix}
     # What no request could ask for is refused here, by the shortest of prompts.
     draws = Asked(**of_all).sampler.draws
     prepare(model, [[model.spec.eos_id]], **of_all, **({"key": seeded(0)} if draws else {}))

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from dllm_jax.decoding.buckets import Ladder
 from dllm_jax.engine.nonfinite import NonFinite
+from dllm_jax.engine.prefix import Prefix
 from dllm_jax.nn.intervention import Intervention
 from dllm_jax.nn.keys import Keys
 from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument
@@ -98,6 +99,7 @@ class StreamOptions(WarmupOptions, total=False):
 
     prompt_mask: ArrayLike | None
     prompt_embeds: inputs.Embeds | None
+    prefix: Prefix | None
     buckets: Ladder | None
 
 
@@ -113,6 +115,7 @@ class Asked:
 
     prompt_mask: ArrayLike | None = None
     prompt_embeds: inputs.Embeds | None = None
+    prefix: Prefix | None = None
     suffix: inputs.Ids | None = None
     length: int = 128
     block: int | Sliding | None = None

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Int, Key
 from dllm_jax.decoding import buckets as ladders
 from dllm_jax.decoding.constraints import allowed_tokens, constraints_of
 from dllm_jax.decoding.options import Asked, GenerateOptions, InfillOptions, Stops
+from dllm_jax.decoding.prefill import with_prefix
 from dllm_jax.engine.block_schedule import check_schedule
 from dllm_jax.engine.closures import constants
 from dllm_jax.engine.nonfinite import NonFinite
@@ -64,6 +65,7 @@ def prepare(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions]
     asked = Asked(**options)
     check_argument("model", model, Model, ", such as dj.load(path)")
     prompts = inputs.prompts(prompt, asked.prompt_mask, asked.prompt_embeds, model.spec)
+    prompts = with_prefix(asked, prompts, model)
     batch, unpadded = prompts.ids.shape
 
     # A bucket pads on the left, where neither draws nor attention depend on it.
@@ -215,11 +217,15 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: 
     check_schedule(layout, asked.policy, sampler)
     named = {"policy": (asked.policy,), "sampler": (sampler,), "constraints": own}
     found = tuple(c for name, several in named.items() for one in several for c in constants(one, name))
+    prefix = None if asked.prefix is None else asked.prefix.stored
+    widths = step_widths(asked.policy, spec, layout, asked.widths)
+    if prefix is not None and asked.widths is None:
+        widths = tuple(sorted({*widths, layout.length - prefix.reused(spec)}))
     plan = Plan(
         policy=asked.policy,
         sampler=sampler,
         layout=layout,
-        widths=step_widths(asked.policy, spec, layout, asked.widths),
+        widths=widths,
         group=asked.group,
         stop_at_eos=asked.stop_at_eos,
         trace=asked.trace,
@@ -227,6 +233,7 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: 
         stop=stop_sequences(asked.stop, spec),
         constraints=own,
         logprobs=asked.logprobs,
+        prefix=prefix,
     )
 
     # Positions as the user counts them, without what a bucket adds on the left; then moved behind that.

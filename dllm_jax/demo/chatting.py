@@ -30,9 +30,11 @@ from dllm_jax.decoding.chat import (
     with_defaults,
 )
 from dllm_jax.decoding.output import Output
+from dllm_jax.decoding.prefill import prefill
 from dllm_jax.decoding.stream import Snapshot, stream
 from dllm_jax.decoding.watch.grid import END
 from dllm_jax.decoding.watch.recording import harmless, pieces
+from dllm_jax.engine.prefix import Prefix, refusal
 from dllm_jax.nn.int8 import Weights
 from dllm_jax.nn.model import Model
 from dllm_jax.options import NonNegativeInt, Options, PositiveInt
@@ -85,9 +87,11 @@ def main(args: list[str]) -> int:
     messages: list[Message] = []
     if arguments.system is not None:
         messages.append({"role": "system", "content": arguments.system})
+    prefix: Prefix | None = None
     for turn, text in enumerate(_typed(console)):
         messages.append({"role": "user", "content": text})
-        messages.append({"role": "assistant", "content": conversation.answer(console, messages, turn)})
+        answer, prefix = conversation.answer(console, messages, turn, prefix)
+        messages.append({"role": "assistant", "content": answer})
     return 0
 
 
@@ -141,15 +145,32 @@ class Conversation:
         variables = dict(with_defaults(variables, model.spec))
         return cls(model, tokenizer, named | shared, arguments.seed, variables)
 
-    def answer(self, console: rich.console.Console, messages: list[Message], turn: int) -> str:
-        """Prints the answer to a conversation, and returns it; Ctrl-C leaves it as far as it is."""
+    def answer(
+        self, console: rich.console.Console, messages: list[Message], turn: int, prefix: Prefix | None
+    ) -> tuple[str, Prefix | None]:
+        """Prints the answer to a conversation; Ctrl-C leaves it as far as it is.
+
+        Args:
+          console: Console to print to.
+          messages: Conversation so far.
+          turn: Number of the answer, from 0.
+          prefix: Conversation up to the last answer, as this function returned it.
+
+        Returns:
+          the answer; and the computed conversation up to it, None if the model cannot reuse one.
+        """
         prompt, mask = encode_chats(self.tokenizer, [messages], self.model.spec.eos_id, self.template)
+        if self.reuses:
+            prefix = prefill(self.model, prompt, prefix=prefix, buckets=buckets.DEFAULT)
 
         # The first answer is that of `generate` with this seed; later turns draw anew.
         key = jax.random.key(self.seed) if turn == 0 else jax.random.fold_in(jax.random.key(self.seed), turn)
         start, shown = time.perf_counter(), prompt.shape[1]
         snapshot = None
-        snapshots = stream(self.model, prompt, prompt_mask=mask, key=key, **self.options)
+        given = (
+            {"prompt": prompt, "prompt_mask": mask} if prefix is None else {"prompt": [[]], "prefix": prefix}
+        )
+        snapshots = stream(self.model, key=key, **given, **self.options)
         # The picture goes when the answer is there, which may be longer than the screen.
         with contextlib.ExitStack() as stack:
             if console.is_terminal:
@@ -165,7 +186,7 @@ class Conversation:
                 if not sys.stdin.isatty():  # nobody there could type the next message
                     raise
         if snapshot is None:
-            return ""
+            return "", prefix
 
         # Masks are left where Ctrl-C stopped an answer: it ends at the first of them.
         masked = snapshot.tokens[:, shown:] == self.model.spec.mask_id
@@ -173,8 +194,14 @@ class Conversation:
         (text,) = decode_answers(self.model, self.tokenizer, decoded)
         console.print(harmless(text), markup=False, highlight=False, soft_wrap=True)
         if console.is_terminal:
-            console.print(_cost(snapshot, time.perf_counter() - start), style="dim", highlight=False)
-        return text
+            seconds, computed = time.perf_counter() - start, 0 if prefix is None else prefix.computed_tokens
+            console.print(_cost(snapshot, seconds, computed), style="dim", highlight=False)
+        return text, prefix
+
+    @property
+    def reuses(self) -> bool:
+        """Whether a turn begins with what the last one computed (`prefill`)."""
+        return refusal(self.model, self.options["policy"], self.options["sampler"]) is None
 
     def _picture(self, snapshot: Snapshot, shown: int) -> rich.text.Text:
         """The response as far as it is decoded; what has just been decoded is bright."""
@@ -192,11 +219,11 @@ class Conversation:
         return picture
 
 
-def _cost(snapshot: Snapshot, seconds: float) -> str:
-    """One line about what an answer took."""
+def _cost(snapshot: Snapshot, seconds: float, prefilled: int = 0) -> str:
+    """One line about what an answer took, with tokens that were computed before it."""
     time_taken = f"{snapshot.steps[0]} steps, {seconds:.1f} s"
     if not isinstance(snapshot.output, Output):
         return f"stopped after {time_taken}"
     stats = snapshot.output.stats
-    computed, ratio = int(stats.computed_tokens[0]), float(stats.cache_ratio[0])
+    computed, ratio = int(stats.computed_tokens[0]) + prefilled, float(stats.cache_ratio[0])
     return f"{time_taken}, {computed} computed tokens, cache ratio {ratio:.2f}"

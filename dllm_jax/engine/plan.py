@@ -7,6 +7,7 @@ import jax
 from jaxtyping import Bool, Float, Int
 
 from dllm_jax.engine.closures import Constants
+from dllm_jax.engine.prefix import StoredPrefix
 from dllm_jax.nn.intervention import Intervention
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.base import Sampler
@@ -57,6 +58,7 @@ class Plan:
       constants: Values that methods of policy and sampler read outside of their classes (`engine.closures`).
       stop: sequences of token ids at which a response ends.
       constraints: Constraints that look at the canvas of each step.
+      prefix: Keys and values of what all prompts begin with; None if nothing is reused.
       logprobs: Number of most likely tokens to record with each decoded token; None records nothing.
     """
 
@@ -73,6 +75,7 @@ class Plan:
     constants: Constants = dataclasses.field(default=(), metadata={"static": True})
     stop: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), metadata={"static": True})
     constraints: tuple[Constraint, ...] = ()
+    prefix: StoredPrefix | None = None
     logprobs: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property

@@ -36,6 +36,8 @@ class Stats(NamedTuple):
         verify drafts; the others denoise. None unless the model has a causal context.
       accepted_tokens: Tokens that verifications of drafts accepted, one more than agreed in each. None unless
         the sampler drafts (`SelfSpeculation`).
+      reused_tokens: Prompt tokens whose keys and values came from `prefix`; None without a prefix.
+      reused_bytes: Bytes of these keys and values, which were not computed again; None without a prefix.
     """
 
     nfe: Int[Array, "b"]
@@ -50,6 +52,8 @@ class Stats(NamedTuple):
     idle: Int[Array, "b"] | None = None
     causal_passes: Int[Array, "b"] | None = None
     accepted_tokens: Int[Array, "b"] | None = None
+    reused_tokens: Int[Array, "b"] | None = None
+    reused_bytes: Float[Array, "b"] | None = None
 
     computed, executed = Renamed("computed", "computed_tokens"), Renamed("executed", "executed_tokens")
     widened, decoded = Renamed("widened", "widened_tokens"), Renamed("decoded", "decoded_tokens")
@@ -70,6 +74,7 @@ class Record(NamedTuple):
       idle: Running sum of `Stats.idle`.
       causal_passes: Running sum of `Stats.causal_passes`.
       logprobs: Log-probabilities so far; None records none.
+      reused: Values of `Stats.reused_tokens` and `Stats.reused_bytes`.
     """
 
     computed_tokens: Int[Array, "b"]
@@ -82,6 +87,7 @@ class Record(NamedTuple):
     idle: Int[Array, "b"] | None
     causal_passes: Int[Array, "b"] | None = None
     logprobs: LogProbs | None = None
+    reused: tuple[Int[Array, "b"], Float[Array, "b"]] | None = None
 
     @staticmethod
     def begin(
@@ -154,6 +160,7 @@ class Record(NamedTuple):
             if self.causal_passes is None
             else self.causal_passes + (before.active & before.causal[:, 0]),
             logprobs=self.logprobs,
+            reused=self.reused,
         )
 
     def completed(self, canvas: Canvas) -> Trace | None:
@@ -185,6 +192,8 @@ class Record(NamedTuple):
             idle=self.idle,
             causal_passes=self.causal_passes,
             accepted_tokens=_accepted(canvas) if canvas.layout.drafts else None,
+            reused_tokens=None if self.reused is None else self.reused[0],
+            reused_bytes=None if self.reused is None else self.reused[1],
         )
 
 

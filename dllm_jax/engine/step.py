@@ -20,6 +20,7 @@ from dllm_jax.engine.group import (
 )
 from dllm_jax.engine.logprobs import LogProbs
 from dllm_jax.engine.plan import Inputs, Plan
+from dllm_jax.engine.prefix import reuse, reused_of
 from dllm_jax.engine.propose import propose
 from dllm_jax.engine.shadow import masked_block, over_both
 from dllm_jax.engine.stats import Record
@@ -55,12 +56,17 @@ def initial_state(generation: Generation, inputs: Inputs) -> State:
     cache = empty_cache(model, plan.policy, layout, streams_b)
     if cache.no_output is not None:
         check_outputs(plan)
+    if plan.prefix is not None:
+        cache, canvas = reuse(cache, canvas, plan.prefix, model, generation.rope)
+        streams = canvas
     x = embed(model.params, _inputs(plan, streams), generation.embeds)
     cache = plan.policy.before_first_step(cache, streams, model, x)
     cache = split_cache(cache, model, streams_b)
     extra, cache = take_extra_positions(cache, plan.streams)
     traced = plan.step_limit if plan.trace else None
     record = Record.begin(canvas, traced, plan.confidence, extra, plan.sampler.may_idle)
+    if plan.prefix is not None:
+        record = record._replace(reused=reused_of(canvas, model))
     if plan.logprobs is not None:
         record = record._replace(logprobs=LogProbs.begin(canvas, plan.logprobs))
     memory = jax.tree.map(lambda array: constrain(array, model.rules, "b"), plan.sampler.init(canvas))

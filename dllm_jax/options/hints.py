@@ -59,6 +59,7 @@ NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "num_beams": ("transformers", ("not supported: there is no beam search",)),
     "use_cache": ("transformers, Fast-dLLM", ("choose a cache policy: policy=dj.policies.DualCache()",)),
     "dual_cache": ("Fast-dLLM", ("choose a cache policy: policy=dj.policies.DualCache()",)),
+    "enable_prefix_caching": ("vLLM", ("prefix=dj.prefill(model, text)",)),
     "past_key_values": ("transformers", ("choose a cache policy: policy=dj.policies.DualCache()",)),
     "batch_size": ("transformers", ("slots={value}", "batch={value}", "accumulate={value}")),
     "max_num_seqs": ("vLLM", ("slots={value}",)),

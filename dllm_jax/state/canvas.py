@@ -48,9 +48,9 @@ class Canvas:
         decode; None where the sampler decides by the model's output.
       stop: position at which a stop sequence begins, l if there is none; from there on nothing is decoded.
         None if there are no stop sequences.
-      stored: end of the model's own block that the sequence's last step was in: keys and values in front of
-        that block are final. With a causal context, end of the positions whose keys and values are final.
-        None if the model attends everywhere.
+      stored: end of the model's own block that the sequence's last step was in, or that follows a shared
+        prefix: keys and values in front of that block are final. With a causal context, end of the positions
+        whose keys and values are final. None if the model attends everywhere.
       keeps_block: sequences that stay in their block even if nothing in it is masked, as its tokens are still
         edited. None if the sampler does not edit.
     """
@@ -269,8 +269,8 @@ class Canvas:
             return self._without_final_causally(selected)
         size = self.spec.block_size
         end = self.model_block + jnp.where(self.opens_model_block, 0, size)
-        open_ = (self.position >= self.stored[:, None] - size) & (self.position < end)
-        return self.first_step | (open_ & (selected | self.enters_model_block))
+        open_ = self.position >= self.stored[:, None] - size
+        return open_ & (self.first_step | ((self.position < end) & (selected | self.enters_model_block)))
 
     def _without_final_causally(self, selected: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
         """The same with a causal context: everything that a causal pass stores, or positions of the block."""

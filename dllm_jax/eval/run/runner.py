@@ -21,6 +21,8 @@ from dllm_jax.checkpoint.files import sha256
 from dllm_jax.decoding.buckets import Ladder
 from dllm_jax.decoding.chat import decode_answers
 from dllm_jax.decoding.generate_many import generate_many
+from dllm_jax.decoding.prefill import common, prefill
+from dllm_jax.engine.prefix import Prefix, refusal
 from dllm_jax.eval.results.schema import Decoded, Entry
 from dllm_jax.eval.run.answering import NOT_FINITE, Answering, failure
 from dllm_jax.eval.run.settings import rounded_up
@@ -168,25 +170,27 @@ class Runner(Answering[Request]):
         if not pairs:
             return
         shapes = [self._shape(request) for _, request in pairs]
+        prefix = self._shared(pairs)
         answer = functools.partial(
             generate_many,
             self.lm.model,
             slots=at_once,
             buckets=Ladder(tuple(sorted({width for _, width, *_ in shapes}))),
             errors="return",
+            prefix=prefix,
             nonfinite="ignore",  # each such sequence becomes a failure, below
             **{name: self.decoding.options()[name] for name in ("policy", "sampler", "stop_at_eos")},
         )
         # The first request of each shape compiles its programs before the clock starts, and runs again.
         for shape, i in dict(zip(reversed(shapes), reversed(range(len(shapes))), strict=True)).items():
             if shape not in self.compiled:
-                list(answer([self._asked(*pairs[i])]))
+                list(answer([self._asked(*pairs[i], prefix)]))
                 self.compiled.add(shape)
 
         # Sequences of a batch end together: the first one's time alone would be the whole batch's. So as many
         # as there are slots share the time that they took.
         start, answered = time.perf_counter(), list[tuple[int, Any]]()
-        for i, out in answer(self._asked(key, request) for key, request in pairs):
+        for i, out in answer(self._asked(key, request, prefix) for key, request in pairs):
             answered.append((i, out))
             if len(answered) == at_once:
                 now = time.perf_counter()
@@ -215,10 +219,21 @@ class Runner(Answering[Request]):
             return error
         return None
 
-    def _asked(self, key: str, request: Request) -> dict[str, Any]:
-        """A request as `generate_many` takes it."""
+    def _shared(self, pairs: list[tuple[str, Request]]) -> Prefix | None:
+        """The computed beginning of all prompts, such as few-shot examples; None if none can be reused."""
+        first, *others = [request.prompt for _, request in pairs]
+        decoding, model = self.decoding, self.lm.model
+        if not others or refusal(model, decoding.policy, decoding.sampler) is not None:
+            return None
+        length = min(common(first, other) for other in others)
+        whole = length // model.spec.block_size * model.spec.block_size
+        return prefill(model, first[:whole]) if whole else None
+
+    def _asked(self, key: str, request: Request, prefix: Prefix | None) -> dict[str, Any]:
+        """A request as `generate_many` takes it, without a prefix that it shares with others."""
         options = self.decoding.at(request.length).options()
-        asked = {name: options[name] for name in ("length", "block", "steps")} | {"prompt": request.prompt}
+        asked = {name: options[name] for name in ("length", "block", "steps")}
+        asked["prompt"] = request.prompt[len(prefix.tokens) if prefix else 0 :]
         if request.choices:
             asked["constraints"] = OneOf(0, request.choices)
         # A random key from the request's hash, of which the seed is part.

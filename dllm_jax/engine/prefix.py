@@ -1,0 +1,208 @@
+"""Keys and values of a computed prefix, which several prompts of a block-causal model begin with.
+
+Finished blocks attend to earlier ones alone: what a prompt begins with has the same keys and values whatever
+follows. Keys are stored before rotation, since left padding moves a prefix on the canvas.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Float, Int
+
+from dllm_jax.nn.layer import Layer, embed, walk
+from dllm_jax.nn.mask import block_causal, key_mask
+from dllm_jax.nn.mesh import current_mesh, over_mesh
+from dllm_jax.nn.model import Model
+from dllm_jax.nn.rope import Rope, rope_of, rotate
+from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.policies.base import Policy
+from dllm_jax.samplers.base import Sampler
+from dllm_jax.state.cache import KV, Cache, LayerCache
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.layout import Layout
+from dllm_jax.state.rows import Rows, scatter
+from dllm_jax.traced import fixed_at
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StoredPrefix:
+    """Keys and values of a prefix's whole blocks; a pytree.
+
+    Attributes:
+      kv: Keys before rotation and values of one sequence, with room for more: one KV [s k d] per layer, or
+        one KV [n s k d], in the form of the model's parameters.
+      count: Number of stored positions, whole blocks.
+      least: Lower bound of `count` (static), by which programs know how much a first step computes at most.
+    """
+
+    kv: KV | list[KV]
+    count: Int[Array, ""]
+    least: int = dataclasses.field(metadata={"static": True})
+
+    def reused(self, spec: ModelSpec) -> int:
+        """Lower bound of the positions that a sequence does not compute."""
+        return max(self.least - spec.block_size, 0) if spec.shifted else self.least
+
+    @property
+    def slots(self) -> int:
+        """Number of positions that there is room for."""
+        return jax.tree.leaves(self.kv)[0].shape[-3]
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefix:
+    """A computed beginning of prompts; made by `prefill`.
+
+    Attributes:
+      tokens: Token ids of the prefix.
+      computed_tokens: Number of tokens that `prefill` computed for it.
+      stored: Keys and values of its whole blocks; the rest is computed with each prompt.
+      spec: Description of the model that computed it.
+    """
+
+    tokens: tuple[int, ...]
+    computed_tokens: int
+    stored: StoredPrefix = dataclasses.field(repr=False)
+    spec: ModelSpec = dataclasses.field(repr=False)
+
+
+@jax.jit
+def compute_prefix(
+    model: Model, stored: KV | list[KV], tokens: Int[Array, "1 q"], start, end
+) -> KV | list[KV]:
+    """The keys and values with those of positions `start` .. `end` - 1, which attend to what is stored.
+
+    Args:
+      model: Block-causal model.
+      stored: Keys and values of positions before `start`, with room for the others (`StoredPrefix.kv`).
+      tokens: Ids from position `start` on; those from `end` on are padding.
+      start: int32, the beginning of a block.
+      end: int32, the end of a block.
+    """
+
+    def computed(model: Model, stored, tokens, start, end):
+        spec = model.spec
+        slots = jax.tree.leaves(stored)[0].shape[-3]
+        position = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        rows, every = Rows(jnp.where(position < end, position, slots), slots), jnp.arange(slots)[None]
+        mask = block_causal(key_mask(every < end), spec, rows.index, None, slots)
+        rope = rope_of(spec, slots)
+
+        def run(layer: Layer, carry):
+            x, cache = carry
+            view = LayerCache.of(cache, layer.index, model.kernels)
+            q, _ = layer.qk(x, rows.index)
+            _, k = dataclasses.replace(layer, rope=_not_rotated(rope)).qk(x, rows.index)
+            view, now = view.update(rows, KV(k, layer.value(x)))
+            keys = rotate(now.k, rope, every, spec.rope_in_f32)
+            o, _ = layer.attention(q, keys, now.v, mask)
+            return layer.finish(x, o), view.into(cache, layer.index)
+
+        # One sequence: an axis of length 1 in front of the slots.
+        start_of = (
+            embed(model.params, tokens),
+            Cache(jax.tree.map(lambda a: a[..., None, :, :, :], stored), ()),
+        )
+        _, cache = walk(model.params, spec, rope, run, start_of, model.kernels)
+        return jax.tree.map(lambda a: jnp.squeeze(a, -4), cache.layers)
+
+    return over_mesh(computed, model, stored, tokens, start, end, out=None)
+
+
+def _not_rotated(rope: Rope) -> Rope:
+    """Tables of angles that are all 0."""
+    return rope._replace(cos=jnp.ones_like(rope.cos), sin=jnp.zeros_like(rope.sin))
+
+
+def refusal(model: Model, policy: Policy, sampler: Sampler) -> str | None:
+    """Why a model, policy or sampler cannot reuse a prefix; None if they can."""
+    if (reason := model_refusal(model)) is not None:
+        return reason
+    layers = jax.eval_shape(lambda: policy.init(model.spec, Layout.of(8, 8), 1, model.dtype)).layers
+    if not policy.only_sets or not isinstance(layers, KV):
+        return (
+            f"prefix= is not supported by {type(policy).__name__}: it does not keep the KV pairs of all "
+            "positions as the default layer does. Use Policy() or DualCache()"
+        )
+    if not fixed_at(sampler.cfg_scale, 0):
+        return (
+            f"prefix= is not supported with cfg_scale={sampler.cfg_scale}: the second stream masks the prompt"
+        )
+    return None
+
+
+def model_refusal(model: Model) -> str | None:
+    """Why no prefix of a model can be computed; None if one can."""
+    spec = model.spec
+    if not spec.block_size:
+        return (
+            f"prefill does not support full attention ({spec.family}): prompt tokens attend to the response, "
+            "so that their keys and values change with it. Use a block-causal model, or a cache policy"
+        )
+    if spec.blocks_from == "response":
+        return (
+            f"prefill does not support {spec.family}: its blocks are counted from the response, and move "
+            "with the length of the prompt"
+        )
+    if current_mesh(model.params) is not None:
+        return "prefill does not support a model over a mesh yet. Pass the whole prompt to generate"
+    if isinstance(model.params["embed"], Tracer):
+        return "prefill cannot be traced: call it outside of jit, vmap and grad"
+    return None
+
+
+def reuse(
+    cache: Cache, canvas: Canvas, stored: StoredPrefix, model: Model, rope: Rope
+) -> tuple[Cache, Canvas]:
+    """The cache with the prefix's keys and values in every sequence, and the canvas that knows of them."""
+    spec, count = canvas.spec, jnp.broadcast_to(stored.count, canvas.step.shape)
+    if spec.shifted:
+        # The position that predicts the response's first token is computed.
+        prompt = jnp.sum(canvas.prompt, axis=1, dtype=jnp.int32)
+        count = jnp.minimum(count, jnp.maximum(prompt - 1, 0) // spec.block_size * spec.block_size)
+    first = jnp.argmax(canvas.valid, axis=1).astype(jnp.int32)
+    slot = jnp.arange(stored.slots, dtype=jnp.int32)
+    position = jnp.where(slot < count[:, None], first[:, None] + slot, canvas.layout.length)
+
+    def filled(own: KV, new: KV) -> KV:
+        every = lambda a: jnp.broadcast_to(a[None], (len(first), *a.shape))
+        keys = rotate(every(new.k), rope, position, spec.rope_in_f32)
+        return KV(scatter(own.k, position, keys), scatter(own.v, position, every(new.v)))
+
+    if isinstance(stored.kv, list):
+        layers = [filled(own, new) for own, new in zip(cache.layers, stored.kv, strict=True)]
+    else:
+        layers = jax.lax.map(lambda both: filled(*both), (cache.layers, stored.kv))
+    return cache._replace(layers=layers), dataclasses.replace(canvas, stored=first + count + spec.block_size)
+
+
+def reused_of(canvas: Canvas, model: Model) -> tuple[Int[Array, "b"], Float[Array, "b"]]:
+    """Tokens of each sequence whose keys and values are there before the first step, and their bytes."""
+    spec = model.spec
+    assert canvas.stored is not None, "a block-causal model"
+    known = canvas.valid & (canvas.position < canvas.stored[:, None] - spec.block_size)
+    count = jnp.sum(known, axis=1, dtype=jnp.int32)
+    per_token = 2.0 * spec.layers * spec.kv_heads * spec.head_dim * np.dtype(model.dtype).itemsize
+    return count, count * jnp.float32(per_token)
+
+
+def empty(model: Model, slots: int) -> KV | list[KV]:
+    """Room for so many positions, in the form of the model's parameters."""
+    zeros = lambda *n: jnp.zeros((*n, slots, model.spec.kv_heads, model.spec.head_dim), model.dtype)
+    if model.layers_are_separate:
+        return [KV(zeros(), zeros()) for _ in range(model.spec.layers)]
+    return KV(zeros(model.spec.layers), zeros(model.spec.layers))
+
+
+def resized(kv: KV | list[KV], slots: int) -> KV | list[KV]:
+    """The same with room for another number of positions."""
+
+    def fit(a: Float[Array, "*n s k d"]) -> Float[Array, "*n slots k d"]:
+        more = max(slots - a.shape[-3], 0)
+        return jnp.pad(a, [*[(0, 0)] * (a.ndim - 3), (0, more), (0, 0), (0, 0)])[..., :slots, :, :]
+
+    return jax.tree.map(fit, kv)
