@@ -163,6 +163,26 @@ def test_a_program_without_constraints_is_the_same():
     denoise.clear_cache()
 
 
+def test_tokens_one_by_one_and_drafts_keep_to_the_sets():
+    model, mask = tiny("nemotron"), tiny("nemotron").spec.mask_id
+    options = dict(
+        length=8, forbid=NEVER, allow=[None if ids is None else list(ids) for ids in ALLOW], logprobs=1
+    )
+    one_by_one, drafted = (
+        dj.generate(model, [[1, 2, 3]], sampler=sampler, trace=True, **options)
+        for sampler in (S.Autoregressive(), S.SelfSpeculation(block=4))
+    )
+    answer = np.asarray(drafted.tokens)[:, -8:]
+    np.testing.assert_array_equal(answer, np.asarray(one_by_one.tokens)[:, -8:])
+    assert np.take_along_axis(sets(), answer.T, axis=1).all()
+    assert mask not in answer
+    np.testing.assert_allclose(drafted.logprobs.log_prob, one_by_one.logprobs.log_prob, atol=1e-4)
+    word = dict(length=8, constraints=WORDS, sampler=S.Autoregressive())
+    assert tuple(dj.generate(model, [[1, 2, 3]], **word).tokens[0, 5:8].tolist()) in FILLED
+    with pytest.raises(ValueError, match="constraints= is not supported by SelfSpeculation: they would read"):
+        dj.generate(model, [[1, 2, 3]], **word | dict(sampler=S.SelfSpeculation(block=4)))
+
+
 def test_what_leaves_no_token_or_is_no_constraint_is_refused():
     model = tiny("llada")
     free = [None] * 8

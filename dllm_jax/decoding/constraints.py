@@ -21,13 +21,18 @@ Lists = Sequence[Any]  # per position ids or None, or such a list per sequence
 
 
 def constraints_of(
-    given: Constraint | Sequence[Constraint], spec: ModelSpec, layout: Layout
+    given: Constraint | Sequence[Constraint], sampler: Sampler, spec: ModelSpec, layout: Layout
 ) -> tuple[Constraint, ...]:
     """The constraints of a request; raises ValueError for what is none, or does not fit the canvas."""
     several = [given] if isinstance(given, Constraint) else given
     if not isinstance(several, list | tuple) or not all(isinstance(one, Constraint) for one in several):
         raise ValueError(
             f"constraints={shown(given)} must be a list of Constraint, such as dj.samplers.OneOf(0, words)"
+        )
+    if several and sampler.drafts:
+        raise ValueError(
+            f"constraints= is not supported by {type(sampler).__name__}: they would read the draft that it "
+            "verifies. Use forbid and allow, or Autoregressive()"
         )
     for constraint in several:
         constraint.check(spec, layout)

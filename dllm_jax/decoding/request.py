@@ -198,7 +198,7 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: 
         inputs.warn_of_idle_steps(layout.steps, positions, stacklevel=4)
     if asked.logprobs is not None and asked.logprobs > spec.vocab:
         raise ValueError(f"logprobs={asked.logprobs} must be at most the vocabulary's size, {spec.vocab}")
-    own = constraints_of(asked.constraints, spec, layout)
+    own = constraints_of(asked.constraints, sampler, spec, layout)
     for options in (asked.policy, sampler, *own):
         check_numbers(options)
     sampler.check_model(spec)
