@@ -236,6 +236,7 @@ LEFT_OUT: dict[str, str] = {
         test_block_causal.py::test_the_exact_decoder_computes_no_finished_block_again but *-Confidence-*
         test_buckets.py::test_draws_do_not_depend_on_the_bucket
         test_buckets.py::test_sixty_requests_compile_no_more_programs_than_the_ladder_has
+        test_constraints.py::test_every_sampler_decodes_what_is_allowed but WINO or KLASS or Edit or *-commit
         test_engine.py::test_an_empty_prompt_has_a_response_of_its_own_and_changes_no_other
         test_engine.py::test_lists_of_any_lengths_are_padded_wherever_a_prompt_goes_in
         test_engine.py::test_more_positions_than_the_model_was_made_for_are_told_of
@@ -265,11 +266,13 @@ LEFT_OUT: dict[str, str] = {
         test_likelihood.py::test_draws_average_to_the_expectation_over_all_masks
         test_likelihood.py::test_given_masks_equal_brute_force_of_each_row_alone but llada-1.2
         test_likelihood.py::test_ragged_answers_equal_each_alone
+        test_logprobs.py::test_they_are_those_of_the_trajectory but sdar-*
         test_lora.py::test_int8_matrices_may_have_adapters_but_not_be_merged
         test_noise.py::test_a_draw_is_that_of_its_sequence_step_and_place_behind_the_prompt but *llada*
         test_noise.py::test_functions_that_draw_do_so_by_threefry_whatever_the_default_is
         test_nonfinite.py::test_a_sequence_*
         test_options.py::test_the_largest_numbers_that_they_hold_work
+        test_prefix.py::test_prompts_that_begin_alike_are_answered_as_whole_ones but shifted
         test_presets.py::test_every_preset_can_begin_on_its_model but d2cache or sparse-dllm
         test_presets.py::test_every_recipe_is_a_request_of_its_model[llada2-mini]
         test_presets.py::test_model_shapes_have_the_published_number_of_parameters[llada2-mini-*]

@@ -48,7 +48,7 @@ def suited(sampler: S.Sampler) -> dict:
 
 
 @pytest.mark.parametrize(
-    "sampler", EVERY, ids=lambda s: type(s).__name__ + "-edge" * (s.early_commit is not None)
+    "sampler", EVERY, ids=lambda s: type(s).__name__ + "-commit" * (s.early_commit is not None)
 )
 def test_every_sampler_decodes_what_is_allowed(sampler):
     words = [None, None, None, None, None, *ALLOW[5:]]

@@ -37,7 +37,7 @@ def assert_same(ours: dj.Output, whole: dj.Output, reused: np.ndarray | int):
 @pytest.mark.parametrize(("changes", "policy", "form"), [
     ({}, P.Policy(), separate), ({}, P.DualCache(), lambda model: model),
     (dict(shifted=True), P.DKVDecode(), lambda model: model),
-])  # fmt: skip
+], ids=["separate", "stacked", "shifted"])  # fmt: skip
 def test_prompts_that_begin_alike_are_answered_as_whole_ones(changes, policy, form):
     model = form(tiny("sdar", **SPEC, **changes))
     options = OPTIONS | dict(policy=policy)
