@@ -220,21 +220,23 @@ def test_samplers_that_mean_nothing_there_refuse():
 ADMITTED = [p for p in (*EVERY, *OF_BLOCKS) if not isinstance(p, REFUSING)]
 
 
-@pytest.mark.parametrize("policy", daily(ADMITTED, *EVERY_DAY), ids=short)
-def test_all_other_policies_decode(policy):
+# A causal context takes those that reuse within a block; a block of its own is all of the model's.
+WITHIN_BLOCKS = policies.D2Cache, policies.DKVDecode, policies.DKVPD, policies.ElasticCache
+PLACES = [(policy, "sdar") for policy in daily(ADMITTED, *EVERY_DAY)]
+PLACES += [(policy, "nemotron") for policy in daily((p for p in EVERY if p in ADMITTED), policies.D2Cache)]
+
+
+@pytest.mark.parametrize(("policy", "family"), PLACES, ids=lambda v: v if isinstance(v, str) else short(v))
+def test_all_other_policies_decode(policy, family):
     case = (CASES | BLOCK_CASES).get(type(policy))
     known = {} if case is None else dict(limit=case.limit, limit_options=case.limit_layout)
     if case is not None and case.limit_layout is ONE_STEP:  # in the whole of a model's block
         known["limit_options"] = dict(length=12, block=12, steps=1)
     if isinstance(policy, policies.ElasticCache):
         known["limit"] = policies.ElasticCache(window=24)
-    check_policy(
-        policy, **known, sampler=suited(policy, SEVERAL_AT_ONCE), families=("sdar",),
-        checks=(
-            checks.exact_limit, checks.batch_mates_change_nothing, checks.alone_as_in_a_batch,
-            checks.padding_is_inert,
-        ),
-    )  # fmt: skip
+    asked = [checks.batch_mates_change_nothing, checks.alone_as_in_a_batch, checks.padding_is_inert]
+    asked += [checks.exact_limit] * (family == "sdar" or isinstance(policy, WITHIN_BLOCKS))
+    check_policy(policy, **known, sampler=suited(policy, SEVERAL_AT_ONCE), families=(family,), checks=asked)
 
 
 @pytest.mark.parametrize(

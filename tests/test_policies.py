@@ -54,8 +54,8 @@ def test_every_policy_of_the_library_is_tested():
 
 # Every day each policy in its own family.
 OWN = {kind: CASES[kind].family if kind in CASES else "llada" for kind in map(type, EVERY)}
-# LLaDA-MoE attends as LLaDA does: every policy applies, and knows nothing of what stands behind.
-WITH_EXPERTS = (*FAMILIES, "llada-moe")
+# These attend as LLaDA does: every policy applies, and knows nothing of what stands behind.
+ALIKE = (*FAMILIES, "llada-moe", "a2d-qwen3", "rnd1")
 
 
 def check(policy, family, asked):
@@ -65,7 +65,7 @@ def check(policy, family, asked):
     check_policy(policy, **known, sampler=suited(policy, SEVERAL_AT_ONCE), families=(family,), checks=asked)
 
 
-@matrix("policy, family", EVERY, WITH_EXPERTS, today=OWN.items())
+@matrix("policy, family", EVERY, ALIKE, today=OWN.items())
 def test_policy(policy, family):
     check(policy, family, BASIC)
 
@@ -75,7 +75,7 @@ FURTHER_TODAY = [
 ]
 
 
-@matrix("policy, family", EVERY, WITH_EXPERTS, today=FURTHER_TODAY)
+@matrix("policy, family", EVERY, ALIKE, today=FURTHER_TODAY)
 def test_policy_further(policy, family):
     every_day = [check for check, kinds in FURTHER.items() if type(policy) in kinds]
     asked = FURTHER if family in FAMILIES else (checks.alone_as_in_a_batch,)

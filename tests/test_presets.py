@@ -47,6 +47,9 @@ def model_of(checkpoint: str) -> dj.Model:
         ("a2d-qwen3-0.6b", 40960, 596_049_920, None),  # of Qwen3-0.6B
         ("a2d-qwen2.5-coder-0.5b", 32768, 494_032_768, None),  # of Qwen2.5-0.5B
         ("rnd1-30b-a3b", None, 30_532_122_624, None),  # of Qwen3-30B-A3B
+        ("nemotron-3b", 262144, 3_831_659_520, None),
+        ("nemotron-8b", 262144, 8_489_553_920, None),
+        ("nemotron-14b", 262144, 13_506_073_600, None),
         ("sdar-30b-a3b", None, 30_532_122_624, None),  # of Qwen3-30B-A3B
         ("llada-v-8b", 16384, 8_015_581_184, 397_747_744 + 21_504_000 + 4_096),  # tower, projector, newline
     ],

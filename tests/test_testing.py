@@ -88,6 +88,7 @@ OF_TODAY = [
     Combination(policies.DKVPD(), samplers.Factor(), "Dream"),
     Combination(policies.WindowDiffusion(), samplers.EBSampler(), "sliding block"),
     Combination(policies.D2Cache(), samplers.Sequential(), "block-causal"),
+    Combination(policies.Policy(), samplers.Edit(), "Nemotron"),
     Combination(policies.SparseDLLM(), samplers.WINO(), "LLaDA"),
 ]
 of_combination = lambda c: f"{type(c.policy).__name__}-{type(c.sampler).__name__}-{c.place}"

@@ -165,6 +165,7 @@ BLOCK_CAUSAL = {
     "sdar": dict(block_size=4),
     "fast-dllm-v2": dict(block_size=4, qk_norm=False, qkv_bias=True, shifted=True),
     "a2d": dict(block_size=4, blocks_from="response"),
+    "nemotron": dict(),
     "experts": dict(block_size=3, experts=ExpertSpec(count=6, per_token=2, mlp_width=24)),
 }
 PADS, PROMPT, ANSWER = (0, 2, 5), 7, 9
@@ -189,9 +190,9 @@ def block_by_block(model: Model, tokens, batch: Batch) -> np.ndarray:
             # Padded on the right, so that all passes have one shape.
             seen = np.pad(np.concatenate([clean[:start], noised[start:end]]), (0, PROMPT + ANSWER - end))
             valid = np.arange(len(seen)) < end
-            log_p = np.asarray(
-                jax.nn.log_softmax(forward(model, seen[None], valid[None], response=PROMPT - pad)[0])
-            )
+            begins = start if model.spec.causal_context else PROMPT - pad
+            logits = forward(model, seen[None], valid[None], response=begins)
+            log_p = np.asarray(jax.nn.log_softmax(logits[0]))
             for i in range(max(start, PROMPT - pad), end):
                 out[row, i + pad - PROMPT] = log_p[max(i - int(model.spec.shifted), 0), clean[i]]
     return out
@@ -199,7 +200,8 @@ def block_by_block(model: Model, tokens, batch: Batch) -> np.ndarray:
 
 @pytest.mark.parametrize("case", BLOCK_CAUSAL)
 def test_the_loss_of_block_causal_models_is_that_of_a_pass_for_each_block(case):
-    model, batch, key = tiny("sdar", **BLOCK_CAUSAL[case]), unequal(), jax.random.key(5)
+    of = "nemotron" if case == "nemotron" else "sdar"
+    model, batch, key = tiny(of, **BLOCK_CAUSAL[case]), unequal(), jax.random.key(5)
     drawn = draw(batch, key, model.spec)
     each = np.where(drawn.masked, block_by_block(model, drawn.tokens, batch), 0) / drawn.t
     (loss, metrics), gradient = gradient_of(model, batch, key)
@@ -255,3 +257,22 @@ def test_block_causal_models_train_whole_and_by_adapters():
     run = train(adapted, source, config, trainable=lora.trainable, progress=False)
     assert (run.model.params["layers"]["k"].b != 0).all()
     chex.assert_trees_all_equal(lora.detach(run.model).params, model.params)
+
+
+def test_the_clean_half_learns_to_predict_the_next_token():
+    model, batch, key, weight = tiny("nemotron"), unequal(), jax.random.key(5), 0.5
+    plain, both = (masked_diffusion_loss(model, batch, key, causal_weight=w)[0] for w in (0.0, weight))
+    of_examples = []
+    for row, pad in enumerate(PADS):
+        text = np.concatenate([batch.prompt[row, pad:], batch.answer[row]])
+        log_p = jax.nn.log_softmax(forward(model, text[None])[0])[PROMPT - pad - 1 : -1]
+        known = np.asarray(batch.answer_mask[row])
+        of_examples.append(-np.asarray(log_p)[np.arange(ANSWER), batch.answer[row]][known].mean())
+    np.testing.assert_allclose(both - plain, weight * np.mean(of_examples), rtol=1e-4)
+    config = TrainConfig(steps=1, warmup=0, causal_weight=weight)
+    trained = train(model, Batches(lambda step: batch), config, progress=False).model
+    assert (trained.params["head"] != model.params["head"]).any()
+    refuses("causal_weight=0.5 does not support sdar", prepare, tiny("sdar"), config)
+    refuses(
+        "causal_weight needs prompts", masked_diffusion_loss, model, batch_of(1, 0, 4), key, causal_weight=1
+    )

@@ -25,7 +25,8 @@ def answer_logits(
     layer_pass: LayerPass | None = None,
     within: Mask | None = None,
     embeds: Float[Array, "b l m"] | None = None,
-) -> Float[Array, "b r v"]:
+    causally: bool = False,
+) -> Float[Array, "b rows v"]:
     """Logits of an answer's positions, float32, from the positions that predict them.
 
     Args:
@@ -37,9 +38,11 @@ def answer_logits(
       layer_pass: Layer function in place of the exact one (`encode`).
       within: Attention mask to narrow further (`encode`); None for block-causal models.
       embeds: Inputs in place of embeddings (`encode`).
+      causally: Whether r rows follow in which the clean answer is predicted, each token by those before it
+        (`ModelSpec.causal_context`). Of a prompt without tokens the first one means nothing.
     """
     if model.spec.block_size:
-        hidden = _of_two_copies(model, tokens, answer, valid, remat, layer_pass, embeds)
+        hidden = _of_two_copies(model, tokens, answer, valid, remat, layer_pass, embeds, causally)
     else:
         hidden = encode(model, tokens, valid, remat, layer_pass, within, embeds=embeds)
         # A shifted head (Dream) predicts token i at position i - 1: logits are computed there alone.
@@ -52,7 +55,9 @@ def answer_logits(
     return unembed(model.params, model.spec, hidden).astype(jnp.float32)
 
 
-def _of_two_copies(model: Model, tokens, answer, valid, remat, layer_pass, embeds) -> Float[Array, "b r m"]:
+def _of_two_copies(
+    model: Model, tokens, answer, valid, remat, layer_pass, embeds, causally
+) -> Float[Array, "b rows m"]:
     """The residual stream where an answer's tokens are predicted, of a clean canvas and a noisy copy."""
     spec, (b, length), r = model.spec, tokens.shape, answer.shape[1]
     # What stands before the block of the answer's first token is the same in both copies, and there once.
@@ -67,6 +72,8 @@ def _of_two_copies(model: Model, tokens, answer, valid, remat, layer_pass, embed
     hidden = encode(
         model, canvas, real, remat, layer_pass, embeds=ours, copied=length - first, response=response
     )
+    if causally:
+        return jnp.concatenate([hidden[:, -r:], hidden[:, response - 1 : length - 1]], axis=1)
     if not spec.shifted:
         return hidden[:, -r:]
 

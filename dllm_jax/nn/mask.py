@@ -80,7 +80,8 @@ def with_noisy_copy(
     """The mask of a clean canvas with a noisy copy of its end after it (Block Diffusion, arXiv:2503.09573).
 
     A clean position sees its own and earlier blocks of the clean canvas. A noisy one sees its own block in
-    the noisy copy, and earlier blocks as they are on the clean canvas. Nothing clean sees what is noisy.
+    the noisy copy, and earlier blocks as they are on the clean canvas. Nothing clean sees what is noisy. With
+    a causal context, a clean position sees those up to itself.
 
     Args:
       mask: narrowed; None for all keys.
@@ -93,7 +94,8 @@ def with_noisy_copy(
     start = block_start(position[:1] if valid is None else position, valid, spec, response)
     query, key = start[:, :, None], start[:, None, :]
     noisy = jnp.arange(position.shape[1]) >= length
-    of_clean = jnp.where(noisy[:, None], key < query, key <= query)
+    clean = position[:, None] <= position[:, :, None] if spec.causal_context else key <= query
+    of_clean = jnp.where(noisy[:, None], key < query, clean)
     sees = jnp.where(noisy, noisy[:, None] & (key == query), of_clean)[:, None]
     return sees if mask is None else mask & sees
 

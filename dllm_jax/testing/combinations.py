@@ -24,7 +24,8 @@ SLIDING = Sliding(6)
 # Where blocks slide, and where a model has its own; full attention over experts is that of LLaDA.
 PLACES = {
     "LLaDA": ("llada", 6), "Dream": ("dream", 6), "LLaDA-MoE": ("llada-moe", 6),
-    "sliding block": ("llada", SLIDING), "block-causal": ("sdar", 6),
+    "A2D": ("a2d-qwen3", 6), "RND1": ("rnd1", 6), "sliding block": ("llada", SLIDING),
+    "block-causal": ("sdar", 6), "Nemotron": ("nemotron", 6),
 }  # fmt: skip
 POLICIES = (*policies.ALL, *policies.BLOCK_CAUSAL)
 EVEN = samplers.TokenFrequencies(np.full(spec("llada").vocab, 1 / spec("llada").vocab))
@@ -32,7 +33,7 @@ SAMPLERS = (
     samplers.Confidence(), samplers.RandomOrder(), samplers.Threshold(), samplers.Factor(),
     samplers.EBSampler(), samplers.PCSampler(EVEN), samplers.KLASS(), samplers.WINO(),
     samplers.CertaintyPrior(), samplers.Dynamic(), samplers.Sequential(), samplers.Edit(),
-    samplers.DreamSchedule(),
+    samplers.DreamSchedule(), samplers.Autoregressive(), samplers.SelfSpeculation(block=6),
 )  # fmt: skip
 
 
@@ -48,7 +49,7 @@ class Combination:
     def options(self) -> dict[str, Any]:
         """Arguments of `generate` besides the model and the prompt."""
         key = jax.random.key(0) if self.sampler.draws else None
-        block = PLACES[self.place][1]
+        block = PLACES[self.place][1] if self.sampler.own_block is None else None
         return dict(policy=self.policy, sampler=self.sampler, block=block, length=12, key=key)
 
     def refusal(self) -> str:
@@ -75,7 +76,9 @@ def tables() -> str:
         """Looks up the reason of a refusal, from 1; 0 without one."""
         message = Combination(policy, sampler, place).refusal()
         message = message.replace(type(policy).__name__, "the policy").replace(repr(SLIDING), "Sliding(..)")
-        message = re.sub(r" \((sdar, block_size=\d+|[\w-]+ attends everywhere)\)", "", message)
+        family = tiny(PLACES[place][0]).spec.family
+        message = re.sub(rf" \({family}(, block_size=\d+| attends everywhere)?\)", "", message)
+        message = message.replace(f"support {family}:", "support the model:")
         if message and message not in reasons:
             reasons.append(message)
         return reasons.index(message) + 1 if message else 0
@@ -86,11 +89,13 @@ def tables() -> str:
         return _row(_name(of), ", ".join(works) if fails else all_of, ", ".join(fails))
 
     def of_policy(policy: policies.Policy) -> str:
-        # A random order is what any policy goes with; other samplers are asked in the first place that works.
+        # A random order is what any policy goes with; other samplers are asked in the first place that works,
+        # but those with blocks of their own, which go with Policy() alone.
         found = {place: number(policy, samplers.RandomOrder(), place) for place in PLACES}
         asked = next(place for place, reason in found.items() if not reason)
-        alone = {_name(s) for s in SAMPLERS if asked != "LLaDA" and number(policies.Policy(), s, asked)}
-        other = {_name(s): number(policy, s, asked) for s in SAMPLERS if _name(s) not in alone}
+        others = [s for s in SAMPLERS if s.own_block is None]
+        alone = {_name(s) for s in others if asked != "LLaDA" and number(policies.Policy(), s, asked)}
+        other = {_name(s): number(policy, s, asked) for s in others if _name(s) not in alone}
         refused = {name: reason for name, reason in other.items() if reason}
         # All but one: it needs the order of a random one.
         found |= refused if len(refused) < 2 else {"samplers but `RandomOrder`": max(refused.values())}

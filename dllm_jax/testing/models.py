@@ -36,7 +36,14 @@ _NEMOTRON = dataclasses.replace(
     _SDAR, family="nemotron", qk_norm=False, head_dim=6, block_size=4, blocks_from="response",
     causal_context=True, rope_scaling=RopeScaling("yarn", 4.0, 5, mscale=1.0, query_beta=0.1),
 )  # fmt: skip
-_SPECS = {spec.family: spec for spec in (_LLADA, _DREAM, _LLADA_MOE, _SDAR, _NEMOTRON)}
+_A2D = dataclasses.replace(_SDAR, family="a2d-qwen3", block_size=0, blocks_from="response")
+_RND1 = dataclasses.replace(
+    _SDAR, family="rnd1", block_size=0, shifted=True,
+    experts=ExpertSpec(count=6, per_token=2, mlp_width=24, renormalised=True),
+)  # fmt: skip
+_SPECS = {
+    spec.family: spec for spec in (_LLADA, _DREAM, _LLADA_MOE, _SDAR, _NEMOTRON, _A2D, _RND1)
+}  # fmt: skip
 FAMILIES = ("llada", "dream")  # what every policy and sampler is checked on
 
 

@@ -59,6 +59,8 @@ class TrainConfig(Options):
       blocks: Block lengths, one of which is drawn for each example, with one of its blocks to learn. Earlier
         tokens are known and later ones masked, as when `generate` decodes in blocks (Blockwise SFT,
         arXiv:2508.19529). None, or the length of the whole answer, is LLaDA's loss.
+      causal_weight: weight of the clean answer's next-token loss, see `masked_diffusion_loss`; of models with
+        a causal context alone.
       master_weights: keep trained parameters of narrower models (bfloat16), and with them the optimiser's
         state, in float32; every step computes with a copy in the model's dtype. Without, steps that are
         smaller than the spacing of bfloat16 numbers (1/256 of a weight) are lost.
@@ -80,6 +82,7 @@ class TrainConfig(Options):
     remat: bool = False
     prompt_isolation: Fraction = 0.0
     blocks: Annotated[Annotated[tuple[PositiveInt, ...], MinLen(1)] | None, NoneMeans("whole answers")] = None
+    causal_weight: NonNegativeFloat = 0.0
     master_weights: bool = True
     seed: Seed = 0
     review_every: PositiveInt = 50

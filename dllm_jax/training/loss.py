@@ -16,7 +16,7 @@ from dllm_jax.nn.mask import Mask, block_start, require_full_attention
 from dllm_jax.nn.mesh import number_modes
 from dllm_jax.nn.model import LayerPass, Model
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import Fraction, PositiveInt, check_argument
+from dllm_jax.options import Fraction, NonNegativeFloat, PositiveInt, check_argument
 from dllm_jax.training.batch import T_MIN, Batch, Checked, checked
 from dllm_jax.vision.tower import PromptImages, prompt_embeddings
 
@@ -87,6 +87,7 @@ def masked_diffusion_loss(
     remat: bool = False,
     prompt_isolation: float = 0.0,
     blocks: tuple[int, ...] | None = None,
+    causal_weight: float = 0.0,
 ) -> tuple[Float[Array, ""], Metrics]:
     """Mean over examples of 1/(t r) * sum over masked answer tokens of their cross entropy.
 
@@ -114,20 +115,25 @@ def masked_diffusion_loss(
         then its length, the tokens before it are known and those after it masked (Blockwise SFT,
         arXiv:2508.19529, which hides those after from attention; here they are seen as masks, as in
         `generate`). A length of r or more is the whole answer, as is None.
+      causal_weight: weight of the mean cross entropy of the clean answer, each token predicted by those
+        before it, which is added to the loss. Of models with a causal context (Nemotron-Labs-Diffusion, whose
+        reference implementation adds sums and divides by the number of terms).
 
     Returns:
       the loss, twice (alone for `jax.grad`, and among the metrics).
 
     Raises:
-      ValueError: an argument out of range, a batch that does not fit the model, or `prompt_isolation` or
-        `blocks` for a block-causal model.
+      ValueError: an argument out of range, a batch that does not fit the model, `prompt_isolation` or
+        `blocks` for a block-causal model, or `causal_weight` for another one or without prompts.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
     check_argument("remat", remat, bool)
     check_argument("prompt_isolation", prompt_isolation, Fraction)
     blocks = check_argument("blocks", blocks, Blocks | None)
+    causal_weight = check_argument("causal_weight", causal_weight, NonNegativeFloat)
+    check_causal(model.spec, causal_weight)
     drawn = draw(checked(batch, model.spec), one_key(key), model.spec, prompt_isolation, blocks)
-    loss, counts = masked_loss(model, drawn, remat)
+    loss, counts = masked_loss(model, drawn, remat, causal_weight=causal_weight)
     return loss, counts.metrics()
 
 
@@ -162,13 +168,23 @@ def draw(
 
 
 def masked_loss(
-    model: Model, batch: Masked, remat: bool = False, layer_pass: LayerPass | None = None
+    model: Model,
+    batch: Masked,
+    remat: bool = False,
+    layer_pass: LayerPass | None = None,
+    causal_weight: float = 0.0,
 ) -> tuple[Float[Array, ""], Counts]:
     """`masked_diffusion_loss` of a batch that is masked already; `layer_pass` as in `encode`."""
     length, prompt = batch.tokens.shape[1], batch.tokens.shape[1] - batch.answer.shape[1]
     within = None if batch.isolated is None else isolation_mask(batch.isolated, prompt, length)
     embeds = image_embeddings(model, batch)
-    logits = answer_logits(model, batch.tokens, batch.answer, batch.valid, remat, layer_pass, within, embeds)
+    causally = causal_weight > 0
+    if causally and not prompt:
+        raise ValueError("causal_weight needs prompts: a token predicts the next one, and none the first")
+    logits = answer_logits(
+        model, batch.tokens, batch.answer, batch.valid, remat, layer_pass, within, embeds, causally
+    )
+    logits, of_clean = jnp.split(logits, 2, axis=1) if causally else (logits, None)
 
     # What the head says elsewhere counts in no gradient either, were it not finite.
     logits = jnp.where(batch.masked[..., None], logits, 0.0)
@@ -177,8 +193,31 @@ def masked_loss(
     # An answer without tokens that count adds 0, not NaN.
     counted = jnp.maximum(jnp.sum(batch.learnt, axis=1), 1)
     loss = jnp.mean(jnp.sum(jnp.where(batch.masked, -log_p, 0.0) / batch.t, axis=1) / counted)
+    if of_clean is not None:
+        loss += causal_weight * causal_loss(of_clean, batch)
     right = batch.masked & (jnp.argmax(logits, axis=-1) == batch.answer)
     return loss, Counts(loss, jnp.sum(right), jnp.sum(batch.masked))
+
+
+def causal_loss(logits: Float[Array, "b r v"], batch: Masked) -> Float[Array, ""]:
+    """Mean over examples of the mean cross entropy of their clean answers' tokens."""
+    before = batch.tokens.shape[1] - batch.answer.shape[1] - 1
+    # A token behind padding alone has none before it.
+    known = batch.learnt
+    if batch.valid is not None:
+        known = known & batch.valid[:, before:-1]
+    logits = jnp.where(known[..., None], logits, 0.0)
+    log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), batch.answer[..., None], axis=-1)[..., 0]
+    return jnp.mean(jnp.sum(jnp.where(known, -log_p, 0.0), axis=1) / jnp.maximum(jnp.sum(known, axis=1), 1))
+
+
+def check_causal(spec: ModelSpec, causal_weight: float):
+    """Raises ValueError if causal predictions are to be learnt by a model that makes none."""
+    if causal_weight and not spec.causal_context:
+        raise ValueError(
+            f"causal_weight={causal_weight} does not support {spec.family}: it has no causal passes. Leave "
+            "it out"
+        )
 
 
 def image_embeddings(model: Model, batch: Masked) -> Float[Array, "b l m"] | None:

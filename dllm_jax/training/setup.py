@@ -24,7 +24,7 @@ from dllm_jax.options import check_argument
 from dllm_jax.training import placement as place
 from dllm_jax.training.batch import Batch, Checked, checked
 from dllm_jax.training.config import OF_THE_OPTIMISER, TrainConfig, optimiser
-from dllm_jax.training.loss import check_objective
+from dllm_jax.training.loss import check_causal, check_objective
 from dllm_jax.training.placement import Placement
 
 TOWER = "vision"  # where the parameters of a vision tower stand in the tree of what can be trained
@@ -132,6 +132,7 @@ def prepare(
             "smaller than their spacing; load the original without weights='int8'"
         )
     check_objective(model.spec, config.prompt_isolation, config.blocks)
+    check_causal(model.spec, config.causal_weight)
     if optimizer is not None:
         _refuse_without_effect(config)
     # What is trained is a mask of the parameters' tree; the transformation sees None elsewhere.

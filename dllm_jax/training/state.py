@@ -128,7 +128,7 @@ def step(
 
     def loss(params: PyTree[Array], part: Masked) -> tuple[Array, Counts]:
         model, layer_pass = setup.ready(setup.weights(params, frozen))
-        return masked_loss(model, part, setup.config.remat, layer_pass)
+        return masked_loss(model, part, setup.config.remat, layer_pass, setup.config.causal_weight)
 
     # The loss is of a copy in the model's dtype, its gradient that of the float32 masters.
     gradient, metrics = _gradient(loss, state.params, drawn, setup.config.accumulate)
