@@ -180,6 +180,7 @@ def test_dense_layers_that_are_not_some_of_the_layers_are_refused(dense):
         model.replace_spec(experts=dataclasses.replace(model.spec.experts, dense=dense))
 
 
+@pytest.mark.usefixtures("layers_of_the_platform")
 def test_what_knows_no_experts_says_so():
     model = tiny("llada-moe")
     with pytest.raises(ValueError, match="matrices=gate, down: the model's layers have experts"):
