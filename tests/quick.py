@@ -235,6 +235,7 @@ LEFT_OUT: dict[str, str] = {
         test_block_causal.py::test_requests_in_flight_and_streams_give_what_a_prompt_gives_alone
         test_block_causal.py::test_the_exact_decoder_computes_no_finished_block_again but *-Confidence-*
         test_buckets.py::test_draws_do_not_depend_on_the_bucket
+        test_causal_context.py but test_greedy_* or test_a_block_follows_* or *refused_by_name
         test_buckets.py::test_sixty_requests_compile_no_more_programs_than_the_ladder_has
         test_constraints.py::test_every_sampler_decodes_what_is_allowed but WINO or KLASS or Edit or *-commit
         test_engine.py::test_an_empty_prompt_has_a_response_of_its_own_and_changes_no_other

@@ -293,3 +293,11 @@ def test_a_generation_with_images_has_the_tower_in_front():
     assert with_images.seconds == pytest.approx(text.on(H100).seconds + tower)
     assert text.memory.weights == 2 * (count(abstract(LLADA_V)) + tower_size(LLADA_V))
     assert seen.memory.total(H100) - text.memory.total(H100) == 2 * 2 * layout.prompt * 4096
+
+
+@pytest.mark.parametrize(("steps", "taken"), [(64, 64), (16, 20)])
+def test_a_causal_pass_decodes_one_token_of_each_block(steps, taken):
+    """After the prompt's; the schedule of four tokens per step takes one step more in each block of 16."""
+    layout = dj.Layout(32, 64, 16, steps)
+    counted = roofline.schedule(dj.policies.Policy(), spec("nemotron"), layout)
+    assert sum(counted.values()) == taken

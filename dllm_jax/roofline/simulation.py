@@ -103,4 +103,6 @@ def _simulate(policy: Policy, spec: ModelSpec, layout: Layout) -> Int[Array, "t"
         after = advance(write(canvas, chosen, jnp.full_like(canvas.tokens, word)), policy, sampler, False)
         return after, jnp.sum(selected & canvas.active[:, None])
 
-    return jax.lax.scan(step, advance(start, policy, sampler, False), length=layout.scheduled_steps)[1]
+    # A causal pass decodes one token, whatever the schedule wants: a block may take a step more.
+    most = layout.scheduled_steps + layout.blocks * spec.causal_context
+    return jax.lax.scan(step, advance(start, policy, sampler, False), length=most)[1]
