@@ -1,6 +1,7 @@
 """Block-causal attention: a position sees its own block and earlier ones, wherever a sequence begins."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 
@@ -10,13 +11,14 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax import policies, samplers
+from dllm_jax import eviction, policies, samplers
 from dllm_jax.eviction.profile import importance
 from dllm_jax.nn.layer import embed
 from dllm_jax.nn.mask import block_causal, key_mask
 from dllm_jax.nn.rope import grown, rope_of
 from dllm_jax.state.rows import compact_rows, full_rows
 from dllm_jax.testing import check_policy, checks
+from dllm_jax.testing.checks import Subject
 from tests.models import canvas, prompts, random_tokens, spec, tiny
 from tests.policy_cases import (
     BLOCK_CASES,
@@ -32,13 +34,12 @@ from tests.policy_cases import (
     suited,
 )
 
+SELECTING = policies.SparseDLLM, policies.MaskKV, policies.EvictPrompt
 PADS, LENGTH = (0, 3, 6), 14
 OF_BLOCKS = [case.policy for case in BLOCK_CASES.values()]
 EVERY_DAY = policies.DualCache, *BLOCK_CASES
-REFUSING = (
-    *(policies.SparseDLLM, policies.MaskKV, policies.EvictPrompt),
-    *(policies.DLLMCache, policies.WindowDiffusion, policies.SuffixDropout),
-)
+REFUSING = policies.DLLMCache, policies.WindowDiffusion, policies.SuffixDropout
+REFUSED = [p for p in EVERY if isinstance(p, REFUSING) and not isinstance(p, SELECTING)]
 
 
 def by_hand(pad: int, block: int, first: int) -> np.ndarray:
@@ -183,7 +184,7 @@ def test_the_exact_decoder_computes_no_finished_block_again(shifted, lengths, sa
         dj.generate(model, prompt, length=8, suffix=[1])
 
 
-@pytest.mark.parametrize("policy", [p for p in EVERY if isinstance(p, REFUSING)], ids=short)
+@pytest.mark.parametrize("policy", REFUSED, ids=short)
 def test_policies_that_mean_nothing_there_refuse(policy):
     model = tiny("sdar")
     prompt, _ = prompts(model)
@@ -217,7 +218,7 @@ def test_samplers_that_mean_nothing_there_refuse():
             dj.generate(model, prompts(model)[0], length=4, sampler=sampler)
 
 
-ADMITTED = [p for p in (*EVERY, *OF_BLOCKS) if not isinstance(p, REFUSING)]
+ADMITTED = [p for p in (*EVERY, *OF_BLOCKS) if not isinstance(p, REFUSING + SELECTING)]
 
 
 # A causal context takes those that reuse within a block; a block of its own is all of the model's.
@@ -237,6 +238,41 @@ def test_all_other_policies_decode(policy, family):
     asked = [checks.batch_mates_change_nothing, checks.alone_as_in_a_batch, checks.padding_is_inert]
     asked += [checks.exact_limit] * (family == "sdar" or isinstance(policy, WITHIN_BLOCKS))
     check_policy(policy, **known, sampler=suited(policy, SEVERAL_AT_ONCE), families=(family,), checks=asked)
+
+
+class InShortBlocks(Subject):
+    """On a model whose blocks are shorter than the prompts, of which some is stored when decoding begins."""
+
+    @property
+    def model(self):
+        return tiny("sdar", block_size=4)
+
+    def run(self, prompt=None, mask=None, **options):
+        return super().run(prompt, mask, **options | dict(block=4))
+
+
+_evicting = functools.partial(policies.EvictPrompt, policy=policies.Policy(), reselect=False)
+
+
+@pytest.mark.parametrize(("policy", "limit"), [
+    (_evicting(budget=2), _evicting(budget=9)),
+    (_evicting(budget=3, votes=eviction.SnapKV(window=2)), _evicting(budget=9)),
+    (policies.MaskKV(budget=2), policies.MaskKV(budget=9)),
+    (policies.SparseDLLM(keep=0.2), policies.SparseDLLM(keep=1)),
+], ids=str)  # fmt: skip
+def test_eviction_chooses_among_stored_pairs(policy, limit):
+    of = InShortBlocks(policy, limit=limit)
+    checks.exact_limit(of)
+    checks.batch_mates_change_nothing(of)
+    checks.padding_is_inert(of)
+    if EXHAUSTIVE:
+        checks.alone_as_in_a_batch(of)
+
+
+def test_a_second_selection_of_a_prompt_that_is_gone_is_refused():
+    for policy in (policies.EvictPrompt(), policies.MaskKV(reselect=True)):
+        with pytest.raises(ValueError, match=r"reselect=True is not supported .* Use reselect=False"):
+            dj.generate(tiny("sdar"), prompts(tiny("sdar"))[0], length=4, policy=policy)
 
 
 @pytest.mark.parametrize(

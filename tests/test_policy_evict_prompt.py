@@ -84,7 +84,7 @@ def test_pairs_are_chosen_anew_or_kept():
 
 def test_what_recomputes_the_prompt_is_refused():
     with pytest.raises(ValueError, match="recomputes the prompt in every step"):
-        policies.EvictPrompt(policy=policies.Policy())
+        generated(policy=policies.EvictPrompt(policy=policies.Policy()))
 
 
 @pytest.mark.parametrize("over", [policies.EvictPrompt, policies.SuffixDropout])

@@ -33,6 +33,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument, check_names, check_numbers, shown
 from dllm_jax.policies.base import Policy
+from dllm_jax.policies.in_blocks import for_model
 from dllm_jax.samplers import KeyNoise, Noise, RecordedNoise, Sampler
 from dllm_jax.state import host, inputs
 from dllm_jax.state.host import AnyArray
@@ -190,6 +191,7 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: 
       ValueError: they do not go together.
     """
     spec, batch, sampler = model.spec, arrays.tokens.shape[0], asked.sampler
+    policy = for_model(asked.policy, spec)
 
     # What a bucket adds is padding, no part of the length that a model was made for.
     inputs.warn_of_length(layout.end - extra, spec, stacklevel=4)
@@ -199,11 +201,11 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: 
     if asked.logprobs is not None and asked.logprobs > spec.vocab:
         raise ValueError(f"logprobs={asked.logprobs} must be at most the vocabulary's size, {spec.vocab}")
     own = constraints_of(asked.constraints, sampler, spec, layout)
-    for options in (asked.policy, sampler, *own):
+    for options in (policy, sampler, *own):
         check_numbers(options)
     sampler.check_model(spec)
-    check_policy(sampler, asked.policy)
-    check_blocks(sampler, asked.policy, arrays, layout)
+    check_policy(sampler, policy)
+    check_blocks(sampler, policy, arrays, layout)
     if sampler.drafts and own:
         raise ValueError(
             f"constraints= is not supported by {type(sampler).__name__}: they would see drafts that are not "
@@ -214,15 +216,15 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: 
             "draft_adapter=True needs a model with LoRA adapters in its layers, and none in its head, which "
             "verifies drafts too. Use lora.load(model, folder)"
         )
-    check_schedule(layout, asked.policy, sampler)
-    named = {"policy": (asked.policy,), "sampler": (sampler,), "constraints": own}
+    check_schedule(layout, policy, sampler)
+    named = {"policy": (policy,), "sampler": (sampler,), "constraints": own}
     found = tuple(c for name, several in named.items() for one in several for c in constants(one, name))
     prefix = None if asked.prefix is None else asked.prefix.stored
-    widths = step_widths(asked.policy, spec, layout, asked.widths)
+    widths = step_widths(policy, spec, layout, asked.widths)
     if prefix is not None and asked.widths is None:
         widths = tuple(sorted({*widths, layout.length - prefix.reused(spec)}))
     plan = Plan(
-        policy=asked.policy,
+        policy=policy,
         sampler=sampler,
         layout=layout,
         widths=widths,

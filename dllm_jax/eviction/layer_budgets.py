@@ -150,9 +150,14 @@ def check_depth(name: str, profile: tuple[float, ...] | None, layers: int):
 
 
 @functools.lru_cache(maxsize=64)  # every layer of every step variant asks, and a table takes up to seconds
-def table(layers: LayerBudgets, depth: int, budget: int, layout: Layout) -> Int[np.ndarray, "lengths n"]:
-    """Budgets of `depth` layers for each prompt length that may occur: one, or with padding 0 .. prompt."""
-    lengths = range(layout.prompt + 1) if layout.padded else (layout.prompt,)
+def table(
+    layers: LayerBudgets, depth: int, budget: int, layout: Layout, block: int = 1
+) -> Int[np.ndarray, "lengths n"]:
+    """Budgets of `depth` layers for each prompt length that may occur: one, or with padding 0 .. prompt.
+
+    With a `block`, what a prompt has beyond whole blocks of it does not count.
+    """
+    lengths = range(layout.prompt + 1) if layout.padded else (layout.prompt // block * block,)
     budgets = np.stack([layers.budgets(depth, budget, length) for length in lengths])
     budgets.setflags(write=False)
     return budgets

@@ -158,6 +158,7 @@ def evidence(
     mask: Mask,
     rows: Rows,
     canvas: Canvas,
+    among: Bool[Array, "b l"] | None = None,
 ) -> Evidence:
     """Votes for the prompt positions, and how much each KV head prefers the prompt.
 
@@ -170,6 +171,7 @@ def evidence(
       mask: Keys that may be attended to.
       rows: the computed positions; votes count where all voters are among them.
       canvas: state before the step.
+      among: positions that may vote, and masks that count; None for all.
 
     Returns:
       votes, summed over the voters and averaged over the query heads of a KV head, -inf at padding; and P_h
@@ -184,11 +186,14 @@ def evidence(
         return layer.received(q, k, lse, weight, mask) * (k.shape[2] / q.shape[2])
 
     # Equation 14: S_mp and S_mm, what masked queries give to the prompt and to masked positions.
-    from_masks = received(canvas.masked)
+    masked, voters = canvas.masked, voter.voters(canvas)
+    if among is not None:
+        masked, voters = masked & among, voters & (among | voter.of_prompt)
+    from_masks = received(masked)
     to_prompt = jnp.sum(from_masks[..., :p], axis=-1)
-    to_masks = jnp.sum(jnp.where(canvas.masked[:, None, p:], from_masks[..., p:], 0.0), axis=-1)
+    to_masks = jnp.sum(jnp.where(masked[:, None, p:], from_masks[..., p:], 0.0), axis=-1)
     preference = to_prompt / jnp.maximum(to_prompt + to_masks, 1e-30)
 
     # Padding ranks last, whatever it received.
-    votes = voter.score(received(voter.voters(canvas))[..., :p], canvas)
+    votes = voter.score(received(voters)[..., :p], canvas)
     return Evidence(jnp.where(canvas.prompt[:, None, :p], votes, -jnp.inf), preference)

@@ -14,6 +14,7 @@ from typing_extensions import override
 from dllm_jax import eviction
 from dllm_jax.eviction.pair_store import PairStore
 from dllm_jax.nn.layer import Layer
+from dllm_jax.nn.mask import require_blocks
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
@@ -48,6 +49,10 @@ class EvictPrompt(PromptEviction):
     to retain (`dllm_jax.eviction`). In partial steps no prompt token is recomputed; queries attend to the
     retained KV pairs and the response. `Policy.reads` still applies.
 
+    On block-causal models the first step evicts for good: it reads everything, and the masks of its block
+    vote (`SnapKV` and `PromptVotes`: the prompt). Finished blocks stay dense, and what a prompt has beyond
+    whole blocks is not evicted. `policy` selects positions of the block: use `Policy()` and reselect=False.
+
     Memory: The budget, and [n b r k d] for keys and for values of the response (with a shifted output head,
     also of the position before it).
 
@@ -61,7 +66,8 @@ class EvictPrompt(PromptEviction):
 
     Attributes:
       policy: Policy that selects the tokens to recompute: `DualCache`, `PrefixCache`, `DKVDecode`,
-        `DKVPrefill`, `DKVPD`, `DKVGreedy`, or your own without a layer. Others raise `ValueError`.
+        `DKVPrefill`, `DKVPD`, `DKVGreedy`, or your own without a layer; on block-causal models also
+        `Policy` and `DelayedCache`. Others raise `ValueError`.
       votes: Positions whose attention scores the KV pairs. Default: the predicting positions (the masked
         tokens, unless the head is shifted).
       reselect: Whether KV pairs are selected again whenever the prompt is recomputed. False renews the KV
@@ -74,8 +80,6 @@ class EvictPrompt(PromptEviction):
 
     def __post_init__(self):
         super().__post_init__()
-        if not self.policy.reuses:
-            raise ValueError(f"policy={self.policy!r} recomputes the prompt in every step: nothing to evict")
         if not self.policy.only_sets:
             raise ValueError(
                 f"policy={self.policy!r} is not supported by EvictPrompt: it has its own layer, which "
@@ -87,11 +91,32 @@ class EvictPrompt(PromptEviction):
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """K and V of the response and, with a shifted head, of the position before it; the kept pairs."""
+        self._check_model(spec)
         # What the policy shares between layers is kept; its storage, which holds all of the prompt, is not.
         under = self.policy.init(spec, layout, batch, dtype)
-        dense = KV.zeros(spec, batch, layout.response_inputs(spec.shifted), dtype)
+        dense = KV.zeros(spec, batch, self._dense(spec, layout), dtype)
         shared = EvictedPrompt(self.empty_pairs(spec, layout, batch, dtype), under.shared)
         return self.counting(Cache(dense, shared, under.extra_positions), spec, batch)
+
+    def _check_model(self, spec: ModelSpec):
+        """Raises ValueError for options that evict nothing on this kind of model."""
+        if not self.policy.stores(spec):
+            raise ValueError(f"policy={self.policy!r} recomputes the prompt in every step: nothing to evict")
+        if spec.causal_context:
+            require_blocks(spec, type(self).__name__, "Use Policy()")
+        if spec.block_size and self.reselect:
+            raise ValueError(
+                f"reselect=True is not supported by EvictPrompt on block-causal models ({spec.family}): "
+                "their prompt is computed once, and what was evicted is gone. Use reselect=False, or MAGE()."
+            )
+
+    def _dense(self, spec: ModelSpec, layout: Layout) -> int:
+        """Positions that are stored densely, the last ones: the response and inputs beside it."""
+        if not spec.block_size:
+            return layout.response_inputs(spec.shifted)
+        # A prompt's end may begin the first block that is decoded.
+        shared = spec.block_size - 1 if spec.blocks_from == "sequence" else 0
+        return min(layout.response + shared, layout.length)
 
     @override
     def before_first_step(
@@ -104,7 +129,7 @@ class EvictPrompt(PromptEviction):
 
     def _evictable(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Positions of the prompt, padding included, that are not stored densely: kept or evicted."""
-        dense = canvas.layout.response_inputs(canvas.spec.shifted)
+        dense = self._dense(canvas.spec, canvas.layout)
         return canvas.everything & (canvas.position < canvas.layout.length - dense)
 
     # -- one denoising step: of the prompt all or nothing, else as the policy says ------------------------
@@ -113,6 +138,8 @@ class EvictPrompt(PromptEviction):
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Selects the policy's positions; of the prompt all or none."""
         evictable, selected = self._evictable(canvas), self.policy.select(_under(cache), canvas)
+        if canvas.spec.block_size:
+            return selected
         due = _all_of(evictable & canvas.valid, selected)
         return jnp.where(due, selected | evictable, selected & ~evictable)
 
@@ -123,8 +150,13 @@ class EvictPrompt(PromptEviction):
         """Attention to the kept pairs and the response, or to everything before the eviction."""
         q, k = layer.qk(x, rows.index)
         v, shared = layer.value(x), cache.shared
-        slots = canvas.layout.response_inputs(canvas.spec.shifted)
+        slots = self._dense(canvas.spec, canvas.layout)
         cache, dense = cache.update(rows.last(slots), KV(k, v))
+
+        if canvas.spec.block_size:
+            new = KV(k, v)
+            o, pairs = self.attend_in_blocks(layer, q, shared.pairs, dense, new, rows, canvas, cache.readable)
+            return layer.finish(x, o), cache._replace(shared=shared._replace(pairs=pairs))
 
         # The prompt is due where all of it is selected, which takes a step at least as wide.
         evictable, due = self._evictable(canvas), None

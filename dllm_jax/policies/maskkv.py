@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Float
 from typing_extensions import override
 
 from dllm_jax.nn.layer import Layer
+from dllm_jax.nn.mask import require_full_attention
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import TracedPositiveInt
@@ -29,6 +30,9 @@ class MaskKV(PromptEviction, DLLMCache):
 
     A prompt refresh attends to the full prompt. After each layer's attention every KV head retains the
     positions with the most votes. Between refreshes nothing else of the prompt is cached.
+
+    On block-causal models it is `EvictPrompt` over exact decoding with these votes and budgets: the first
+    step evicts, and nothing is refreshed.
 
     Memory: The budget for the prompt, stored back to back over layers and heads, and dense keys, values and
     branch outputs of the response.
@@ -62,6 +66,7 @@ class MaskKV(PromptEviction, DLLMCache):
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """K, V and both branch outputs of the response; in `shared`, the kept pairs of the prompt."""
+        require_full_attention(spec, type(self).__name__)
         branches = BranchStore.zeros(spec, layout, batch, layout.response, dtype)
         pairs = self.empty_pairs(spec, layout, batch, dtype)
         return self.counting(Cache(branches, pairs), spec, batch)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument, shown
 from dllm_jax.policies import Policy
+from dllm_jax.policies.in_blocks import for_model
 from dllm_jax.roofline.hardware import Hardware
 from dllm_jax.roofline.simulation import schedule
 from dllm_jax.roofline.steps import Assumed, Cost, Step, cost, layers_size
@@ -139,7 +140,7 @@ def work(
         tower; blocks that do not divide those of a block-causal model.
     """
     check_argument("spec", spec, ModelSpec, ', such as dj.presets.model_spec("llada-8b")')
-    check_argument("policy", policy, Policy, ", such as dj.policies.DualCache()")
+    policy = for_model(check_argument("policy", policy, Policy, ", such as dj.policies.DualCache()"), spec)
     check_argument("layout", layout, Layout)
     check_argument("assumed", assumed, Assumed)
     batch = check_argument("batch", batch, PositiveInt)

@@ -63,7 +63,7 @@ class ChosenReads(Policy):
     keep: PositiveInt | Fraction = 512
 
     @property
-    def delay(self) -> Count:
+    def waits(self) -> Count:
         """Exact steps of a block before the one that chooses."""
         return 0
 
@@ -103,6 +103,11 @@ class ChosenReads(Policy):
         nothing = jnp.zeros((batch, layout.length), bool)
         return Cache(pairs, Reading(nothing, jnp.zeros((batch,), jnp.int32)))
 
+    @override
+    def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
+        """None but those of every block-causal model: a block, and two of them."""
+        return ()
+
     # -- sets ---------------------------------------------------------------------------------------
 
     @override
@@ -128,11 +133,11 @@ class ChosenReads(Policy):
 
     def _exact(self, reading: Reading, canvas: Canvas) -> Bool[Array, "b 1"]:
         """Whether the coming step of a sequence reads everything."""
-        return _steps(reading, canvas) <= self.delay
+        return _steps(reading, canvas) <= self.waits
 
     def _chooses(self, reading: Reading, canvas: Canvas) -> Bool[Array, "b 1"]:
         """Whether the coming step chooses: one after a first token that another block predicts, if any."""
-        chooses = _steps(reading, canvas) == self.delay
+        chooses = _steps(reading, canvas) == self.waits
         return chooses & ~canvas.opens_model_block & canvas.active[:, None]
 
     # -- one denoising step -------------------------------------------------------------------------
@@ -156,7 +161,7 @@ class ChosenReads(Policy):
         exact, exact_o = self._exact(cache.shared, canvas), None
         if rows.index.shape[1] > canvas.spec.block_size:
             exact_o, cache = exactly((None, cache))
-        elif canvas.spec.shifted or is_traced(self.delay) or self.delay:
+        elif canvas.spec.shifted or is_traced(self.waits) or self.waits:
             some = jnp.any(exact & canvas.active[:, None])
             exact_o, cache = when(some, exactly, (jnp.zeros_like(q), cache), "exactly")
         o, cache = self._sparsely(layer, q, new, cache, rows, canvas)

@@ -16,7 +16,7 @@ from dllm_jax import eviction
 from dllm_jax.eviction.attending import attend_to_kept, prompt_pairs
 from dllm_jax.eviction.pair_store import PairStore, empty
 from dllm_jax.nn.layer import Layer
-from dllm_jax.nn.mask import require_full_attention
+from dllm_jax.nn.mask import block_start
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt
@@ -49,12 +49,7 @@ class PromptEviction(Policy):
         self.layers.check()
 
     def empty_pairs(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> PairStore:
-        """Room for the kept pairs of all layers and heads.
-
-        Raises:
-          ValueError: a block-causal model.
-        """
-        require_full_attention(spec, type(self).__name__)
+        """Room for the kept pairs of all layers and heads."""
         return empty(self.table(spec, layout), batch, spec.kv_heads, spec.head_dim, dtype)
 
     def with_budgets(
@@ -62,12 +57,21 @@ class PromptEviction(Policy):
     ) -> PairStore:
         """The store with the layer budgets of each sequence (MaskKV, equations 9-13)."""
         # Looked up by prompt length, since padding leaves sequences with shorter prompts.
-        table, length = self.table(canvas.spec, canvas.layout), jnp.sum(canvas.prompt, axis=1)
+        table, length = self.table(canvas.spec, canvas.layout), jnp.sum(self.evictable(canvas), axis=1)
         budgets = jnp.asarray(table.T)[:, length if len(table) > 1 else jnp.zeros_like(length)]
 
         # The importance of the layers is measured only if the budgets ask for it.
         measure = lambda: eviction.importance(model, x, canvas.valid, canvas.valid)
         return pairs._replace(budget=self.layers.of_request(budgets, measure, self.budget, length))
+
+    def evictable(self, canvas: Canvas) -> Bool[Array, "b l"]:
+        """The prompt; on block-causal models, its part in front of the block that decoding begins in."""
+        spec, layout = canvas.spec, canvas.layout
+        if not spec.block_size:
+            return canvas.prompt
+        end = jnp.full((len(canvas.valid), 1), layout.prompt)
+        first = block_start(end, canvas.valid, spec, layout.response_start)
+        return canvas.prompt & (canvas.position < first)
 
     def counting(self, cache: Cache, spec: ModelSpec, batch: int) -> Cache:
         """The cache before the first step, with a count of extra positions if layers are measured."""
@@ -137,14 +141,84 @@ class PromptEviction(Policy):
         seen = eviction.evidence(self.votes, layer, q, k, lse, mask, keys[0], canvas)
         packed = jnp.arange(canvas.layout.prompt) < columns
         seen = seen._replace(votes=jnp.where(packed, seen.votes, -jnp.inf))
-        count = self.heads.budgets(seen, pairs.budget[layer.index], jnp.sum(canvas.prompt, axis=1))
+        return o, self.keep_best(layer, pairs, seen, (prompt_k, prompt_v), due & chooses, due, canvas)
+
+    def attend_in_blocks(
+        self,
+        layer: Layer,
+        q: Float[Array, "b q h d"],
+        pairs: PairStore,
+        dense: KV,
+        new: KV,
+        rows: Rows,
+        canvas: Canvas,
+        readable: Bool[Array, "b l"] | None = None,
+    ) -> tuple[Float[Array, "b q h d"], PairStore]:
+        """The same on block-causal models, whose first step alone computes the prompt, and evicts.
+
+        Args:
+          layer: this layer's weights.
+          q: rotated queries of the computed positions.
+          pairs: the kept pairs of all layers.
+          dense: K and V of the canvas' last t positions [b t k d], the new ones among them.
+          new: K and V of the computed positions.
+          rows: the computed positions.
+          canvas: state before the step.
+          readable: Positions that may be attended to (`LayerCache`).
+
+        Returns:
+          the attention output, before the output projection, and the changed store.
+        """
+        evictable, mask, layout = self.evictable(canvas), canvas.attends(rows, readable), canvas.layout
+        assert mask is not None, "block-causal"
+        if not rows.full or not layout.prompt:
+            visible = (mask & ~evictable[:, None, None])[..., layout.length - dense.k.shape[1] :]
+            elsewhere, widest = (
+                layer.attention(q, dense.k, dense.v, visible),
+                self.widest_head(canvas.spec, layout),
+            )
+            return attend_to_kept(layer, q, pairs, elsewhere, self.budget, widest, readable), pairs
+
+        # A full step is a first one: it computes everything, and the block's rows vote, or the prompt's.
+        o, lse = layer.attention(q, new.k, new.v, mask)
+        block = canvas.in_model_block
+        seen = eviction.evidence(self.votes, layer, q, new.k, lse, mask, rows, canvas, block)
+        candidate = evictable[:, None, : layout.prompt]
+        seen = seen._replace(votes=jnp.where(candidate, seen.votes, -jnp.inf))
+        prompt = new.k[:, : layout.prompt], new.v[:, : layout.prompt]
+        first = canvas.first_step & canvas.active[:, None]
+        return o, self.keep_best(layer, pairs, seen, prompt, first, first, canvas)
+
+    def keep_best(
+        self,
+        layer: Layer,
+        pairs: PairStore,
+        seen: eviction.Evidence,
+        prompt: tuple[Float[Array, "b p k d"], Float[Array, "b p k d"]],
+        chooses: Bool[Array, "b 1"],
+        due: Bool[Array, "b 1"],
+        canvas: Canvas,
+    ) -> PairStore:
+        """The store with the best pairs of one layer.
+
+        Args:
+          layer: this layer's weights.
+          pairs: the kept pairs of all layers.
+          seen: votes of the prompt positions, and each head's preference.
+          prompt: Keys and values of the prompt, new where it is due.
+          chooses: sequences that choose their pairs.
+          due: sequences whose pairs are overwritten.
+          canvas: state before the step.
+        """
+        widest = self.widest_head(canvas.spec, canvas.layout)
+        count = self.heads.budgets(seen, pairs.budget[layer.index], jnp.sum(self.evictable(canvas), axis=1))
         position = layer.topk_evict(seen.votes, count, widest)
 
         # Layers lie one after the other in the store, each with the room of its budget. What was chosen
         # before is renewed.
         first_slot = (jnp.cumsum(pairs.budget, axis=0) - pairs.budget)[layer.index] * canvas.spec.kv_heads
-        pairs = pairs.allot(layer.index, first_slot, position, canvas.layout.prompt, due & chooses)
-        return o, pairs.renew(layer, prompt_k, prompt_v, widest, due)
+        pairs = pairs.allot(layer.index, first_slot, position, canvas.layout.prompt, chooses)
+        return pairs.renew(layer, *prompt, widest, due)
 
     def widest_head(self, spec: ModelSpec, layout: Layout) -> int:
         """Upper bound of the pairs that a KV head keeps in any layer."""
@@ -153,4 +227,5 @@ class PromptEviction(Policy):
 
     def table(self, spec: ModelSpec, layout: Layout) -> Int[np.ndarray, "lengths n"]:
         """Pairs per KV head of each layer, as far as known before the run; see `eviction.table`."""
-        return eviction.table(self.layers, spec.layers, self.budget, layout)
+        block = spec.block_size if spec.blocks_from == "sequence" else 0
+        return eviction.table(self.layers, spec.layers, self.budget, layout, block or 1)

@@ -1,0 +1,34 @@
+"""Methods that are another policy on block-causal models, where finished blocks are final."""
+
+import functools
+
+from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.policies.base import Policy
+from dllm_jax.policies.evict_prompt import EvictPrompt
+from dllm_jax.policies.maskkv import MaskKV
+from dllm_jax.policies.parts.sparse_blocks import SparseBlocks
+from dllm_jax.policies.sparse_dllm import SparseDLLM
+
+
+def for_model(policy: Policy, spec: ModelSpec) -> Policy:
+    """Returns the policy that runs on a model: itself, unless the method means something else there."""
+    return in_blocks(policy) if spec.block_size and not spec.causal_context else policy
+
+
+@functools.singledispatch
+def in_blocks(policy: Policy) -> Policy:
+    """Returns the policy that runs on block-causal models in place of another."""
+    return policy
+
+
+@in_blocks.register
+def _(policy: SparseDLLM) -> Policy:
+    # Nothing is stale there: what would be evicted stays stored, and is not read.
+    return SparseBlocks(float(policy.keep), policy.kernel, policy.delay)
+
+
+@in_blocks.register
+def _(policy: MaskKV) -> Policy:
+    # Nothing refreshes prompt or response.
+    budgets = policy.budget, policy.layers, policy.heads, policy.votes
+    return EvictPrompt(*budgets, policy=Policy(), reselect=policy.reselect)
