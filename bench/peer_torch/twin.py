@@ -103,7 +103,7 @@ class Twin:
 
 def network(spec: dj.ModelSpec, dtype: Any, **options: Any) -> Any:
     """A torch model of these shapes with random weights of this dtype; rotary frequencies are float32."""
-    scaling = written_scaling(spec, "rope_type") or {"rope_type": "default"}
+    scaling = written_scaling(spec, "rope_type", "rope_scaling") or {"rope_type": "default"}
     rope: dict[str, Any] = scaling | {"rope_theta": spec.rope_base}
     described = CONFIGS[spec.family](
         vocab_size=spec.vocab, hidden_size=spec.width, intermediate_size=spec.mlp_width, use_cache=False,
