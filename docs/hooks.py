@@ -34,6 +34,7 @@ from dllm_jax.options import hints  # noqa: E402
 from dllm_jax.options.rules import rule_of  # noqa: E402
 from dllm_jax.published.expressions import call  # noqa: E402
 
+POLICIES = (*dj.policies.ALL, *dj.policies.BLOCK_CAUSAL)
 PAPER = r"arXiv:(\d{4}\.\d{5})"
 CELL = 9  # of a picture, in pixels
 COMPUTED, STALEST = "#3f6fd1", 16  # steps of age from which on colours do not change
@@ -48,11 +49,12 @@ DRAWN = {
     "SlidingCache": dict(window=2),
     "SuffixDropout": dict(keep=dj.policies.NearAndLast(near=2, last=1)),
     "WindowDiffusion": dict(window=6, active=2, refresh_every=5),
+    "MAGE": dict(keep=4),
 }
 EXAMPLE = """\
 import dllm_jax as dj
 
-model = dj.load(dj.bundled.path("tiny-llada"))
+model = dj.load(dj.bundled.path("{model}"))
 policy = {policy}
 prompt = [list(range(40, 60))]
 options = dict(length=16, block=8, policy=policy{sampler})
@@ -94,8 +96,8 @@ float32. [All results](../background/results.md).*
 
 ## Memory
 
-The cache of LLaDA-8B takes {cache} in bfloat16 for one sequence (prompt 1024, response 256, block 32, default
-options); a dense KV cache takes 0.67 GB. {memory}
+The cache of {large} takes {cache} in bfloat16 for one sequence (prompt 1024, response 256, block 32, default
+options); a dense KV cache takes {dense}. {memory}
 
 ## Limits
 
@@ -145,7 +147,7 @@ TABLES = {  # as in `<!-- table: policies -->`
 def on_config(config: "MkDocsConfig") -> "MkDocsConfig":
     """The pages of policies stand in the navigation behind those that are written by hand."""
     for section in config.nav or []:
-        section.get("Policies", []).extend(_source(policy) for policy in dj.policies.ALL)
+        section.get("Policies", []).extend(_source(policy) for policy in POLICIES)
     return config
 
 
@@ -153,7 +155,7 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
     """Adds a page and a picture for each policy."""
     from mkdocs.structure.files import File
 
-    for policy in dj.policies.ALL:
+    for policy in POLICIES:
         files.append(File.generated(config, _source(policy), content=page_of(policy)))
         files.append(File.generated(config, f"figures/steps-{_name(policy)}.svg", content=picture(policy)))
     return files
@@ -201,7 +203,7 @@ def measured(name: str = "policies_cpu") -> dict[str, Any]:
 def table() -> str:
     """Makes a row for each policy: summary, setting that equals exact decoding, paper."""
     lines = []
-    for policy in dj.policies.ALL:
+    for policy in POLICIES:
         found = parts(type(policy))
         idea = found["description"].split("\n")[0]
         cells = f"[`{_name(policy)}`]({_name(policy)}.md)", idea, found.get("exact", "Always."), paper(policy)
@@ -212,8 +214,10 @@ def table() -> str:
 def page_of(policy: dj.policies.Policy) -> str:
     """Makes a policy's page, in Markdown with a directive of mkdocstrings."""
     name, kind = _name(policy), type(policy)
-    found = parts(kind)
-    return PAGE.format(
+    found, blocks = parts(kind), policy in dj.policies.BLOCK_CAUSAL
+    # What was measured is on models that attend everywhere.
+    page = re.sub(r"## Accuracy and cost.*?(?=## Memory)", "", PAGE, flags=re.DOTALL) if blocks else PAGE
+    return page.format(
         name=name,
         description=found["description"],
         paper=paper(policy),
@@ -224,7 +228,9 @@ def page_of(policy: dj.policies.Policy) -> str:
         fields=_table("option | meaning | values | default | published", fields(policy)) or "None.",
         settings=_table("setting | for | source", published(kind)) or "None.",
         measured=summary.of_policy(measured(), kind),
-        cache=cache_size(policy),
+        large="SDAR-8B (with blocks of 32)" if blocks else "LLaDA-8B",
+        cache=cache_size(policy, blocks),
+        dense=cache_size(dj.policies.DualCache(), blocks),
         memory=found.get("memory", ""),
         limits=f"{found.get('limits', '')}\n\n{compatible(name)}".strip(),
         exact=found.get("exact") or "Always.",
@@ -257,13 +263,17 @@ def example(policy: dj.policies.Policy) -> str:
     """Writes a small generation under the policy; `recording` runs it."""
     made = re.sub(r"\b([A-Z]\w*)\(", lambda kind: f"dj.policies.{kind[1]}(", call(_drawn(policy)))
     random = _name(policy) == "DKVGreedy"
-    text = EXAMPLE.format(policy=made, sampler=RANDOM if random else "")
+    small = "tiny-sdar" if policy in dj.policies.BLOCK_CAUSAL else "tiny-llada"
+    text = EXAMPLE.format(model=small, policy=made, sampler=RANDOM if random else "")
+    text = text.replace("block=8", "block=4") if small == "tiny-sdar" else text
     return f"import jax\n{text}" if random else text
 
 
-def cache_size(policy: dj.policies.Policy) -> str:
-    """Computes the bytes of the cache that a policy allocates."""
+def cache_size(policy: dj.policies.Policy, blocks: bool = False) -> str:
+    """Computes the bytes of the cache that a policy allocates; of SDAR-8B with `blocks`, else LLaDA-8B."""
     spec, layout = dj.presets.model_spec("llada-8b"), dj.Layout(1024, 256, 32, 256)
+    if blocks:
+        spec = dataclasses.replace(dj.presets.model_spec("sdar-8b"), block_size=32)
     made = jax.eval_shape(lambda: policy.init(spec, layout, 1, "bfloat16"))
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(made))
     return f"{size / 1e9:.2f} GB"
@@ -355,17 +365,18 @@ def colour(age: int) -> str:
 
 
 @functools.cache
-def model() -> dj.Model:
-    """The model that is watched; its programs run once, so they are compiled in a hurry."""
+def model(name: str) -> dj.Model:
+    """A model that is watched; its programs run once, so they are compiled in a hurry."""
     jax.config.update("jax_disable_most_optimizations", True)
-    return dj.load(dj.bundled.path("tiny-llada"))
+    return dj.load(dj.bundled.path(name))
 
 
 def recording(policy: dj.policies.Policy) -> Recording:
     """Runs the example of a policy; one width holds every step, as it is compiled faster."""
     code = example(policy).replace("trace=True", "trace=True, widths=(1024,)")
     names: dict[str, Any] = {}
-    exec(re.sub(r"^model = .*$", "", code, flags=re.MULTILINE), names | {"model": model()}, names)
+    small = "tiny-sdar" if policy in dj.policies.BLOCK_CAUSAL else "tiny-llada"
+    exec(re.sub(r"^model = .*$", "", code, flags=re.MULTILINE), names | {"model": model(small)}, names)
     return Recording.of(names["out"].trace, 0)
 
 

@@ -66,7 +66,7 @@ class Recording:
 
         # A trace that was made inside of jit has room for more steps than ran, and one of a batch has as many
         # as its slowest sequence took.
-        tokens, computed, read, proposed, score, active, widened, steps = map(values, trace)
+        tokens, computed, read, proposed, score, active, widened, steps = map(values, trace[:8])
         own = np.flatnonzero(active[: int(steps), sequence])
         return cls(
             tokens=tokens[np.concatenate([[0], own + 1]), sequence],
