@@ -66,7 +66,7 @@ class Generation:
 
     def statistics(self, time: Time, out: Any) -> dict[str, Any]:
         """Counts and rates."""
-        _, stats, _ = jax.tree.map(np.asarray, out)
+        stats = jax.tree.map(np.asarray, out[1])
         decoded, computed = np.sum(stats.decoded_tokens), np.sum(stats.computed_tokens + stats.widened_tokens)
         return {
             "tokens_per_s": float(decoded) / time.median,

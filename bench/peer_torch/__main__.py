@@ -119,7 +119,7 @@ def rows(model: dj.Model, theirs: Twin, run: Run, repeats: int) -> Iterator[runn
     # Both generate once before they are timed, and their tokens are compared.
     runs = {"theirs": lambda: theirs.run(lambda: decoder.generate(start.clone(), run)), "ours": ours}
     times, out = beside(runs, repeats)
-    (found, stats, _), length = out["ours"], prompt + run.length
+    (found, stats, *_), length = out["ours"], prompt + run.length
     same = np.asarray(found)[:, :length] == out["theirs"].cpu().numpy()[:, :length]
     agreement = {"same_tokens": bool(same.all()), "agreeing": int(same[:, prompt:].sum())}
     counts = {"tokens": run.batch * run.length, "steps": int(stats.nfe.max())}
