@@ -16,6 +16,7 @@ from dllm_jax.decoding import likelihood
 from dllm_jax.decoding.request import Request, prepare
 from dllm_jax.engine.loop import denoise
 from dllm_jax.options import Options, check_numbers
+from dllm_jax.policies.parts.sparse_blocks import SparseBlocks
 from dllm_jax.testing.runs import compilations
 from dllm_jax.traced import Traced
 from tests.models import frequencies, prompts, tiny
@@ -54,6 +55,8 @@ CASES = [
     ),
     (policies.SuffixDropout(keep=policies.GaussianDropout(6, 2.0, seed=3)), samplers.Confidence()),
     (policies.SuffixDropout(keep=policies.UniformDropout(4, 2, seed=3)), samplers.Confidence()),
+    (SparseBlocks(0.5, delay=2), samplers.Confidence()),
+    (policies.Policy(), samplers.SelfSpeculation(block=4, threshold=0.25)),
 ]
 OF_ALL_TYPES = 1, 0.75, np.float64(0.25), jnp.float32(0.5), *np.linspace(0, 0.9, 6)
 doubtful = lambda n: samplers.WINO(wide_in=0.0, narrow_out=n, fewest=2)
@@ -64,24 +67,33 @@ TEN = {
 }
 
 
+def model_of(policy, sampler) -> dj.Model:
+    """A model that a case runs on."""
+    if sampler.drafts:
+        return tiny("nemotron")
+    return tiny("sdar" if isinstance(policy, SparseBlocks) else "llada")
+
+
 def request(policy, sampler, **options) -> Request:
     """Two prompts of different length, whose trace is recorded."""
-    prompt, mask = prompts(tiny("llada"), (9, 6))
-    options = dict(prompt_mask=mask, length=8, block=4, key=KEY, trace=True) | options
-    return prepare(tiny("llada"), prompt, policy=policy, sampler=sampler, **options)
+    model = model_of(policy, sampler)
+    prompt, mask = prompts(model, (9, 6))
+    block = None if sampler.drafts else 4
+    options = dict(prompt_mask=mask, length=8, block=block, key=KEY, trace=True) | options
+    return prepare(model, prompt, policy=policy, sampler=sampler, **options)
 
 
 def run(policy, sampler):
     """Tokens, statistics and trace."""
     made = request(policy, sampler)
-    return denoise(tiny("llada"), made.inputs, made.plan)
+    return denoise(model_of(policy, sampler), made.inputs, made.plan)
 
 
 def run_with_constants(policy, sampler):
     """The same from a program of these numbers alone: what a function closes over is no argument."""
     made = request(policy, sampler)
     program = lambda model, inputs: denoise.__wrapped__(model, inputs, made.plan)
-    return jax.jit(program)(tiny("llada"), made.inputs)
+    return jax.jit(program)(model_of(policy, sampler), made.inputs)
 
 
 def same(one, other) -> bool:

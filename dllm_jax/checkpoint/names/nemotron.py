@@ -14,7 +14,7 @@ from dllm_jax.checkpoint.names.family import Family
 ABSENT = {
     "vocab_size": 131072, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 34,
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
-    "block_size": 32, "max_position_embeddings": 262144,
+    "max_position_embeddings": 262144,
 }  # fmt: skip
 MIRRORED = "rope_theta", "rope_scaling", "partial_rotary_factor"  # at the top they mean nothing
 
@@ -59,6 +59,7 @@ FAMILY = Family(
         "causal_context": True,
     },
     defaults={"eos_id": 2},
+    blocks=32,
     rope_key="rope_parameters",
     adjusted=_adjusted,
     template=functools.partial(as_llama.template, "NemotronLabsDiffusionModel"),
