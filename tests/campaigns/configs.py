@@ -83,7 +83,8 @@ def _unlike(found: ModelSpec, expected: ModelSpec) -> str:
 
 def rope(case: Drawn, plain: ModelSpec, drawn: random.Random):
     """Rotary embedding in one of its spellings, plain or scaled."""
-    kind, base = drawn.choice(("default", "linear", "yarn")), drawn.choice((1e4, 5e5, 1e6, 10**7))
+    kinds = ("default", "yarn") if plain.family == "nemotron" else ("default", "linear", "yarn")
+    kind, base = drawn.choice(kinds), drawn.choice((1e4, 5e5, 1e6, 10**7))
     inner: dict[str, Any] = {} if kind == "default" else {"factor": drawn.choice((0.25, 2, 4.0, 16.0))}
     own = dict(
         beta_fast=48, beta_slow=2.0, mscale=1.0, mscale_all_dim=0.5, attention_factor=1.25, truncate=False
@@ -97,7 +98,8 @@ def rope(case: Drawn, plain: ModelSpec, drawn: random.Random):
     case.fields |= {"rope_base": float(base), "rope_scaling": scaling}
     case.fields["positions"] = max(plain.positions or 0, reach) or None
     typed = {drawn.choice(("type", "rope_type")): kind} | inner
-    if drawn.random() < 0.4:  # the older keys alone
+    # The older keys alone, which mean nothing to Nemotron's code.
+    if plain.family != "nemotron" and drawn.random() < 0.4:
         case.values |= {
             "rope_theta": base,
             "rope_scaling": typed if inner else drawn.choice((None, False, typed)),
@@ -110,7 +112,8 @@ def rope(case: Drawn, plain: ModelSpec, drawn: random.Random):
     whole = {"rope_theta": base} | typed
     if "partial_rotary_factor" in case.values:
         whole["partial_rotary_factor"] = case.values["partial_rotary_factor"]
-    case.values["rope_parameters"] = drawn.choice((whole, {"full_attention": whole}))
+    by_kind = whole if plain.family == "nemotron" else {"full_attention": whole}
+    case.values["rope_parameters"] = drawn.choice((whole, by_kind))
 
 
 def ends(case: Drawn, plain: ModelSpec, drawn: random.Random):
@@ -165,7 +168,9 @@ def fault(case: Drawn, plain: ModelSpec, drawn: random.Random):
     other = "chunked_attention" if plain.family.startswith("a2d") else "sliding_attention"
     faults: dict[str, dict[str, Any]] = {
         "dynamic": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
-        "longrope": {"rope_parameters": None, "rope_scaling": {"type": "longrope", "factor": 2.0}},
+        "longrope": {"rope_parameters": {"type": "longrope", "factor": 2.0}}
+        if plain.family == "nemotron"
+        else {"rope_parameters": None, "rope_scaling": {"type": "longrope", "factor": 2.0}},
         "llama3": {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
         "rope_parameters": {"rope_parameters": drawn.choice(([], "yarn", 3, {"rope_type": "linear"}))},
         "short_factor": {"rope_parameters": {"rope_type": "default", "short_factor": [1.0]}},
