@@ -19,7 +19,7 @@ import tyro
 from dllm_jax import bundled, provenance
 from dllm_jax.checkpoint import load
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
-from dllm_jax.command_line import PATHS, keep_programs, plain_errors, run
+from dllm_jax.command_line import PATHS, keep_programs, kept_programs, plain_errors, run
 from dllm_jax.decoding.chat import decode_answers
 from dllm_jax.decoding.generate import generate
 from dllm_jax.decoding.watch.grid import grid
@@ -124,7 +124,7 @@ def demonstration(arguments: Arguments) -> int:
     console.print(table(measured, console.width))
     console.print(EXPLANATION.format(device=device.platform))
     console.print(f"\n[bold]Next:[/]\n{NEXT}\n", highlight=False, soft_wrap=True)
-    console.print(keep_programs(), style="dim", highlight=False)
+    console.print(kept_programs(keep_programs()), style="dim", highlight=False)
     if arguments.json:
         arguments.json.write_text(json.dumps(_provenance(arguments) | {"tables": tables}, indent=2) + "\n")
         console.print(f"wrote {arguments.json}")

@@ -52,8 +52,8 @@ def plain_errors(interrupted: str = "interrupted") -> Iterator[None]:
         raise SystemExit(INTERRUPTED) from error
 
 
-def keep_programs() -> str:
-    """Keeps compiled programs for later runs of a command in JAX's persistent cache, and says where.
+def keep_programs() -> Path:
+    """Keeps compiled programs for later runs of a command in JAX's persistent cache, and returns its folder.
 
     A place that the user has chosen (`JAX_COMPILATION_CACHE_DIR`) stays. The default one is of this machine
     alone, because a program for one CPU may not run on another that shares the home directory.
@@ -64,7 +64,11 @@ def keep_programs() -> str:
         chosen = str(caches / "dllm_jax" / platform.node())
         jax.config.update("jax_compilation_cache_dir", chosen)
         jax.config.update("jax_compilation_cache_max_size", 2**30)
-    where = Path(chosen)
+    return Path(chosen)
+
+
+def kept_programs(where: Path) -> str:
+    """Says where compiled programs are kept, and how large they are."""
     kept = sum(file.stat().st_size for file in where.glob("*")) if where.is_dir() else 0
     shown = f"~/{where.relative_to(Path.home())}" if where.is_relative_to(Path.home()) else where
     return f"Compiled programs are kept in {shown} ({kept / 1e6:.0f} MB), where later runs find them."

@@ -14,7 +14,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax.__main__ import Arguments
-from dllm_jax.command_line import keep_programs
+from dllm_jax.command_line import keep_programs, kept_programs
 from dllm_jax.demo import trains
 from dllm_jax.policies import DualCache, Policy
 from dllm_jax.samplers import Threshold
@@ -42,10 +42,10 @@ def test_the_demonstration_answers_and_measures(tmp_path):
 def test_commands_keep_programs_where_the_user_says_or_in_a_cache_of_the_machine(tmp_path, monkeypatch):
     chosen = jax.config.values["jax_compilation_cache_dir"]
     try:
-        assert keep_programs().startswith(f"Compiled programs are kept in {chosen}")
+        assert kept_programs(keep_programs()).startswith(f"Compiled programs are kept in {chosen}")
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         jax.config.update("jax_compilation_cache_dir", None)
-        assert f"{tmp_path / 'dllm_jax' / platform.node()} (0 MB)" in keep_programs()
+        assert f"{tmp_path / 'dllm_jax' / platform.node()} (0 MB)" in kept_programs(keep_programs())
     finally:
         jax.config.update("jax_compilation_cache_dir", chosen)
         jax.config.update("jax_compilation_cache_max_size", -1)

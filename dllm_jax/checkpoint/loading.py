@@ -70,7 +70,7 @@ def load(
         takes what is known to be right and fastest on the devices, see `pallas_kernels.evidence`.
       separate_layers: Whether each layer has its own arrays (True) or all are stacked (False), the two forms
         of `dllm_jax.nn.parameters`; None takes what the devices read faster: stacked on TPUs unless there are
-        experts, separate elsewhere. Tokens do not depend on it.
+        experts, and stacked in small models (`is_small`); otherwise separate. Tokens do not depend on it.
       weights: "int8" quantizes the matrices of the layers and the vocabulary head to int8
         (`dllm_jax.nn.int8`), which takes half the memory of bfloat16; outputs can differ slightly because of
         rounding. None keeps the stored form: a directory converted to int8 loads as int8, any other one in

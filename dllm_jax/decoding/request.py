@@ -206,11 +206,6 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: 
     sampler.check_model(spec)
     check_policy(sampler, policy)
     check_blocks(sampler, policy, arrays, layout)
-    if sampler.drafts and own:
-        raise ValueError(
-            f"constraints= is not supported by {type(sampler).__name__}: they would see drafts that are not "
-            "verified. Use Autoregressive(), or forbid= and allow="
-        )
     if sampler.draft_adapter and (not adapted(model.params["layers"]) or is_low_rank(model.params["head"])):
         raise ValueError(
             "draft_adapter=True needs a model with LoRA adapters in its layers, and none in its head, which "

@@ -186,13 +186,11 @@ def masked_loss(
     )
     logits, of_clean = jnp.split(logits, 2, axis=1) if causally else (logits, None)
 
-    # What the head says elsewhere counts in no gradient either, were it not finite.
-    logits = jnp.where(batch.masked[..., None], logits, 0.0)
     # Cross entropy of the masked tokens, weighted by 1/t and averaged over the answer's length (equation 5).
-    log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), batch.answer[..., None], axis=-1)[..., 0]
+    entropy = cross_entropy(logits, batch.answer, batch.masked)
     # An answer without tokens that count adds 0, not NaN.
     counted = jnp.maximum(jnp.sum(batch.learnt, axis=1), 1)
-    loss = jnp.mean(jnp.sum(jnp.where(batch.masked, -log_p, 0.0) / batch.t, axis=1) / counted)
+    loss = jnp.mean(jnp.sum(entropy / batch.t, axis=1) / counted)
     if of_clean is not None:
         loss += causal_weight * causal_loss(of_clean, batch)
     right = batch.masked & (jnp.argmax(logits, axis=-1) == batch.answer)
@@ -206,9 +204,18 @@ def causal_loss(logits: Float[Array, "b r v"], batch: Masked) -> Float[Array, ""
     known = batch.learnt
     if batch.valid is not None:
         known = known & batch.valid[:, before:-1]
-    logits = jnp.where(known[..., None], logits, 0.0)
-    log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), batch.answer[..., None], axis=-1)[..., 0]
-    return jnp.mean(jnp.sum(jnp.where(known, -log_p, 0.0), axis=1) / jnp.maximum(jnp.sum(known, axis=1), 1))
+    entropy = cross_entropy(logits, batch.answer, known)
+    return jnp.mean(jnp.sum(entropy, axis=1) / jnp.maximum(jnp.sum(known, axis=1), 1))
+
+
+def cross_entropy(
+    logits: Float[Array, "b r v"], answer: Int[Array, "b r"], counts: Bool[Array, "b r"]
+) -> Float[Array, "b r"]:
+    """Cross entropy of each answer token in nats; 0 where it does not count."""
+    # What the head says there counts in no gradient either, were it not finite.
+    logits = jnp.where(counts[..., None], logits, 0.0)
+    log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), answer[..., None], axis=-1)[..., 0]
+    return jnp.where(counts, -log_p, 0.0)
 
 
 def check_causal(spec: ModelSpec, causal_weight: float):

@@ -13,13 +13,13 @@ from dllm_jax.nn.spec import ModelSpec, RopeScaling
 TYPES = ("default", "linear", "yarn")
 GROWTH = "llama_4_scaling_beta"  # of queries; codes of families without rope_parameters ignore it
 # Fields of `RopeScaling` by key; linear scaling has the first two alone.
-FIELDS = {"factor": "factor", "original_max_position_embeddings": "original"} | {
-    name: name
-    for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")
-}
+FIELDS = {
+    "factor": "factor", "original_max_position_embeddings": "original", "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow", "mscale": "mscale", "mscale_all_dim": "mscale_all_dim",
+    "attention_factor": "attention_factor", "truncate": "truncate", GROWTH: "query_beta",
+}  # fmt: skip
 LINEAR = [*FIELDS][:2]
 Key = Literal["rope_scaling", "rope_parameters"]  # of the object in published files
-FIELDS[GROWTH] = "query_beta"
 AT_THE_TOP = ("rope_theta", "partial_rotary_factor")  # also inside of rope_parameters
 MEANINGLESS = ("finetuned",)  # of YaRN's first files, which no code reads
 MOST_POSITIONS = 2**31 - 1  # that int32 numbers
