@@ -9,6 +9,7 @@ import pytest
 
 from dllm_jax.nn.kernels import Kernels
 from dllm_jax.nn.layer import Layer
+from dllm_jax.nn.parameters import layer_of
 from dllm_jax.nn.rope import rope_table
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.rows import compact_rows, full_rows
@@ -97,6 +98,23 @@ def test_what_chunks_of_queries_read_in_turn_lies_heads_first_on_tpus(queries, s
     for (call, operands), expected in zip(calls, (stated, stated * 2 // 3, stated * 2 // 3), strict=True):
         assert stated_orders("tpu", call, *operands) == ["[3, 1, 2, 0]"] * expected
         assert stated_orders("cuda", call, *operands) == []
+
+
+@pytest.mark.parametrize(
+    ("platform", "positions", "barriers"), [("cuda", 256, 4), ("cuda", 255, 0), ("tpu", 256, 0)]
+)
+def test_products_of_many_positions_stay_apart_on_gpus(platform, positions, barriers):
+    """One barrier before k and up, two before v: XLA writes no matrices side by side."""
+    model = tiny("llada")
+    x = jnp.zeros((1, positions, model.spec.width))
+    layer = Layer(layer_of(model.params, 0), model.spec, rope_table(positions, 8, 1e4), 0)
+
+    def program(x):
+        q, k = layer.qk(x, jnp.arange(positions)[None])
+        return q, k, layer.value(x), layer.mlp(x)
+
+    text = jax.jit(program).trace(x).lower(lowering_platforms=(platform,)).as_text()
+    assert text.count("stablehlo.optimization_barrier") == barriers
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,15 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-import numpy as np
 import transformers
 
 import dllm_jax as dj
-from dllm_jax.checkpoint.exporting import in_memory
 from dllm_jax.checkpoint.names import as_llama
 from dllm_jax.checkpoint.names.rope import written_scaling
 from dllm_jax.checkpoint.names.table import tensors_of, to_hf, units
-from dllm_jax.checkpoint.source import read
+from dllm_jax.nn.parameters import layer_of
 
 CONFIGS = {
     "llada": transformers.LlamaConfig,
@@ -128,7 +127,7 @@ def _experts(spec: dj.ModelSpec) -> dict[str, Any]:
 
 
 def twin(model: dj.Model, compiled: bool | None = None) -> Twin:
-    """Their model with our weights and dtype, on the GPU if ours is; ours is fetched layer by layer.
+    """Their model with our weights and dtype, on the GPU if ours is.
 
     `compiled` tries torch.compile for full forwards; None does on GPUs.
 
@@ -144,21 +143,25 @@ def twin(model: dj.Model, compiled: bool | None = None) -> Twin:
         raise SystemExit(f"torch {torch.__version__} has no GPU, where our weights are: take a CUDA build")
     with torch.device("cuda" if on_gpu else "cpu"):
         made = network(model.spec, getattr(torch, jnp.dtype(model.dtype).name), attn_implementation="sdpa")
-    _load(made, model, torch.from_numpy)
+    _load(made, model, torch)
     found = Twin(torch, made, model.spec)
     return _through_compiler(found) if (on_gpu if compiled is None else compiled) else found
 
 
-def _load(made: Any, model: dj.Model, tensor: Callable[[np.ndarray], Any]) -> None:
-    """Overwrites every weight by ours; transformers' names are those of Dream and SDAR, but of experts."""
-    source, theirs = in_memory(model), made.state_dict()
-    loaded = {"lm_head.weight"} if model.spec.tied else set()
+def _load(made: Any, model: dj.Model, torch: Any) -> None:
+    """Overwrites every weight by ours, which stays on its device.
+
+    Transformers' names are those of Dream and SDAR, but of experts.
+    """
+    theirs, loaded = made.state_dict(), {"lm_head.weight"} if model.spec.tied else set()
     for unit in units(model.spec, as_llama.NAMES):
-        arrays = read(source, unit)
+        arrays = model.params if unit.layer is None else layer_of(model.params, unit.layer)
         for found in tensors_of(model.spec, unit):
-            array = to_hf(model.spec, found, arrays).astype(np.float32)  # torch reads no bfloat16
+            array = jax.block_until_ready(jnp.asarray(to_hf(model.spec, found, arrays)))
             name, part = _place(found.name, model.spec)
-            theirs[name][part].copy_(tensor(np.ascontiguousarray(array)))
+            theirs[name][part].copy_(torch.from_dlpack(array))
+            if made.device.type == "cuda":
+                torch.cuda.synchronize()  # before jax may use the memory of `array` again
             loaded.add(name)
     if left := set(theirs) - loaded:
         raise ValueError(f"their network has weights that ours lacks: {', '.join(sorted(left))}")

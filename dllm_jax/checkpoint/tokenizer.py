@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,9 @@ def _transformers() -> Any:
         import transformers  # slow, and used by this alone
     finally:
         logger.removeFilter(notice)
-    return transformers
+    # The package replaces its own module at the end of its import. A thread that waited for another one's
+    # import is given the module before that, which is empty.
+    return sys.modules[transformers.__name__]
 
 
 def read_tokenizer(folder: Path) -> Any:

@@ -12,7 +12,7 @@ from typing_extensions import override
 from dllm_jax.nn.arithmetic import einsum, rms_norm
 from dllm_jax.nn.kernels import BY_DEFAULT, Kernels
 from dllm_jax.nn.mask import Mask
-from dllm_jax.nn.memory import heads_first_on_tpu
+from dllm_jax.nn.memory import apart_on_cuda, heads_first_on_tpu
 from dllm_jax.nn.mlp import dense, mixture
 from dllm_jax.nn.parameters import Params
 from dllm_jax.nn.rope import Rope, grown, rotate
@@ -183,6 +183,7 @@ class Layer:
         return rms_norm(x, self.weights["attn_norm"], self.spec.norm_eps)
 
     def _project(self, name: str, normed: Float[Array, "b q m"]) -> Float[Array, "b q heads d"]:
+        normed = apart_on_cuda(normed, "qkv".index(name))
         y = einsum("bqm,mhd->bqhd", normed, self.weights[name])
         y = heads_first_on_tpu(y, self.kernels.rules)
         return y + self.weights[f"{name}_bias"] if self.spec.qkv_bias else y

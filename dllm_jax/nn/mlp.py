@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from dllm_jax.nn.arithmetic import einsum
 from dllm_jax.nn.int8 import Int8Matrix, axes_of, is_int8
 from dllm_jax.nn.kernels import BY_DEFAULT, Kernels
+from dllm_jax.nn.memory import apart_on_cuda
 from dllm_jax.nn.mesh import MeshRules, partitioned_over
 from dllm_jax.nn.sharding import within_layer
 from dllm_jax.nn.spec import ExpertSpec
@@ -33,7 +34,7 @@ def dense(weights: Mapping[str, Any], x: Float[Array, "b q m"], of: str = "") ->
     """
     # Two products share the normed input, and the gate's SiLU scales the other.
     gate = einsum("bqm,mf->bqf", x, weights[f"{of}gate"])
-    up = einsum("bqm,mf->bqf", x, weights[f"{of}up"])
+    up = einsum("bqm,mf->bqf", apart_on_cuda(x, 1), weights[f"{of}up"])
     return einsum("bqf,fm->bqm", jax.nn.silu(gate) * up, weights[f"{of}down"])
 
 
