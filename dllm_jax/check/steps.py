@@ -19,7 +19,7 @@ from dllm_jax.nn.model import Model
 
 LEADING = 8  # steps within which the first partial one is looked for
 ENOUGH = 0.5  # seconds of steps that are timed together
-MOST = 4  # of them
+MOST = 4  # number of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,14 +39,15 @@ class StepTimes:
 def step_times(model: Model, request: Request, repeats: int) -> StepTimes:
     """Times single steps, each from the states it occurs in.
 
-    Up to `MOST` steps are queued and waited for together. Full steps only if every step is one: what follows
-    a refresh may be of another kind.
+    A step's time is that of a loop with up to `MOST` steps more than another one's: starting a program takes
+    milliseconds on GPUs, which steps of a generation do not pay. A policy that reuses has one full step: what
+    follows a refresh may be of another kind.
     """
     inputs, plan = request.inputs, request.plan
     most = min(MOST, plan.layout.steps)
     start = lambda: begin(model, inputs, plan)
     # `state` is donated, so the cache is changed in place.
-    of_width = lambda width: lambda state: _step(model, inputs, plan, state, width)
+    of_width = lambda width: lambda state, count=1: _steps(model, inputs, plan, state, count, width)
 
     def first_partial() -> tuple[State, int | None]:
         """The state before the first partial step, and its width; None if the first steps have none."""
@@ -58,29 +59,37 @@ def step_times(model: Model, request: Request, repeats: int) -> StepTimes:
                 return state, width
         return state, None
 
-    full = _timed(of_width(None), start, 1 if plan.policy.reuses else most, repeats)
+    once = 0, 1
+    full = _timed(of_width(None), start, *(once if plan.policy.reuses else (1, most)), repeats)
     state, width = first_partial() if plan.widths else (None, None)
     if state is None or width is None:
         return StepTimes(full)
     positions = float(state.need.sum() / state.need.shape[0])
-    partial = _timed(of_width(width), lambda: first_partial()[0], most, repeats)
+    partial = _timed(of_width(width), lambda: first_partial()[0], 1, most, repeats)
     return StepTimes(full, partial, width, positions)
 
 
-def _timed(step: Callable[[State], State], start: Callable[[], State], most: int, repeats: int) -> Time:
-    """Time of a step. Every repeat starts again, and making its start is not timed."""
-    jax.block_until_ready(step(start()))  # compiles
-    once = seconds(lambda: step(start()))
-    calls = max(1, min(most, round(ENOUGH / once)))
-    taken = []
-    for _ in range(repeats):
+def _timed(
+    steps: Callable[..., State], start: Callable[[], State], before: int, most: int, repeats: int
+) -> Time:
+    """Time of a step. Every run starts again, and making its start is not timed.
+
+    Args:
+      steps: Takes a state and the number of steps; runs so many.
+      start: Makes the state to start from.
+      before: Steps of the shorter run.
+      most: Maximum number of steps that the longer run takes besides.
+      repeats: Number of runs of each; of the shorter ones the fastest counts.
+    """
+
+    def run(count: int) -> float:
         state = jax.block_until_ready(start())
-        begun = time.perf_counter()
-        for _ in range(calls):
-            state = step(state)
-        jax.block_until_ready(state)
-        taken.append((time.perf_counter() - begun) / calls)
-    return Time.of(taken)
+        return seconds(lambda: steps(state, count))
+
+    run(1)  # compiles
+    more = max(1, min(most, round(ENOUGH / run(1))))
+    shorter = min(run(before) for _ in range(repeats))
+    return Time.of([(run(before + more) - shorter) / more for _ in range(repeats)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,5 +131,8 @@ def program(model: Model, request: Request | Placed) -> Program:
 
 
 @functools.partial(jax.jit, static_argnames="width", donate_argnames="state")
-def _step(model: Model, inputs: Inputs, plan: Plan, state: State, width: int | None) -> State:
-    return step(Generation.of(model, inputs, plan), width, state)
+def _steps(
+    model: Model, inputs: Inputs, plan: Plan, state: State, count: int | jax.Array, width: int | None
+) -> State:
+    generation = Generation.of(model, inputs, plan)
+    return jax.lax.fori_loop(0, count, lambda _, state: step(generation, width, state), state)
