@@ -106,6 +106,11 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if item not in left_out]
 
 
+def pytest_collection_finish():
+    """Leaves out what the tests imported, too."""
+    gc.freeze()
+
+
 def pytest_terminal_summary(terminalreporter, config):
     if not (config.getoption("full") or config.getoption("exhaustive")):
         terminalreporter.write_line("The quick suite: `pytest --full` also runs what tests/quick.py names.")

@@ -85,6 +85,7 @@ LEFT_OUT: dict[str, str] = {
         test_training_loss.py::test_a_block_is_learnt_between_known_tokens_and_masks
         test_training_loss.py::test_isolation_is_drawn_for_each_example_and_counts_in_the_loss
         test_training_loss.py::test_padding_and_what_is_recomputed_change_neither_loss_nor_gradient
+        test_training_loss.py::test_the_clean_half_learns_to_predict_the_next_token
         test_training_loss.py::test_the_loss_of_block_causal_models_is_that_of_a_pass_for_each_block
         test_training_objectives.py::test_chunks_and_what_is_recomputed_change_nothing
         test_training_objectives.py::test_plain_forwards_give_the_same
@@ -93,6 +94,7 @@ LEFT_OUT: dict[str, str] = {
         test_training_pictures.py::test_the_loss_is_that_of_the_decoder_s_logits
         test_training_pictures.py::test_the_tower_learns_if_it_is_asked_to
         test_training_run.py::test_a_changed_configuration_is_refused_by_name but changes0-* or changes5-*
+        test_training_run.py::test_another_optimizer_is_refused_by_its_numbers but state
         test_training_run.py::test_what_changes_no_step_that_was_done_is_free
         test_training_trainable.py::test_any_transformation_of_optax_trains
         test_training_trainable.py::test_float32_masters_take_steps_that_bfloat16_would_lose
@@ -230,6 +232,7 @@ LEFT_OUT: dict[str, str] = {
         test_attention.py::test_one_sequence_after_another_is_all_at_once but keys-2-3
         test_attention.py::test_platforms_that_differ_*
         test_block_causal.py::test_all_other_policies_decode
+        test_block_causal.py::test_eviction_chooses_among_stored_pairs but MaskKV*
         test_block_causal.py::test_its_loop_stays_on_the_device_and_copies_no_cache
         test_block_causal.py::test_padding_moves_no_block
         test_block_causal.py::test_requests_in_flight_and_streams_give_what_a_prompt_gives_alone
@@ -237,7 +240,10 @@ LEFT_OUT: dict[str, str] = {
         test_buckets.py::test_draws_do_not_depend_on_the_bucket
         test_causal_context.py but test_greedy_* or test_a_block_follows_* or *refused_by_name
         test_buckets.py::test_sixty_requests_compile_no_more_programs_than_the_ladder_has
+        test_constraints.py::test_all_ways_to_say_it_and_to_ask_are_one
         test_constraints.py::test_every_sampler_decodes_what_is_allowed but WINO or KLASS or Edit or *-commit
+        test_constraints.py::test_templates_have_sets_of_their_own_*
+        test_constraints.py::test_tokens_one_by_one_and_drafts_keep_to_the_sets
         test_engine.py::test_an_empty_prompt_has_a_response_of_its_own_and_changes_no_other
         test_engine.py::test_lists_of_any_lengths_are_padded_wherever_a_prompt_goes_in
         test_engine.py::test_more_positions_than_the_model_was_made_for_are_told_of
@@ -267,13 +273,17 @@ LEFT_OUT: dict[str, str] = {
         test_likelihood.py::test_draws_average_to_the_expectation_over_all_masks
         test_likelihood.py::test_given_masks_equal_brute_force_of_each_row_alone but llada-1.2
         test_likelihood.py::test_ragged_answers_equal_each_alone
+        test_logprobs.py::test_every_way_to_ask_has_them_and_nothing_else_changes
         test_logprobs.py::test_they_are_those_of_the_trajectory but sdar-*
+        test_logprobs.py::test_tokens_that_are_revised_have_their_last_step but llada-*
         test_lora.py::test_int8_matrices_may_have_adapters_but_not_be_merged
         test_noise.py::test_a_draw_is_that_of_its_sequence_step_and_place_behind_the_prompt but *llada*
         test_noise.py::test_functions_that_draw_do_so_by_threefry_whatever_the_default_is
         test_nonfinite.py::test_a_sequence_*
         test_options.py::test_the_largest_numbers_that_they_hold_work
-        test_prefix.py::test_prompts_that_begin_alike_are_answered_as_whole_ones but shifted
+        test_prefix.py::test_a_prefix_goes_on_where_another_one_differs
+        test_prefix.py::test_every_way_to_ask_takes_a_prefix
+        test_prefix.py::test_prompts_that_begin_alike_are_answered_as_whole_ones but separate
         test_presets.py::test_every_preset_can_begin_on_its_model but d2cache or sparse-dllm
         test_presets.py::test_every_recipe_is_a_request_of_its_model[llada2-mini]
         test_presets.py::test_model_shapes_have_the_published_number_of_parameters[llada2-mini-*]

@@ -248,7 +248,7 @@ class InShortBlocks(Subject):
         return tiny("sdar", block_size=4)
 
     def run(self, prompt=None, mask=None, **options):
-        return super().run(prompt, mask, **options | dict(block=4))
+        return super().run(prompt, mask, **dict(widths=WIDE) | options | dict(block=4))
 
 
 _evicting = functools.partial(policies.EvictPrompt, policy=policies.Policy(), reselect=False)

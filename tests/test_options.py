@@ -363,7 +363,7 @@ def test_every_hint_names_arguments_and_samplers_that_exist():
 def test_prompts_of_a_tokenizer_are_taken_and_text_is_refused():
     model = tiny("llada")
     run = lambda prompt, **options: dj.generate(model, prompt, length=2, **options).tokens[:, -2:].tolist()
-    (alone,), (other,) = run([[1, 2, 3]]), run([[4]])
+    alone, other = run([[1, 2, 3], [4]])
     assert run({"input_ids": [1, 2, 3], "attention_mask": [1, 1, 1]}) == [alone]
     assert run(UserDict(input_ids=[[1, 2, 3], [4]], attention_mask=[[1, 1, 1], [1]])) == [alone, other]
     padded = {

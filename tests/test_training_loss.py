@@ -262,12 +262,11 @@ def test_block_causal_models_train_whole_and_by_adapters():
 def test_the_clean_half_learns_to_predict_the_next_token():
     model, batch, key, weight = tiny("nemotron"), unequal(), jax.random.key(5), 0.5
     plain, both = (masked_diffusion_loss(model, batch, key, causal_weight=w)[0] for w in (0.0, weight))
-    of_examples = []
-    for row, pad in enumerate(PADS):
-        text = np.concatenate([batch.prompt[row, pad:], batch.answer[row]])
-        log_p = jax.nn.log_softmax(forward(model, text[None])[0])[PROMPT - pad - 1 : -1]
-        known = np.asarray(batch.answer_mask[row])
-        of_examples.append(-np.asarray(log_p)[np.arange(ANSWER), batch.answer[row]][known].mean())
+    text = np.concatenate([batch.prompt, batch.answer], axis=1)
+    logits = forward(model, text, np.arange(text.shape[1]) >= np.asarray(PADS)[:, None])
+    log_p = np.asarray(jax.nn.log_softmax(logits))[:, PROMPT - 1 : -1]
+    of_answers = -np.take_along_axis(log_p, np.asarray(batch.answer)[..., None], axis=2)[..., 0]
+    of_examples = [row[known].mean() for row, known in zip(of_answers, batch.answer_mask, strict=True)]
     np.testing.assert_allclose(both - plain, weight * np.mean(of_examples), rtol=1e-4)
     config = TrainConfig(steps=1, warmup=0, causal_weight=weight)
     trained = train(model, Batches(lambda step: batch), config, progress=False).model
