@@ -179,6 +179,36 @@ def test_maskkv_reads_what_its_widest_head_keeps(uneven, chunks, prompt):
     assert slots == {min(chunks * 256, prompt) + 256}
 
 
+def test_what_block_causal_policies_read_and_choose():
+    """Of SDAR-8B's shape: pairs attended to, moved besides and written, worked out by hand."""
+    model, layout = dataclasses.replace(dj.presets.model_spec("sdar-8b"), layers=4), dj.Layout(4096, 8, 4, 8)
+    evicting = p.EvictPrompt(512, dj.eviction.UniformLayers(), policy=p.Policy(), reselect=False)
+
+    def steps(policy: dj.policies.Policy) -> dict[tuple[float, float], tuple[float, ...]]:
+        counted = roofline.schedule(policy, model, layout)
+        return {(s.rows, s.slots): (count, s.moved, s.written) for s, count in counted.items()}
+
+    length, choice = 4104, 4104 / 2 + 2 * 512  # keys read again; pairs read and written once more
+    assert steps(p.MAGE()) == {
+        (length, length): (1, choice, length), (4, 516): (6, 0, 4), (8, length + 516): (1, choice, 12),
+    }  # fmt: skip
+    assert steps(evicting) == {
+        (length, length): (1, choice, 512 + 11), (4, 523): (6, 2 * 512, 4), (8, 523): (1, 2 * 512, 8),
+    }  # fmt: skip
+    # A tenth of 4103, with an exact step in the block before the one that chooses.
+    slots, choice = 410 + 4, 4104 / 2 + 2 * 410
+    assert steps(p.SparseDLLM(keep=0.1)) == {
+        (length, length): (1, choice, length), (4, length + slots): (2, choice, 8), (4, slots): (4, 0, 4),
+        (8, length + slots): (1, choice, 12),
+    }  # fmt: skip
+    # Two masks for each of two that should stay, and what is not settled, fit half a block less.
+    wide, layout = dataclasses.replace(model, block_size=32), dj.Layout(64, 64, 32, 64)
+    assert {step.rows for step in roofline.schedule(p.FOCUS(), wide, layout)} == {128, 8, 16, 20, 52}
+    assert {step.rows for step in roofline.schedule(p.FOCUS(9), wide, layout)} == {128, 8, 16, 32, 64}
+    masks = dataclasses.replace(evicting, budget=256, layers=p.MaskKV().layers, votes=p.MaskKV().votes)
+    assert roofline.schedule(p.MaskKV(), wide, layout) == roofline.schedule(masks, wide, layout)
+
+
 def test_copies_and_statistics_are_counted():
     """Per step and layer: pairs moved besides those attended to, keys read again being half of one."""
     layout = dj.Layout(4096, 256, 32, 64)

@@ -6,7 +6,8 @@
 
 Needs the compilers (`targets.py`), not the hardware. A row per policy: whether it compiles, the compiler's
 CPU seconds, bytes of arguments, temporaries and peak per chip, collectives per layer, copies of at
-least 1 MiB, and the bytes of a reuse step and of a full step over the roofline's. Bytes are counted in the
+least 1 MiB, and the bytes of a reuse step, of the step that enters a block of a block-causal model, and of a
+full step over the roofline's. Bytes are counted in the
 program (`bench/compiled/traffic.py`); loops whose trips depend on the data are counted once. Of TPUs there
 are also the cycles that the compiler expects, added up as if nothing overlapped; what it says nothing of,
 gathers and scatters, counts nothing. Every row has a process of its own: a compiler that fails may end it.
@@ -15,6 +16,7 @@ gathers and scatters, counts nothing. Every row has a process of its own: a comp
 import concurrent.futures
 import dataclasses
 import multiprocessing
+import re
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
@@ -39,7 +41,8 @@ class Options(Setting):
 
     Attributes:
       targets: Keys of `bench.compiled.targets.TARGETS`.
-      policy: Class names of policies, or "training". Default: all policies that support the model.
+      policy: Class names of policies, constructor calls, or "training". Default: all of `policies.ALL` that
+        support the model.
       hlo: Directory for the optimized programs, POLICY-TARGET.hlo.
       json: File of the results.
     """
@@ -62,8 +65,9 @@ class Options(Setting):
         if not self.targets:
             raise ValueError(f"no target: name some of {', '.join(TARGETS)}")
         named = [name for name in self.policy if name != TRAINING]
-        policies = policies_named(named, shape(self.shape)) if named or not self.policy else []
-        chosen = [type(policy).__name__ for policy in policies] + [TRAINING] * (TRAINING in self.policy)
+        policies_named(named)  # what is no policy is refused before anything is compiled
+        every = [type(policy).__name__ for policy in policies_named((), shape(self.shape))]
+        chosen = (named if self.policy else every) + [TRAINING] * (TRAINING in self.policy)
         same = {field.name: getattr(self, field.name) for field in dataclasses.fields(Setting)}
         for target in self.targets:
             for policy in chosen:
@@ -82,7 +86,7 @@ def compiled(case: Case, hlo: Path | None) -> runner.Row:
             return dataclasses.asdict(case) | {"error": f"{type(error).__name__}: {str(error)[:300]}"}
     if hlo is not None:
         hlo.mkdir(parents=True, exist_ok=True)
-        (hlo / f"{case.policy}-{case.target}.hlo").write_text(program)
+        (hlo / f"{re.sub(r'[^A-Za-z0-9]+', '_', case.policy)}-{case.target}.hlo").write_text(program)
     return row
 
 
@@ -116,6 +120,8 @@ COLUMNS: runner.Columns = {
     "reuse step, GB": _step("reuse", "bytes", 1e-9),
     "over roofline": _step("reuse", "ratio"),
     "beyond L2": _step("reuse", "ratio_beyond_cache"),
+    "entering step, GB": _step("enter", "bytes", 1e-9),
+    "over roofline  ": _step("enter", "ratio"),
     "full step, GB": _step("full", "bytes", 1e-9),
     "over roofline ": _step("full", "ratio"),
     "beyond L2 ": _step("full", "ratio_beyond_cache"),

@@ -1,6 +1,7 @@
 """One generation (or training step) compiled for one target, and what the compiler made of it."""
 
 import dataclasses
+import math
 import re
 import resource
 from collections.abc import Iterable
@@ -72,7 +73,7 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Case(Setting):
-    """One program: for a key of `TARGETS`, of a policy by its class name, or "training" for its step."""
+    """One program: for a key of `TARGETS`, of a policy by its name or call, or "training" for its step."""
 
     target: str
     policy: str
@@ -154,7 +155,7 @@ def _traffic(case: Case, entry: traffic.Loop, placed: Placed | None) -> dict[str
     for kind, (variant, cost) in _steps(case, placed).items():
         loop = _loop_of(entry, scope(variant))
         # What only a refresh runs is left out of a reuse step.
-        total, floor = step_totals(loop, skip=None if kind == "full" else REFRESH), cost.bytes / case.tp
+        total, floor = step_totals(loop, skip=REFRESH if kind == "reuse" else None), cost.bytes / case.tp
         found[f"{kind}_step"] = {
             "variant": scope(variant), "bytes": total.bytes, "cached_bytes": total.cached,
             "estimated_cycles": total.cycles, "roofline_bytes": round(floor),
@@ -167,21 +168,27 @@ def _traffic(case: Case, entry: traffic.Loop, placed: Placed | None) -> dict[str
 
 
 def _steps(case: Case, placed: Placed) -> dict[str, tuple[int | None, roofline.Cost]]:
-    """The variant and the roofline's cost of the most frequent full and of the most frequent reuse step.
+    """The variant and the roofline's cost of the most frequent step of each kind.
 
-    Cost of the chips that share a part of the batch; the parts have all weights each.
+    Kinds are full and reuse steps and, of block-causal models, the step that enters a block, which computes
+    the finished one too. Cost of the chips that share a part of the batch; the parts have all weights each.
     """
     plan, batch = placed.plan, -(-case.batch // case.dp)
-    kinds: dict[str, tuple[int | None, roofline.Cost]] = {}
-    # A full step runs a group of few sequences, a reuse step all.
-    for name, sequences in (("full", full_step_batch(plan, batch)), ("reuse", batch)):
+    spec, found = plan.layout.fitted(case.spec), dict[str, tuple[int | None, roofline.Cost]]()
+    most = math.inf if spec.causal_context or not spec.block_size else spec.block_size
+
+    def kind(step: roofline.Step) -> str:
+        return "full" if step.full else "reuse" if step.rows <= most else "enter"
+
+    # A full step runs a group of few sequences, other steps all.
+    for name, sequences in (("full", full_step_batch(plan, batch)), ("reuse", batch), ("enter", batch)):
         work = roofline.work(case.spec, plan.policy, plan.layout, sequences, case.dtype)
-        kinds_of = [kind for kind in work.steps if kind.step.full == (name == "full")]
-        if kinds_of:
-            kind = max(kinds_of, key=lambda kind: kind.count)
-            width = None if kind.step.full else min(w for w in plan.widths if w >= kind.step.rows)
-            kinds[name] = width, kind.cost
-    return kinds
+        if of_kind := [one for one in work.steps if kind(one.step) == name]:
+            one = max(of_kind, key=lambda one: one.count)
+            selected = math.ceil(one.step.rows)
+            width = None if one.step.full else min(w for w in plan.widths if w >= selected)
+            found[name] = width, one.cost
+    return found
 
 
 def _loop_of(entry: traffic.Loop, name: str) -> traffic.Loop:

@@ -58,6 +58,7 @@ COLUMNS: runner.Columns = {
     "peak, GB per chip": lambda row: f"{row['peak'] / 1e9:.1f}",
     "reuse step": _of("reuse_step", "ratio", 2),
     "beyond L2": _of("reuse_step", "ratio_beyond_cache", 2),
+    "entering step": _of("enter_step", "ratio", 2),
     "full step": _of("full_step", "ratio", 2),
     "collectives per layer": _of("full_step", "collectives_per_layer", 1),
 }

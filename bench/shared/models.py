@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 
 import dllm_jax as dj
+from dllm_jax.policies.in_blocks import for_model
+from dllm_jax.published import expressions
 
 TINY = dict(layers=2, width=64, heads=4, kv_heads=4, head_dim=16, mlp_width=128, vocab=512)
 SMALL = dict(layers=4, width=256, heads=4, kv_heads=4, head_dim=64, mlp_width=768, vocab=4096)
@@ -43,18 +45,15 @@ def shape(name: str, **changes: Any) -> dj.ModelSpec:
 
 
 def policies_named(names: Sequence[str], spec: dj.ModelSpec | None = None) -> list[dj.policies.Policy]:
-    """The policies with these class names, at their defaults, in the order of `policies.ALL`.
+    """The policies with these class names, at their defaults, or constructor calls such as "MAGE(keep=64)".
 
-    Without names all of them, or all that do not refuse the model of `spec`.
+    Without names all of `policies.ALL`, or all that do not refuse the model of `spec`.
 
     Raises:
-      ValueError: unknown name.
+      ValueError: unknown name, or options that a policy refuses.
     """
-    known = {type(policy).__name__: policy for policy in (*dj.policies.ALL, dj.policies.SubBlockCache())}
-    if unknown := sorted(set(names) - set(known)):
-        raise ValueError(f"policies {', '.join(unknown)} are not among {', '.join(known)}")
     if names:
-        return [policy for name, policy in known.items() if name in names]
+        return [expressions.policy(name) for name in names]
     return [policy for policy in dj.policies.ALL if spec is None or accepts(policy, spec)]
 
 
@@ -62,7 +61,8 @@ def accepts(policy: dj.policies.Policy, spec: dj.ModelSpec) -> bool:
     """Whether a policy does not refuse the model."""
     block = spec.block_size or 8
     try:
-        jax.eval_shape(lambda: policy.init(spec, dj.Layout(block, block, block, block), 1, jnp.bfloat16))
+        made = for_model(policy, spec)
+        jax.eval_shape(lambda: made.init(spec, dj.Layout(block, block, block, block), 1, jnp.bfloat16))
     except ValueError:
         return False
     return True

@@ -94,7 +94,7 @@ class EvictPrompt(PromptEviction):
         self._check_model(spec)
         # What the policy shares between layers is kept; its storage, which holds all of the prompt, is not.
         under = self.policy.init(spec, layout, batch, dtype)
-        dense = KV.zeros(spec, batch, self._dense(spec, layout), dtype)
+        dense = KV.zeros(spec, batch, self.dense_positions(spec, layout), dtype)
         shared = EvictedPrompt(self.empty_pairs(spec, layout, batch, dtype), under.shared)
         return self.counting(Cache(dense, shared, under.extra_positions), spec, batch)
 
@@ -110,7 +110,7 @@ class EvictPrompt(PromptEviction):
                 "their prompt is computed once, and what was evicted is gone. Use reselect=False, or MAGE()."
             )
 
-    def _dense(self, spec: ModelSpec, layout: Layout) -> int:
+    def dense_positions(self, spec: ModelSpec, layout: Layout) -> int:
         """Positions that are stored densely, the last ones: the response and inputs beside it."""
         if not spec.block_size:
             return layout.response_inputs(spec.shifted)
@@ -129,7 +129,7 @@ class EvictPrompt(PromptEviction):
 
     def _evictable(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Positions of the prompt, padding included, that are not stored densely: kept or evicted."""
-        dense = self._dense(canvas.spec, canvas.layout)
+        dense = self.dense_positions(canvas.spec, canvas.layout)
         return canvas.everything & (canvas.position < canvas.layout.length - dense)
 
     # -- one denoising step: of the prompt all or nothing, else as the policy says ------------------------
@@ -150,7 +150,7 @@ class EvictPrompt(PromptEviction):
         """Attention to the kept pairs and the response, or to everything before the eviction."""
         q, k = layer.qk(x, rows.index)
         v, shared = layer.value(x), cache.shared
-        slots = self._dense(canvas.spec, canvas.layout)
+        slots = self.dense_positions(canvas.spec, canvas.layout)
         cache, dense = cache.update(rows.last(slots), KV(k, v))
 
         if canvas.spec.block_size:

@@ -14,6 +14,7 @@ from dllm_jax.engine.block_schedule import advance
 from dllm_jax.nn.mesh import number_modes
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies import D2Cache, Policy
+from dllm_jax.policies.in_blocks import for_model
 from dllm_jax.roofline.steps import Assumed, Setting, Step
 from dllm_jax.roofline.traffic import assumed_statistics, drift_widens, extra_traffic
 from dllm_jax.samplers import Confidence
@@ -37,6 +38,7 @@ def schedule(
       ValueError: blocks that do not divide those of a block-causal model.
     """
     blocks_of(layout.block, spec)
+    policy = for_model(policy, spec)
     at = Setting(spec, layout, assumed)
     # A step costs what its positions cost over a dense cache, and what the policy's layers move besides.
     counts: dict[Step, float] = collections.defaultdict(int)
@@ -59,14 +61,16 @@ def selected_positions(policy: Policy, spec: ModelSpec, layout: Layout, assumed:
     for i, leaf in enumerate(leaves):
         kinds[np.asarray(leaf).dtype.kind == "f"][i] = leaf
 
-    def simulate(ints: Int[Array, "n"], floats: Float[Array, "n"]) -> Int[Array, "t"]:
+    def simulate(prompt: Int[Array, ""], ints: Int[Array, "n"], floats: Float[Array, "n"]) -> Int[Array, "t"]:
         number = lambda i, leaf: (floats if np.asarray(leaf).dtype.kind == "f" else ints)[i]
         made = structure.unflatten([number(i, leaf) for i, leaf in enumerate(leaves)])
-        return _simulate(made, spec, layout)
+        return _simulate(made, spec, layout, prompt)
 
+    # The prompt is an argument too: XLA would compute a constant canvas at compile time, for minutes if long.
+    given = np.int32(layout.prompt), *kinds
     with number_modes():
-        lowered = jax.jit(simulate).lower(*kinds)
-        selected = np.asarray(_compiled(_Program(lowered.as_text(), lowered))(*kinds))
+        lowered = jax.jit(simulate).lower(*given)
+        selected = np.asarray(_compiled(_Program(lowered.as_text(), lowered))(*given))
     return selected[selected > 0]
 
 
@@ -83,14 +87,15 @@ def _compiled(program: _Program) -> jax.stages.Compiled:
     return program.lowered.compile()
 
 
-def _simulate(policy: Policy, spec: ModelSpec, layout: Layout) -> Int[Array, "t"]:
+def _simulate(policy: Policy, spec: ModelSpec, layout: Layout, prompt: Int[Array, ""]) -> Int[Array, "t"]:
     # Of the cache only `shared` is read by `select`; the dense storage is never allocated.
     cache = policy.init(spec, layout, 1, jnp.bfloat16)
     cache = cache._replace(shared=assumed_statistics(policy, cache.shared))
     # Any id that is not [MASK] serves as text.
     word, sampler = jnp.int32((spec.mask_id + 1) % spec.vocab), Confidence()
-    tokens = jnp.where(jnp.arange(layout.length) < layout.prompt, word, spec.mask_id)
-    start = begin(tokens[None], jnp.ones((1, layout.length), bool), spec, layout)
+    position = jnp.arange(layout.length)
+    tokens = jnp.where(position < prompt, word, spec.mask_id)
+    start = begin(tokens[None], position[None] < prompt + layout.length, spec, layout)
 
     def step(canvas: Canvas, _):
         # What can be decoded is what the policy offers; the leftmost masks are taken first.

@@ -76,6 +76,12 @@ class Setting:
         """The response and the position that predicts its first token."""
         return self.layout.response_inputs(self.spec.shifted)
 
+    def step_of_model_block(self, index: int) -> int:
+        """Steps before the generation's step `index` in the same block of a block-causal model."""
+        size, block, steps = self.spec.block_size, self.layout.block, self.layout.steps_per_block
+        began = self.layout.prompt % size if self.spec.blocks_from == "sequence" else 0
+        return (index + began // block * steps) % (size // block * steps)
+
     def step(self, policy: Policy, selected: int) -> Step:
         """A step over `selected` positions of a dense cache, in the width that the engine takes for it."""
         length = self.layout.length

@@ -16,9 +16,12 @@ import numpy as np
 from dllm_jax import policies as p
 from dllm_jax.eviction.attending import slots_of_chunk
 from dllm_jax.policies.evict_prompt import EvictedPrompt
+from dllm_jax.policies.parts.chosen_reads import ChosenReads
 from dllm_jax.policies.parts.d2cache_sets import Salience
 from dllm_jax.policies.parts.drift import KeyCosine
+from dllm_jax.policies.parts.leaving import LAYERS, wanted
 from dllm_jax.policies.parts.prompt_eviction import PromptEviction
+from dllm_jax.policies.parts.sparse_blocks import SparseBlocks
 from dllm_jax.roofline.steps import Setting, Step
 
 
@@ -81,16 +84,19 @@ class StoreCost:
 def evicted_store(policy: PromptEviction, at: Setting, dense: int) -> StoreCost:
     """Kept pairs are unpacked in chunks, every head padded to the widest of its layer.
 
-    A refresh copies prompt and response, and computes the scores once more for the votes. The last `dense`
-    positions are stored as they are.
+    A refresh copies prompt and response, and computes the scores once more for the votes; on block-causal
+    models it copies neither, and the block alone votes. The last `dense` positions are stored as they are.
     """
     layout = at.layout
     budgets, widest = policy.table(at.spec, layout)[-1], policy.widest_head(at.spec, layout)
     chunk = slots_of_chunk(policy.budget, widest)
     longest = np.minimum(budgets * at.assumed.uneven, widest)
     unpacked, budget = float(np.mean(np.ceil(longest / chunk) * chunk)), float(budgets.mean())
-    scores = at.score_flops(layout.length, layout.length)
-    moved = 2 * layout.length + layout.length / 2 + 2 * budget
+    voting, size = layout.length, at.spec.block_size
+    if size and not policy.votes.of_prompt:
+        voting = min(size, layout.length)
+    scores = at.score_flops(voting, layout.length)
+    moved = 2 * layout.length * (not size) + layout.length / 2 + 2 * budget
     refresh = at.over_canvas(budget + dense, moved=moved, products=scores)
     return StoreCost(unpacked + dense, 2 * unpacked, refresh)
 
@@ -164,13 +170,53 @@ def _rolled(policy: p.D2Cache, at: Setting, step: Step, index: int) -> Step:
 @extra_traffic.register
 def _evicting(policy: p.EvictPrompt, at: Setting, step: Step, index: int) -> Step:
     """Kept pairs unpacked, and at a refresh all of the prompt."""
-    dense = at.response_inputs
+    dense = policy.dense_positions(at.spec, at.layout)
     store, columns = evicted_store(policy, at, dense), at.layout.length - dense
     if step.full:
         return store.refresh
 
     # A step wide enough for the prompt is ready for its refresh: kept pairs are laid out, votes are counted.
-    if step.rows >= columns:
+    if step.rows >= columns and not at.spec.block_size:
         products = at.score_flops(step.rows, at.layout.length)
         return dataclasses.replace(step, moved=store.refresh.moved, products=products)
     return dataclasses.replace(step, slots=store.slots, moved=store.moved)
+
+
+@extra_traffic.register
+def _choosing(policy: ChosenReads, at: Setting, step: Step, index: int) -> Step:
+    """Exact steps read everything, score it and gather what the block's other steps read."""
+    size, length = at.spec.block_size, at.layout.length
+    slots = policy.slots(at.spec, at.layout)
+    choice = {"moved": length / 2 + 2 * (slots - size)}
+    if not isinstance(policy, SparseBlocks):  # which scores keys by one mean query
+        choice["products"] = at.score_flops(size, length)
+    if step.full:
+        return at.over_canvas(length, **choice)
+
+    # In steps that not all sequences enter a block in, queries attend to what was chosen as well.
+    exact = step.rows > size or at.step_of_model_block(index) <= int(policy.waits) + at.spec.shifted
+    sparse = dataclasses.replace(step, slots=slots, written=size)
+    if not exact:
+        return sparse
+    return dataclasses.replace(sparse, slots=length + slots, written=step.rows + size, **choice)
+
+
+@extra_traffic.register
+def _leaving(policy: p.FOCUS, at: Setting, step: Step, index: int) -> Step:
+    """After two layers at most two masks for each that should stay run, and all that is decoded."""
+    spec, block = at.spec, at.layout.block
+    each = block / at.layout.steps_per_block
+    masks = block - each * (index % at.layout.steps_per_block)
+    # Decoded from left to right, those of the last two steps are not settled.
+    decoded = min(2 * each, block - masks) if policy.delayed else block - masks
+    entering = spec.block_size * (step.rows > spec.block_size)
+    stay = entering + decoded + min(masks, 2 * wanted(policy.alpha, each))
+    few = step.rows - block // 2
+    later = few if stay <= few and not step.full else step.rows
+
+    # The first two layers store keys and values of all rows, and the second one those that stay once more.
+    surveyed = LAYERS / spec.layers
+    rows = step.rows / spec.layers + later * (1 - 1 / spec.layers)
+    heads = spec.heads + 2 * spec.kv_heads
+    products = surveyed * 2 * step.rows * spec.width * heads * spec.head_dim
+    return dataclasses.replace(step, rows=rows, written=rows + surveyed * step.rows, products=products)

@@ -18,7 +18,7 @@ from dllm_jax.nn.mask import Mask, key_mask, require_blocks
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, PositiveInt
 from dllm_jax.policies.base import Policy
-from dllm_jax.policies.parts.control import when
+from dllm_jax.policies.parts.control import REFRESH, when
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
@@ -95,13 +95,16 @@ class ChosenReads(Policy):
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         require_blocks(spec, type(self).__name__, "Use SparseDLLM() or DualCache()")
-        chosen = self._most(layout.length - 1) + spec.block_size
         pairs = BlockPairs(
             KV.zeros(spec, batch, layout.length, dtype),
-            KV.zeros(spec, batch, chosen, dtype, scattered=False),
+            KV.zeros(spec, batch, self.slots(spec, layout), dtype, scattered=False),
         )
         nothing = jnp.zeros((batch, layout.length), bool)
         return Cache(pairs, Reading(nothing, jnp.zeros((batch,), jnp.int32)))
+
+    def slots(self, spec: ModelSpec, layout: Layout) -> int:
+        """Slots of what a block's steps read: the pairs chosen before the last block, and its own."""
+        return self._most(layout.length - 1) + spec.block_size
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
@@ -163,7 +166,7 @@ class ChosenReads(Policy):
             exact_o, cache = exactly((None, cache))
         elif canvas.spec.shifted or is_traced(self.waits) or self.waits:
             some = jnp.any(exact & canvas.active[:, None])
-            exact_o, cache = when(some, exactly, (jnp.zeros_like(q), cache), "exactly")
+            exact_o, cache = when(some, exactly, (jnp.zeros_like(q), cache), REFRESH)
         o, cache = self._sparsely(layer, q, new, cache, rows, canvas)
         if exact_o is not None:
             o = jnp.where(exact[..., None, None], exact_o, o)

@@ -40,16 +40,21 @@ def target(canvas: Canvas, alpha: float) -> Int[Array, "b"]:
     """Number of masks that should stay: `alpha` times the tokens that each step of the block unmasked."""
     # A table, as the product is rounded up: devices have no doubles. After more steps the mean is below 1.
     most, count = canvas.layout.block, jnp.sum(candidate_masks(canvas), axis=1)
-    mean = lambda decoded, steps: max(decoded / steps, 1.0) if steps else 1.0
-    wanted = [[math.ceil(alpha * mean(d, s)) for d in range(most + 1)] for s in range(most + 1)]
+    mean = lambda decoded, steps: decoded / steps if steps else 1.0
+    table = [[wanted(alpha, mean(d, s)) for d in range(most + 1)] for s in range(most + 1)]
     decoded = canvas.block_masks - jnp.sum(canvas.masked & canvas.block, axis=1)
-    at_most = jnp.asarray(wanted, jnp.int32)[jnp.minimum(canvas.block_step, most), decoded]
+    at_most = jnp.asarray(table, jnp.int32)[jnp.minimum(canvas.block_step, most), decoded]
     return jnp.minimum(count, at_most)
+
+
+def wanted(alpha: float, mean: float) -> int:
+    """Number of masks that should stay where a step unmasks `mean` tokens on average."""
+    return math.ceil(alpha * max(mean, 1.0))
 
 
 def leaving(found: Focus, canvas: Canvas, alpha: float) -> Bool[Array, "b l"]:
     """The masks that leave the step."""
-    masks, wanted = candidate_masks(canvas), target(canvas, alpha)[:, None]
+    masks, most = candidate_masks(canvas), target(canvas, alpha)[:, None]
     index = compact(masks, canvas.layout.block)
     real = index < canvas.layout.length
     count = jnp.maximum(jnp.sum(real, axis=1, keepdims=True), 1)
@@ -59,9 +64,9 @@ def leaving(found: Focus, canvas: Canvas, alpha: float) -> Bool[Array, "b l"]:
     mean = jnp.sum(delta, axis=1, keepdims=True) / count
     variance = jnp.sum(jnp.where(real, (delta - mean) ** 2, 0.0), axis=1, keepdims=True) / count
     outliers = real & (delta >= mean + jnp.sqrt(variance))
-    largest = best(jnp.where(real, delta, -jnp.inf), wanted[:, 0])
-    enough = jnp.sum(outliers, axis=1, keepdims=True) >= wanted
-    chosen = jnp.where(enough, outliers, largest) | (count <= wanted)
+    largest = best(jnp.where(real, delta, -jnp.inf), most[:, 0])
+    enough = jnp.sum(outliers, axis=1, keepdims=True) >= most
+    chosen = jnp.where(enough, outliers, largest) | (count <= most)
     chosen = spread(chosen & real, places(index, canvas.layout.length), False)
 
     # Their left neighbours, and masks left of them that never stayed: so all that is read was computed.

@@ -24,7 +24,7 @@ from dllm_jax.policies.base import Policy
 from dllm_jax.state.cache import KV, Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
-from dllm_jax.state.rows import Rows
+from dllm_jax.state.rows import Rows, compact_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +181,11 @@ class PromptEviction(Policy):
 
         # A full step is a first one: it computes everything, and the block's rows vote, or the prompt's.
         o, lse = layer.attention(q, new.k, new.v, mask)
-        block = canvas.in_model_block
+        block, size = canvas.in_model_block, canvas.spec.block_size
+        if not self.votes.of_prompt and size < rows.index.shape[1]:
+            rows = compact_rows(block, size)
+            q, lse = rows.take(q), jnp.swapaxes(rows.take(jnp.swapaxes(lse, 1, 2)), 1, 2)
+            mask = canvas.attends(rows, readable)
         seen = eviction.evidence(self.votes, layer, q, new.k, lse, mask, rows, canvas, block)
         candidate = evictable[:, None, : layout.prompt]
         seen = seen._replace(votes=jnp.where(candidate, seen.votes, -jnp.inf))
