@@ -12,6 +12,7 @@ import dllm_jax as dj
 from bench.policies import __main__ as policies
 from bench.policies import every, measure, orderings, plots, summary
 from bench.policies.grid import (
+    BLOCK_CAUSAL,
     CORE,
     EXACT,
     LATER,
@@ -31,6 +32,7 @@ from dllm_jax import samplers, tasks
 ROOT = pathlib.Path(__file__).parents[1]
 GRIDS = {"short": (*SHORT, *SHORT_EVICTION), "long": (*LONG, *LONG_EVICTION)}
 GRIDS |= {"core": CORE, "pictured": PICTURED}
+OF_BLOCKS = set(map(type, dj.policies.BLOCK_CAUSAL)) - {dj.policies.SubBlockCache}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,6 +74,17 @@ def test_a_grid_has_every_policy_once_in_a_setting_and_an_exact_decoder_for_ever
     for setting in (*GRIDS[grid], *calibrated((0.1, 0.6, 0.2, 0.1))):
         again = setting_of(setting.named(32, 4), 32, 4)
         assert again == setting.unlabelled, "settings are read back from what results call them"
+
+
+def test_models_that_attend_within_blocks_have_their_policies_compared():
+    """And what those read: an exact step, which enters a block, and steps that read the chosen pairs."""
+    assert {type(setting.policy) for setting in BLOCK_CAUSAL} > OF_BLOCKS
+    asked = dataclasses.replace(workloads(2)["tiny-sdar chain-among-values"](), length=8)
+    length = asked.prompt.shape[1] + 8 + 3
+    reads = lambda policy: measure._reads(asked, Setting(policy))["pairs_read"]
+    assert reads(dj.policies.Policy()) == length
+    counted = {8 + 4: 6, length + 8 + 4: 1}
+    assert reads(dj.policies.MAGE(keep=8)) == sum(s * n for s, n in counted.items()) / 7
 
 
 def test_every_claim_of_the_papers_is_in_a_grid():

@@ -12,6 +12,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import eviction, policies, samplers
+from dllm_jax.decoding import request
 from dllm_jax.eviction.profile import importance
 from dllm_jax.nn.layer import embed
 from dllm_jax.nn.mask import block_causal, key_mask
@@ -297,6 +298,17 @@ def test_requests_in_flight_and_streams_give_what_a_prompt_gives_alone():
     *_, last = seen = list(dj.stream(model, asked[:1], **options))
     np.testing.assert_array_equal(last.output.tokens, alone[0].tokens)
     assert [snapshot.block for snapshot in seen[:2]] == [0, 1]
+
+
+def test_long_canvases_are_aligned_which_changes_no_answer(monkeypatch):
+    model, options = tiny("sdar", block_size=4, layers=1), dict(length=6, sampler=SURE)
+    prompt = random_tokens(model.spec, 1, request.LONG)
+    layout = request.prepare(model, prompt, **options).plan.layout
+    assert (layout.length % request.ALIGNED, layout.end) == (0, request.LONG + 6)
+    found = np.asarray(dj.generate(model, prompt, **options).tokens)
+    monkeypatch.setattr(request, "LONG", 2 * request.LONG)
+    assert request.prepare(model, prompt, **options).plan.layout.length == found.shape[1] + 3
+    np.testing.assert_array_equal(found, dj.generate(model, prompt, **options).tokens)
 
 
 def test_specs_survive_json():

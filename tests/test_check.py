@@ -172,8 +172,10 @@ def test_what_ships_is_for_gpus_and_for_what_cudnn_takes():
     assert [(e.operation, e.implementation) for e in evidence.known(gpu)] == [("attention", "cudnn")]
     model = dataclasses.replace(dj.abstract("llada-8b"), implementation=evidence.known(gpu))
     layout = dj.Layout(64, 32, 32, 32)
-    rows = {(r.operation, r.platform): r.implementation for r in dj.explain_kernels(model, 1, layout).rows}
+    found = dj.explain_kernels(model, 1, layout)
+    rows = {(r.operation, r.platform): r.implementation for r in found.rows}
     assert rows["attention", "tpu"].startswith("xla")
+    assert str(found).endswith("head: 126464 x 4096, 1.04 GB; a step reads all of it")
     # Without a GPU there is no cuDNN to be found, which is why.
     assert "cuDNN is not detected" in rows["attention", "cuda"]
     assert TOPK.positions((jnp.zeros((1, 2, 7)),)) == 7

@@ -16,7 +16,7 @@ from dllm_jax.decoding import generate_many, slots
 from dllm_jax.engine.nonfinite import NonFiniteWarning
 from dllm_jax.testing.runs import assert_same_run, assert_same_stats, compilations
 from tests.models import in_int8, separate, tiny
-from tests.policy_cases import EXHAUSTIVE, WIDE, daily, matrix, short
+from tests.policy_cases import BLOCK_CASES, EXHAUSTIVE, WIDE, daily, matrix, short
 from tests.test_nonfinite import POISON, poisoned
 
 P, SOME = policies, samplers.Threshold(0.25)
@@ -56,6 +56,9 @@ CASES = [
     ("llada", P.DualCache(), samplers.WINO(), {}),
     ("llada", P.DKVPD(), samplers.RandomOrder(), {}),
     ("llada", P.SparseDLLM(), SOME, dict(suffix=[7, 8])),
+    *(("sdar", case.policy, SOME, {}) for case in BLOCK_CASES.values()),
+    ("sdar", P.SparseDLLM(keep=0.3), SOME, {}),
+    ("sdar", P.MaskKV(budget=3), SOME, {}),
 ]
 
 

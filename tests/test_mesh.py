@@ -22,7 +22,7 @@ from tests import refuses
 from tests.checkpoints import tiny as tiny_spec
 from tests.checkpoints import write_hf
 from tests.models import FAMILIES, frequencies, prompts, separate, spec, tiny
-from tests.policy_cases import EVERY, KEY, SAMPLER_CASES, WIDE, matrix, suited
+from tests.policy_cases import BLOCK_CASES, EVERY, EXHAUSTIVE, KEY, SAMPLER_CASES, WIDE, matrix, suited
 
 TP, DP, BOTH, MORE_DATA = "tp=8", "dp=8", "dp=2 tp=4", "dp=4 tp=2"
 MESHES = (TP, DP, BOTH, MORE_DATA)
@@ -74,6 +74,28 @@ def test_a_mesh_gives_what_one_device_gives(policy, sampler, family, mesh):
     options = dict(length=8, block=4, policy=policy, sampler=suited(policy, sampler), key=KEY, trace=True)
     run = lambda model: dj.generate(model, prompt, prompt_mask=mask, **options)
     assert_same(run(on_mesh(alone, mesh_of(mesh))), run(alone))
+
+
+OF_BLOCKS = [
+    ("sdar", BLOCK_CASES[policies.MAGE].policy, samplers.Threshold(0.3)),
+    ("nemotron", policies.Policy(), samplers.SelfSpeculation(block=4)),
+    *(("sdar", case.policy, samplers.Threshold(0.3)) for case in BLOCK_CASES.values()),
+    ("sdar", policies.SparseDLLM(keep=0.3), samplers.Threshold(0.3)),
+    ("sdar", policies.MaskKV(budget=3), samplers.Threshold(0.3)),
+    ("nemotron", policies.Policy(), samplers.Autoregressive()),
+    ("nemotron", policies.DKVDecode(refresh_every=2), samplers.Threshold(0.4)),
+]
+
+
+@pytest.mark.parametrize(("family", "policy", "sampler"), OF_BLOCKS if EXHAUSTIVE else OF_BLOCKS[:2], ids=str)
+def test_chosen_pairs_and_drafts_are_those_of_one_device(family, policy, sampler):
+    """KV heads are split, and with them the pairs that each of them chooses."""
+    alone = separate(tiny(family, kv_heads=4, heads=8, vocab=64, block_size=4))
+    prompt, mask = prompts(alone, (9, 6, 8))
+    block = {} if sampler.own_block else dict(block=4)
+    options = dict(length=8, policy=policy, sampler=sampler, trace=True, widths=WIDE, **block)
+    run = lambda model: dj.generate(model, prompt, prompt_mask=mask, **options)
+    assert_same(run(on_mesh(alone, mesh_of(BOTH))), run(alone))
 
 
 @matrix(

@@ -279,6 +279,15 @@ IN_BLOCKS = (
     *(Setting(policy, blocks=count) for count in (4, 1) for policy in EVICTING),
     *_each(*STORING, blocks=4),
 )
+# Models that attend within blocks: what a block's steps read, and what they compute of it.
+_kept = functools.partial(p.EvictPrompt, policy=p.Policy(), reselect=False)
+BLOCK_CAUSAL = (
+    EXACT,
+    *_each(*_over(p.MAGE, keep=(32, 16, 8)), p.MAGE(keep=16, votes=eviction.MiddleVote())),
+    *_each(*_over(p.SparseDLLM, keep=(0.5, 0.25), delay=0)),
+    *(Setting(_kept(budget=budget)) for budget in (64, 32, 16)),
+    *_each(p.DelayedCache(), p.FOCUS(), p.FOCUS(delayed=False)),
+)
 CORE = (*_CORE, *at_defaults(_CORE, p.ALL))
 SHORT = (*_SHORT, *at_defaults(_SHORT, p.ALL))
 LONG = (*_LONG, *at_defaults(_LONG, p.ALL))

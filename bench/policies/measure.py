@@ -11,6 +11,8 @@ import numpy as np
 import dllm_jax as dj
 from bench.policies.grid import EXACT, Setting, find
 from bench.policies.workloads import Workload
+from dllm_jax import roofline
+from dllm_jax.policies.in_blocks import for_model
 
 SAVED = 16  # settings until results are written, for which the exact decoders run anew
 PROGRAMS = 8  # settings until compiled programs are dropped: they use up the process's memory maps
@@ -59,8 +61,23 @@ def _row(workload: Workload, setting: Setting, plain: dj.Output, base: dj.Output
         "agreement": float(np.mean(responses(base) == responses(out))),
         "forwards": float(np.mean(out.stats.nfe)),
         "computed": float(recomputed / np.sum(plain.stats.computed_tokens)),
-        "kept_pairs": pairs, "cache_bytes": size,
+        "kept_pairs": pairs, "cache_bytes": size, **_reads(workload, setting),
     }  # fmt: skip
+
+
+def _reads(workload: Workload, setting: Setting) -> dict[str, float]:
+    """K/V pairs per layer and KV head that a step after the first attends to, of a block-causal model.
+
+    By the roofline, which counts the pairs that programs read: with the slots that a mask hides.
+    """
+    spec, steps = workload.model.spec, workload.length // setting.divide_steps
+    if not spec.block_size:
+        return {}
+    prompt = workload.prompt.shape[1]
+    layout = dj.Layout.of(prompt, workload.length, workload.block, steps, tail=spec.block_size - 1)
+    counted = roofline.schedule(setting.policy, spec, layout)
+    later = {step: count for step, count in counted.items() if not step.full}
+    return {"pairs_read": sum(step.slots * count for step, count in later.items()) / sum(later.values())}
 
 
 def _storage(workload: Workload, setting: Setting) -> tuple[float, int]:
@@ -68,7 +85,7 @@ def _storage(workload: Workload, setting: Setting) -> tuple[float, int]:
     spec, block = workload.model.spec, setting.block(workload.length, workload.block)
     steps = workload.length // setting.divide_steps
     layout = dj.Layout.of(workload.prompt.shape[1], workload.length, block, steps)
-    made = jax.eval_shape(lambda: setting.policy.init(spec, layout, 1, jnp.float32))
+    made = jax.eval_shape(lambda: for_model(setting.policy, spec).init(spec, layout, 1, jnp.float32))
     leaves = jax.tree_util.tree_leaves_with_path(made)
     keys = sum(leaf.size for path, leaf in leaves if getattr(path[-1], "name", "") == "k")
     size = sum(leaf.size * leaf.dtype.itemsize for _, leaf in leaves)

@@ -18,7 +18,7 @@ import tyro
 import dllm_jax as dj
 from bench.policies import grid
 from bench.policies.grid import EXACT, HALF_THE_STEPS, THRESHOLD, Setting, find, mask_kv
-from bench.policies.workloads import ASKED_OF_PICTURES
+from bench.policies.workloads import ASKED_IN_BLOCKS, ASKED_OF_PICTURES
 from bench.shared import runner
 from dllm_jax import policies as p
 from dllm_jax import samplers as s
@@ -220,6 +220,24 @@ def in_blocks(measured: dict[str, Any], models: Sequence[str]) -> str:
     return runner.table(heads, "l" + "r" * (len(heads) - 1), cells)
 
 
+def block_causal(measured: dict[str, Any], models: Sequence[str], kind: type[p.Policy] | None = None) -> str:
+    """Markdown: right answers of models that attend within blocks, one cell for all; costs on two tasks.
+
+    With `kind` the rows of one policy, and exact decoding.
+    """
+    workloads = [[measured[f"{model} {task}"] for model in models] for task in ASKED_IN_BLOCKS]
+    cells = []
+    for setting in grid.BLOCK_CAUSAL:
+        if kind is None or setting == EXACT or type(setting.policy) is kind:
+            rows = [[found(of_model, setting) for of_model in of_task] for of_task in workloads]
+            rates = (", ".join(f"{row['accuracy']:.0%}" for row in of_task) for of_task in rows)
+            reads = (f"{of_task[0]['pairs_read']:.0f}" for of_task in (rows[0], rows[-1]))
+            cells.append((f"`{call(setting.policy)}`", *rates, f"{rows[0][0]['computed']:.0%}", *reads))
+    short, *_, long = ASKED_IN_BLOCKS
+    heads = ("policy", *ASKED_IN_BLOCKS, "computed", f"pairs read, {short}", f"pairs read, {long}")
+    return runner.table(heads, "l" + "r" * (len(heads) - 1), cells)
+
+
 def found(workload: dict[str, Any], setting: Setting) -> dict[str, Any]:
     """The row of a setting, which must have been measured."""
     if row := find(workload, setting):
@@ -241,6 +259,8 @@ def main(results: runner.Results, blocks: Path | None = None):
     for model in dj.bundled.PICTURED:
         if all(f"{model} {task}" in measured for task in ASKED_OF_PICTURES):
             print(pictured(measured, model))
+    if all(f"{model} {task}" in measured for model in dj.bundled.BLOCK_CAUSAL for task in ASKED_IN_BLOCKS):
+        print(block_causal(measured, dj.bundled.BLOCK_CAUSAL))
 
 
 if __name__ == "__main__":

@@ -119,6 +119,7 @@ class Asked:
       beginning: Whether a response that begins with the answer is right (`Workload`), for responses longer
         than in training.
       blocks: Whether policies are compared in longer blocks.
+      block_causal: Whether the settings are those of models that attend within blocks.
     """
 
     task: tasks.Task
@@ -130,14 +131,15 @@ class Asked:
     pictured: bool = False
     beginning: bool = False
     blocks: bool = False
+    block_causal: bool = False
 
     @property
     def grid(self) -> tuple[Setting, ...]:
         """The settings to compare, but for those that are calibrated."""
         if self.pictured:
             return settings.PICTURED
-        if self.blocks:
-            return settings.IN_BLOCKS
+        if self.blocks or self.block_causal:
+            return settings.IN_BLOCKS if self.blocks else settings.BLOCK_CAUSAL
         if self.core:
             return settings.CORE
         if self.beginning:
@@ -165,6 +167,13 @@ ASKED = {
 UNLEARNT = {"tiny-llada": {"sorting"}, "tiny-dream": {"needles-256", "needle-1024", "sorting"}}
 # What is lost by dropping or skipping image tokens, of which an answer needs one.
 _NUMBERS = tasks.ReadNumbers(digits=1, scattered=True)
+_in_blocks = functools.partial(Asked, fewer=2, block_causal=True)
+ASKED_IN_BLOCKS = {
+    "chain-among-values": _in_blocks(tasks.Chain(8, values=12), 7, 32),
+    "chain-among-40-values": _in_blocks(tasks.Chain(8, values=40), 7, 32),
+    "few-shot": _in_blocks(tasks.FewShot(), 5),
+    "needle-1024": _in_blocks(*tasks.needle(1024)),
+}
 ASKED_OF_PICTURES = {f"read-{size}": Asked(_NUMBERS, size, 2, pictured=True) for size in (2, 5)}
 
 
@@ -199,6 +208,7 @@ def _workload(name: str, title: str, asked: Asked, prompts: int) -> Workload:
 def workloads(prompts: int) -> dict[str, Callable[[], Workload]]:
     """Functions that make the workloads, by name."""
     kinds = (dj.bundled.TEXT, ASKED), (dj.bundled.PICTURED, ASKED_OF_PICTURES)
+    kinds += ((dj.bundled.BLOCK_CAUSAL, ASKED_IN_BLOCKS),)
     return {
         f"{name} {title}": functools.partial(_workload, name, title, asked[title], prompts)
         for names, asked in kinds

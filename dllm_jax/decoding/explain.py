@@ -21,6 +21,7 @@ from dllm_jax.nn.mesh import number_modes, over_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.policies.base import Policy
+from dllm_jax.policies.in_blocks import for_model
 from dllm_jax.samplers import Confidence
 from dllm_jax.state.canvas import begin
 from dllm_jax.state.layout import Layout
@@ -52,14 +53,16 @@ class Explanation:
     Attributes:
       rows: one for each operation, number of positions and platform.
       unused: (operation, why it is not called).
+      vocabulary: (embedding or head, its size and who reads it).
     """
 
     rows: tuple[Choice, ...]
     unused: tuple[tuple[str, str], ...]
+    vocabulary: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         table = [("operation", "positions", "platform", "implementation"), *self.rows]
-        return "\n".join([text_table(table), *map(": ".join, self.unused)])
+        return "\n".join([text_table(table), *map(": ".join, self.unused + self.vocabulary)])
 
 
 class Call(NamedTuple):
@@ -122,7 +125,7 @@ def explain_kernels(model: Model, batch: int, layout: Layout, policy: Policy | N
     batch = check_argument("batch", batch, PositiveInt)
     check_argument("layout", layout, Layout, ", such as dj.Layout(prompt=64, response=32, block=8, steps=32)")
     check_argument("policy", policy, Policy | None, ", such as dj.policies.DualCache()")
-    policy = Policy() if policy is None else policy
+    policy = for_model(Policy() if policy is None else policy, model.spec)
 
     # A partial step of each width and the full one: what a kernel supports depends on shapes.
     widths = (*step_widths(policy, model.spec, layout), None)
@@ -139,7 +142,20 @@ def explain_kernels(model: Model, batch: int, layout: Layout, policy: Policy | N
     called = {call.operation.name for call in calls}
     without = {experts.OPERATION.name} if model.spec.experts is None else set()
     unused = (operation.name for operation in OPERATIONS if operation.name not in called | without)
-    return Explanation(tuple(rows), tuple((name, "not called by this policy") for name in unused))
+    unused = tuple((name, "not called by this policy") for name in unused)
+    return Explanation(tuple(rows), unused, _vocabulary(model))
+
+
+def _vocabulary(model: Model) -> tuple[tuple[str, str], ...]:
+    """What embedding and head take, which no kernel computes and which small models mostly consist of."""
+
+    def said(part: str, read: str) -> str:
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.params[part]))
+        return f"{model.spec.vocab} x {model.spec.width}, {size / 1e9:.3g} GB; {read}"
+
+    head = "embed" if model.spec.tied else "head"
+    embedding = said("embed", "a step reads the rows of its tokens")
+    return ("embedding", embedding), ("head", said(head, "a step reads all of it"))
 
 
 def _calls(model: Model, batch: int, layout: Layout, policy: Policy, width: int | None) -> list[Call]:

@@ -41,6 +41,8 @@ from dllm_jax.state.layout import Layout
 from dllm_jax.state.sliding import Sliding
 from dllm_jax.traced import fixed_at
 
+LONG, ALIGNED = 4096, 256  # positions
+
 
 class Request(NamedTuple):
     """A checked request, which `denoise(model, inputs, plan)` answers.
@@ -80,6 +82,7 @@ def prepare(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions]
     suffix = None if asked.suffix is None else _suffix_ids(asked.suffix, batch, model.spec)
     given = 0 if suffix is None else suffix.shape[1]
     block, tail = blocks_of(asked.block, model.spec, given, sampler=asked.sampler)
+    tail = aligned(width + asked.length, tail) if tail else 0
     padded = prompts.mask is not None
     whole = asked.sampler.whole_blocks and not ends_within_a_block(model.spec)
     layout = Layout.of(width, asked.length, block, asked.steps, padded, given, tail, whole)
@@ -163,6 +166,15 @@ def blocks_of(
     if isinstance(block, Sliding) or size % check_argument("block", block, PositiveInt):
         raise ValueError(f"block={block} must divide the blocks of {spec.family}, block_size={size}")
     return block, 0 if ends_within_a_block(spec) and not infilled else size - 1
+
+
+def aligned(length: int, tail: int) -> int:
+    """The tail that makes a long canvas a multiple of `ALIGNED`, at least the given one.
+
+    XLA for GPUs pads copies of what has an odd length: a full step over 33027 positions moves a third more.
+    """
+    whole = length + tail
+    return tail if whole < LONG else tail + -whole % ALIGNED
 
 
 def scheduled_by(sampler: Sampler, layout: Layout) -> Layout:
