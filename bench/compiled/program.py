@@ -155,7 +155,7 @@ def _traffic(case: Case, entry: traffic.Loop, placed: Placed | None) -> dict[str
     for kind, (variant, cost) in _steps(case, placed).items():
         loop = _loop_of(entry, scope(variant))
         # What only a refresh runs is left out of a reuse step.
-        total, floor = step_totals(loop, skip=REFRESH if kind == "reuse" else None), cost.bytes / case.tp
+        total, floor = step_totals(loop, skip=None if kind == "full" else REFRESH), cost.bytes / case.tp
         found[f"{kind}_step"] = {
             "variant": scope(variant), "bytes": total.bytes, "cached_bytes": total.cached,
             "estimated_cycles": total.cycles, "roofline_bytes": round(floor),

@@ -147,7 +147,7 @@ def explain_kernels(model: Model, batch: int, layout: Layout, policy: Policy | N
 
 
 def _vocabulary(model: Model) -> tuple[tuple[str, str], ...]:
-    """What embedding and head take, which no kernel computes and which small models mostly consist of."""
+    """Describes embedding and head, which no kernel computes and of which small models mostly consist."""
 
     def said(part: str, read: str) -> str:
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.params[part]))
