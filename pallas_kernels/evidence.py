@@ -25,7 +25,7 @@ from pallas_kernels.operands import FAMILIES, Family, Operands
 SHIPPED: Evidence = (
     Entry(
         "attention", "cuda", "", "cudnn", ("bfloat16", "float16"), (1, sys.maxsize),
-        "docs/background/performance.md: half of the bytes of XLA's full steps, compiled for H100, not run",
+        "docs/background/performance.md: full steps on an H100, 53 us per layer at 1088 positions, Pallas 95",
     ),
 )  # fmt: skip
 
