@@ -121,7 +121,7 @@ class Layer:
         return self.kernels.run(sparse_gather.OPERATION, k, v, index)
 
     def head_output(self, o: Float[Array, "b q h d"]) -> Float[Array, "b q h d"]:
-        """What the output projection reads of the heads: `o`, unless an intervention changes it."""
+        """Returns what the output projection reads of the heads: `o`, unless an intervention changes it."""
         return o
 
     def out(self, o: Float[Array, "b q h d"]) -> Float[Array, "b q m"]:
