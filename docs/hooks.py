@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import dllm_jax as dj  # noqa: E402
+from bench import peer_bonsai  # noqa: E402
 from bench.policies import every, orderings, summary  # noqa: E402
 from dllm_jax.decoding.watch.recording import Recording  # noqa: E402
 from dllm_jax.eval.run.files import read_json  # noqa: E402
@@ -140,6 +141,7 @@ TABLES = {  # as in `<!-- table: policies -->`
     "later": lambda: summary.later(measured(), dj.bundled.TEXT),
     "blocks": lambda: summary.in_blocks(measured() | measured("policies_blocks_cpu"), dj.bundled.TEXT),
     "claims": lambda: orderings.short(measured()),
+    "other implementations": peer_bonsai.table,
     "pictures": lambda: summary.pictured(measured("policies_pictures_cpu"), *dj.bundled.PICTURED),
 }
 

@@ -14,11 +14,13 @@ import jax.numpy as jnp
 import pytest
 import tyro
 
+import dllm_jax as dj
+from bench import peer_bonsai
 from bench import roofline as predictions
 from bench.generate import __main__ as generate
 from bench.generate.generation import Limits
 from bench.shared import models
-from bench.shared.measure import Grid
+from bench.shared.measure import Grid, Run
 from bench.train_tiny.converted import block_causal, with_experts
 from dllm_jax.check.weights import random_model
 from dllm_jax.nn import parameters
@@ -93,6 +95,42 @@ def test_documented_commands_parse():
         folder = pathlib.Path(__file__).parents[1] / module.replace(".", "/")
         main = importlib.import_module(f"{module}.__main__" if folder.is_dir() else module).main
         assert tyro.cli(functools.wraps(main)(lambda *given, **named: True), args=arguments), command
+
+
+def test_rows_beside_bonsai_have_equal_tokens_in_every_run(tiny):
+    """Another decoder in its place: the clone is no part of the repository."""
+    asked = Run(8, 1, 4, 2, 4, dj.policies.Policy(), dj.samplers.Confidence())
+    exact = lambda prompt, run: dj.generate(tiny, prompt, length=4, block=2).tokens
+    found = list(peer_bonsai.rows(tiny, {"bonsai": exact, "bonsai, nnx.jit": exact}, asked, 2))
+    assert [(row["of"], row["policy"]) for row in found] == [
+        (name, policy) for name in ("bonsai", "bonsai, nnx.jit") for policy in ("exact", "DualCache")
+    ]
+    for row in found:
+        times = zip(row["theirs"]["values"], row["ours"]["values"], strict=True)
+        assert row["theirs_over_ours"]["values"] == tuple(theirs / ours for theirs, ours in times)
+        assert len(row["theirs"]["values"]) == 2
+        assert row["same_tokens"] == (row["agreeing"] == row["tokens"] == 4)
+        assert row["same_tokens"] or row["policy"] == "DualCache"
+        assert all(cell({"shape": "tiny"} | row) for cell in peer_bonsai.TIMES.values())
+
+    # The second run of three has another token.
+    changes = iter((0, 1, 0))
+    drifting = lambda prompt, run: exact(prompt, run).at[0, -1].add(next(changes))
+    with pytest.raises(ValueError, match="bonsai: a run of exact decoding has other tokens than ours"):
+        list(peer_bonsai.rows(tiny, {"bonsai": drifting}, asked, 2))
+
+
+def test_what_bonsai_lacks_is_named(tmp_path, tiny):
+    with pytest.raises(
+        SystemExit, match=r"is no clone of jax-ml/bonsai: bonsai/models/llada/modeling\.py is"
+    ):
+        peer_bonsai.bonsai(tmp_path, tiny)
+    (tmp_path / peer_bonsai.HERE).parent.mkdir(parents=True)
+    (tmp_path / peer_bonsai.HERE).write_text("import a_package_of_nobody")
+    with pytest.raises(SystemExit, match="bonsai needs a_package_of_nobody, which is not installed"):
+        peer_bonsai.bonsai(tmp_path, tiny)
+    with pytest.raises(ValueError, match="shape='sdar-small' is sdar: bonsai has LLaDA"):
+        peer_bonsai.Options(tmp_path, ("sdar-small",))
 
 
 def test_predictions(tmp_path, capsys):
