@@ -235,7 +235,9 @@ def test_speed_says_what_it_measured_and_what_it_left_out():
     every = speed.cases(speed.Geometry(), ("xla", "cudnn"), quick=False)
     assert len(set(every)) == len(every)
     (late,) = measured(every, seconds=-1)
-    assert late.text.startswith(f"no time for {len(every)} of {len(every)}: (Policy, prompt 1024, batch 1)")
+    assert late.text.startswith(
+        f"no time for {len(every)} of {len(every)} cases, from 'Policy, prompt 1024, batch 1' on"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -308,7 +310,7 @@ def test_a_part_that_fails_is_reported_and_the_rest_goes_on(tmp_path, monkeypatc
     assert [f["name"] for f in report["parts"]["operations"]] == ["three"]
     assert "speed" not in report["parts"]
     assert report["jax"] == jax.__version__
-    assert "1 of 3 things are wrong" in capsys.readouterr().out
+    assert "1 of 3 comparisons are wrong" in capsys.readouterr().out
     assert command.check(command.Arguments(parts=("operations",)), console) == 0
 
 

@@ -77,16 +77,17 @@ class Report:
         """Lines for a person: is it right, how near the roofline, what is fastest, what to set."""
         checked = sum(f.right is not None for found in self.parts.values() for f in found)
         if self.wrong:
-            yield f"{len(self.wrong)} of {checked} things are wrong:"
+            yield f"{len(self.wrong)} of {checked} comparisons are wrong:"
             yield from (f"  {line}" for line in self.wrong)
         else:
-            yield f"All {checked} things that can be right or wrong are right."
+            yield f"All {checked} comparisons are right." if checked else "Nothing was compared: times only."
         if not self.complete:
             yield "Not everything that was asked for has been looked at."
         steps = [f.data for f in self.parts.get("speed", []) if "share" in f.data]
         for policy in dict.fromkeys(data["policy"] for data in steps):
             shares = [data["share"] for data in steps if data["policy"] == policy]
-            yield f"{policy}: {min(shares):.0%} to {max(shares):.0%} of the roofline at this device's rates"
+            between = " to ".join(dict.fromkeys(f"{share:.0%}" for share in (min(shares), max(shares))))
+            yield f"{policy}: {between} of the roofline at this device's rates"
         operations = [f.data for f in self.parts.get("operations", []) if "fastest" in f.data]
         for data in operations:
             yield f"{data['operation']}, {data['shape']}, {data['dtype']}: fastest by {data['fastest']}"

@@ -108,8 +108,9 @@ def findings(
     model: Model | None = None
     for index, case in enumerate(chosen):
         if time.monotonic() > until:
-            left = ", ".join(f"({case.title})" for case in chosen[index:])
-            yield Finding("left out", f"no time for {len(chosen) - index} of {len(chosen)}: {left}")
+            left = [case.title for case in chosen[index:]]
+            text = f"no time for {len(left)} of {len(chosen)} cases, from {left[0]!r} on; use --minutes 60"
+            yield Finding("left out", text, data={"cases": left})
             return
         try:
             if model is None or model.weights != case.weights:
