@@ -153,15 +153,23 @@ def steps_in_place(request):
     """Partial steps compute their positions in place on the canvas, but in the files of `NARROW`.
 
     One kind of step less halves what is compiled. With --exhaustive every file has the policies' own widths.
+    In test_policies.py --full has them for policies with layers of their own, and for two of those that choose
+    sets, whose rows the engine gathers alike.
     """
+    from dllm_jax import policies
     from dllm_jax.decoding import request as requests
     from tests.models import WIDE
 
     narrow, name = requests.step_widths, request.path.stem.removeprefix("test_")
-    in_place = lambda policy, spec, layout, own: narrow(policy, spec, layout, WIDE if own is None else own)
+    quick, both = not request.config.getoption("full"), (policies.PrefixCache, policies.DualCache)
+
+    def widths(policy, spec, layout, own):
+        alike = policy.only_sets and not isinstance(policy, both)
+        in_place = quick or alike if name == "policies" else name not in NARROW
+        return narrow(policy, spec, layout, WIDE if own is None and in_place else own)
+
     with pytest.MonkeyPatch.context() as patch:
-        if name not in NARROW or (name == "policies" and not request.config.getoption("full")):
-            patch.setattr(requests, "step_widths", in_place)
+        patch.setattr(requests, "step_widths", widths)
         yield
 
 
