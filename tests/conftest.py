@@ -153,8 +153,8 @@ def steps_in_place(request):
     """Partial steps compute their positions in place on the canvas, but in the files of `NARROW`.
 
     One kind of step less halves what is compiled. With --exhaustive every file has the policies' own widths.
-    In test_policies.py --full has them for policies with layers of their own, and for two of those that choose
-    sets, whose rows the engine gathers alike.
+    In test_policies.py --full has them for policies with layers of their own, and for two that choose sets:
+    the engine gathers rows of all sets alike.
     """
     from dllm_jax import policies
     from dllm_jax.decoding import request as requests
