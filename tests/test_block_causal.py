@@ -95,6 +95,13 @@ def test_a_canvas_gives_each_computed_row_its_part_of_the_mask():
     for sequence, part in enumerate(np.asarray(of.attends(rows))[:, 0]):
         at = np.flatnonzero(need[sequence])
         np.testing.assert_array_equal(part[: len(at)], np.asarray(whole)[sequence, 0, at])
+    # Of rows in one block one query speaks for all.
+    size, begins = of.spec.block_size, np.asarray(PADS)[:, None]
+    first = jnp.asarray((np.arange(LENGTH) >= begins) & (np.arange(LENGTH) < begins + size))
+    one = of.attends(dataclasses.replace(compact_rows(first, size), in_one_block=True))
+    assert one.shape == (len(PADS), 1, 1, LENGTH)
+    np.testing.assert_array_equal(one, of.attends(compact_rows(first, 1)))
+    np.testing.assert_array_equal(one[:, 0, 0], valid & np.asarray(first))
     read = of.attends(rows, jnp.asarray(valid & (np.arange(LENGTH) != 8)))
     np.testing.assert_array_equal(read[..., 8], False)
 

@@ -89,10 +89,11 @@ class Workload:
         """
         spec, wanted = self.model.spec, list(self.wanted)
         tokenizer = self.tokenizer.tokenizer if isinstance(self.tokenizer, Processor) else self.tokenizer
-        answers = tasks.encode_batch(self.tokenizer, wanted, self.length, spec).answer
-        asked = np.asarray(answers) != spec.eos_id
+        encoded = tasks.encode_batch(self.tokenizer, wanted, self.length, spec).answer
+        answers = np.asarray(encoded)[:, : self.length]  # without what completes the last block
+        asked = answers != spec.eos_id
         if self.beginning:
-            asked &= np.asarray(answers) != spec.eot_id
+            asked &= answers != spec.eot_id
             right = np.all((responses == answers) | ~asked, axis=1)
         else:
             right = tasks.exact(decode_answers(self.model, tokenizer, responses), wanted)

@@ -29,6 +29,7 @@ from dllm_jax.nn.layer import Layer, embed, walk
 from dllm_jax.nn.low_rank import acting_in
 from dllm_jax.nn.mesh import constrain
 from dllm_jax.nn.model import Model
+from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
 from dllm_jax.state.cache import Cache, LayerCache
 from dllm_jax.state.canvas import Canvas, begin, repeat, revoke, stream, write
@@ -170,7 +171,7 @@ def _step(
     streams = repeat(canvas, plan.streams)
 
     # The network runs over the selected positions; K/V of the others come from the policy's cache.
-    rows = computed_rows(state.need, width)
+    rows = computed_rows(state.need, width, canvas.spec)
     hidden, cache = network(generation, _inputs(plan, streams), streams, rows, state.cache)
 
     # Candidates get a token and a score; the sampler decides which of the eligible ones are decoded now. What
@@ -219,9 +220,14 @@ def _step(
     return State(after, cache, select_positions(generation, cache, after), record, memory)
 
 
-def computed_rows(need: Bool[Array, "b l"], width: int | None) -> Rows:
+def computed_rows(need: Bool[Array, "b l"], width: int | None, spec: ModelSpec) -> Rows:
     """The rows of one step: in place on the canvas (None), or gathered into `width` that hold them all."""
-    return full_rows(need) if width is None else compact_rows(need, width)
+    if width is None:
+        return full_rows(need)
+
+    # A step that computes a finished block computes all of it, and more than that (`Canvas.without_final`).
+    one = width <= spec.block_size and not spec.causal_context
+    return dataclasses.replace(compact_rows(need, width), in_one_block=one)
 
 
 def network(

@@ -320,7 +320,8 @@ class Canvas:
             end = jnp.where(self.causal, rows.index + 1, self.block_end)
             return in_front_of(end, mask, self.layout.length)
         response = self.layout.response_start
-        return block_causal(mask, self.spec, rows.index, real, self.layout.length, response)
+        first = rows.index[:, :1] if rows.in_one_block else rows.index
+        return block_causal(mask, self.spec, first, real, self.layout.length, response)
 
 
 def begin(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec, layout: Layout) -> Canvas:

@@ -20,12 +20,15 @@ class Rows:
         the width. In a full step the canvas is computed in place, without gathering or scattering.
       before: Number of padding entries before the slots, for full rows of a store of the last positions
         (static). Entry i is then slot i - before.
+      in_one_block: Whether a sequence's entries lie in one of the model's own blocks (static), so that they
+        attend to the same keys.
     """
 
     index: Int[Array, "b q"]
     length: int = dataclasses.field(metadata={"static": True})
     full: bool = dataclasses.field(default=False, metadata={"static": True})
     before: int = dataclasses.field(default=0, metadata={"static": True})
+    in_one_block: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def real(self) -> Bool[Array, "b q"]:

@@ -62,7 +62,8 @@ def run_narrowest(
 
     def narrowed(width: int) -> tuple[Rows, Rows]:
         places = compact_rows(marked, width)
-        return places, Rows(jnp.take_along_axis(position, places.index, axis=1), rows.length)
+        index = jnp.take_along_axis(position, places.index, axis=1)
+        return places, Rows(index, rows.length, in_one_block=rows.in_one_block)
 
     # Each width is a loop of one trip or none: branches of a `lax.switch` would copy the caches they write.
     for width in widths:
