@@ -17,6 +17,7 @@ from dllm_jax.eviction.profile import importance
 from dllm_jax.nn.layer import embed
 from dllm_jax.nn.mask import block_causal, key_mask
 from dllm_jax.nn.rope import grown, rope_of
+from dllm_jax.policies.in_blocks import for_model
 from dllm_jax.state.rows import compact_rows, full_rows
 from dllm_jax.testing import check_policy, checks
 from dllm_jax.testing.checks import Subject
@@ -260,11 +261,18 @@ class InShortBlocks(Subject):
 
 
 _evicting = functools.partial(policies.EvictPrompt, policy=policies.Policy(), reselect=False)
+_rolling = functools.partial(
+    policies.EvictPrompt,
+    heads=eviction.EvenHeads(),
+    layers=eviction.UniformLayers(),
+    policy=policies.Policy(),
+)
 
 
 @pytest.mark.parametrize(("policy", "limit"), [
     (_evicting(budget=2), _evicting(budget=9)),
     (_evicting(budget=3, votes=eviction.SnapKV(window=2)), _evicting(budget=9)),
+    (_rolling(budget=5), _rolling(budget=24)),
     (policies.MaskKV(budget=2), policies.MaskKV(budget=9)),
     (policies.SparseDLLM(keep=0.2), policies.SparseDLLM(keep=1)),
 ], ids=str)  # fmt: skip
@@ -277,10 +285,26 @@ def test_eviction_chooses_among_stored_pairs(policy, limit):
         checks.alone_as_in_a_batch(of)
 
 
-def test_a_second_selection_of_a_prompt_that_is_gone_is_refused():
-    for policy in (policies.EvictPrompt(), policies.MaskKV(reselect=True)):
-        with pytest.raises(ValueError, match=r"reselect=True is not supported .* Use reselect=False"):
-            dj.generate(tiny("sdar"), prompts(tiny("sdar"))[0], length=4, policy=policy)
+@pytest.mark.parametrize(("policy", "shifted", "reason"), [
+    (policies.EvictPrompt(), False, r"their prompt is computed once\. Use policy=Policy\(\)"),
+    (policies.MaskKV(reselect=True), False, r"as many .* in every layer and head: .* Use heads=EvenHeads"),
+    (_rolling(votes=eviction.SnapKV(2)), False, "compute no prompt position"),
+    (_rolling(), True, "a token that the block before it predicts"),
+], ids=("DualCache", "heads", "prompt-votes", "shifted"))  # fmt: skip
+def test_selecting_again_names_what_it_cannot_do(policy, shifted, reason):
+    model = tiny("sdar", block_size=4, shifted=shifted)
+    with pytest.raises(ValueError, match=reason):
+        dj.generate(model, prompts(model)[0], length=4, policy=policy)
+
+
+def test_selecting_again_keeps_the_budget_for_all_earlier_blocks():
+    """Keys and values of `budget` positions and of one block, however long prompt and response are."""
+    model, stored = tiny("sdar", block_size=4), []
+    for prompt, length in ((16, 16), (64, 64)):
+        layout = dj.Layout(prompt, length, 4, length)
+        cache = for_model(_rolling(budget=6), model.spec).init(model.spec, layout, 1, jnp.float32)
+        stored.append(jax.tree.leaves(cache.layers)[0].shape[2])
+    assert stored == [10, 10]
 
 
 @pytest.mark.parametrize(

@@ -49,9 +49,11 @@ class EvictPrompt(PromptEviction):
     to retain (`dllm_jax.eviction`). In partial steps no prompt token is recomputed; queries attend to the
     retained KV pairs and the response. `Policy.reads` still applies.
 
-    On block-causal models the first step evicts for good: it reads everything, and the masks of its block
-    vote (`SnapKV` and `PromptVotes`: the prompt). Finished blocks stay dense, and what a prompt has beyond
-    whole blocks is not evicted. `policy` selects positions of the block: use `Policy()` and reselect=False.
+    On block-causal models with reselect=False the first step evicts for good: it reads everything, and the
+    masks of its block vote (`SnapKV` and `PromptVotes`: the prompt). Finished blocks stay dense, and what a
+    prompt has beyond whole blocks is not evicted. With reselect=True, `EvenHeads()` and `UniformLayers()` the
+    budget bounds all earlier blocks: the masks of each new block rank the retained KV pairs and those of the
+    block before. `policy` selects positions of the block: use `Policy()`.
 
     Memory: The budget, and [n b r k d] for keys and for values of the response (with a shifted output head,
     also of the position before it).
@@ -104,10 +106,10 @@ class EvictPrompt(PromptEviction):
             raise ValueError(f"policy={self.policy!r} recomputes the prompt in every step: nothing to evict")
         if spec.causal_context:
             require_blocks(spec, type(self).__name__, "Use Policy()")
-        if spec.block_size and self.reselect:
+        if spec.block_size and self.reselect:  # `in_blocks` has taken those over `Policy`
             raise ValueError(
                 f"reselect=True is not supported by EvictPrompt on block-causal models ({spec.family}): "
-                "their prompt is computed once, and what was evicted is gone. Use reselect=False, or MAGE()."
+                "their prompt is computed once. Use policy=Policy(), which selects again at each block."
             )
 
     def dense_positions(self, spec: ModelSpec, layout: Layout) -> int:

@@ -2,10 +2,12 @@
 
 import functools
 
+from dllm_jax.eviction import EvenHeads, UniformLayers
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
 from dllm_jax.policies.evict_prompt import EvictPrompt
 from dllm_jax.policies.maskkv import MaskKV
+from dllm_jax.policies.parts.rolling_eviction import RollingEviction
 from dllm_jax.policies.parts.sparse_blocks import SparseBlocks
 from dllm_jax.policies.sparse_dllm import SparseDLLM
 
@@ -28,7 +30,21 @@ def _(policy: SparseDLLM) -> Policy:
 
 
 @in_blocks.register
+def _(policy: EvictPrompt) -> Policy:
+    # Selecting again goes on: the budget is of all earlier blocks.
+    if not (policy.reselect and type(policy.policy) is Policy):
+        return policy
+    if not isinstance(policy.heads, EvenHeads) or policy.layers != UniformLayers():
+        raise ValueError(
+            "reselect=True on block-causal models keeps as many KV pairs in every layer and head: "
+            f"heads={policy.heads!r}, layers={policy.layers!r} are not supported. Use heads=EvenHeads() and "
+            "layers=UniformLayers(), or reselect=False."
+        )
+    return RollingEviction(policy.budget, policy.votes)
+
+
+@in_blocks.register
 def _(policy: MaskKV) -> Policy:
     # Nothing refreshes prompt or response.
     budgets = policy.budget, policy.layers, policy.heads, policy.votes
-    return EvictPrompt(*budgets, policy=Policy(), reselect=policy.reselect)
+    return in_blocks(EvictPrompt(*budgets, policy=Policy(), reselect=policy.reselect))

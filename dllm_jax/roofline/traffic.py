@@ -21,6 +21,7 @@ from dllm_jax.policies.parts.d2cache_sets import Salience
 from dllm_jax.policies.parts.drift import KeyCosine
 from dllm_jax.policies.parts.leaving import LAYERS, wanted
 from dllm_jax.policies.parts.prompt_eviction import PromptEviction
+from dllm_jax.policies.parts.rolling_eviction import RollingEviction
 from dllm_jax.policies.parts.sparse_blocks import SparseBlocks
 from dllm_jax.roofline.steps import Setting, Step
 
@@ -199,6 +200,18 @@ def _choosing(policy: ChosenReads, at: Setting, step: Step, index: int) -> Step:
     if not exact:
         return sparse
     return dataclasses.replace(sparse, slots=length + slots, written=step.rows + size, **choice)
+
+
+@extra_traffic.register
+def _rolling(policy: RollingEviction, at: Setting, step: Step, index: int) -> Step:
+    """Kept pairs and the block; where one is entered the choice too, among kept pairs and the last block."""
+    size, slots = at.spec.block_size, policy.slots(at.spec, at.layout)
+    kept = slots - size
+    choice = lambda among: {"moved": among / 2 + 2 * kept, "products": at.score_flops(size, among)}
+    if step.full:
+        return at.over_canvas(slots, **choice(at.layout.length))
+    step = dataclasses.replace(step, slots=slots, written=size)
+    return step if step.rows <= size else dataclasses.replace(step, **choice(slots + size))
 
 
 @extra_traffic.register

@@ -186,6 +186,7 @@ class PromptEviction(Policy):
             rows = compact_rows(block, size)
             q, lse = rows.take(q), jnp.swapaxes(rows.take(jnp.swapaxes(lse, 1, 2)), 1, 2)
             mask = canvas.attends(rows, readable)
+            assert mask is not None, "block-causal"
         seen = eviction.evidence(self.votes, layer, q, new.k, lse, mask, rows, canvas, block)
         candidate = evictable[:, None, : layout.prompt]
         seen = seen._replace(votes=jnp.where(candidate, seen.votes, -jnp.inf))
