@@ -121,6 +121,7 @@ LEFT_OUT: dict[str, str] = {
     """,
     "Another recording of the same model or method; tests/test_quick.py says of which.": """
         test_goldens.py::test_conforms[fast-dllm-v2-forward/*]
+        test_goldens.py::test_conforms[freedave-sdar/*]
         test_goldens.py::test_conforms[llada-moe-forward/*]
         test_goldens.py::test_conforms[llada-v-generate/*]
         test_goldens.py::test_conforms[llada2-forward/*]

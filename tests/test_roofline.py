@@ -232,6 +232,10 @@ def test_assumptions_of_data_dependent_policies():
 
     elastic, d2 = dj.policies.ElasticCache(), dj.policies.D2Cache()
     assert ms(elastic) < ms(elastic, widened=0.5) < ms(elastic, widened=1) <= 1.1 * ms(dj.policies.Policy())
+    # A full step of every block, and half of the passes: nearly half of the time where memory bounds a step.
+    dual = dj.policies.DualCache()
+    assert ms(dual) > ms(dual, branches=4, steps_per_pass=2) > ms(dual, branches=2, steps_per_pass=2)
+    assert ms(dual) < ms(dual, branches=64, steps_per_pass=2), "as many rows wait for arithmetic"
     assert ms(d2, nucleus=0) < ms(d2) == ms(d2, nucleus=d2.p) < ms(d2, nucleus=0.9)
 
 

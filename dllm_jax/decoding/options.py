@@ -18,7 +18,8 @@ from dllm_jax.nn.intervention import Intervention
 from dllm_jax.nn.keys import Keys
 from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument
 from dllm_jax.policies.base import Policy
-from dllm_jax.samplers import Confidence, Constraint, Noise, Sampler
+from dllm_jax.samplers import Confidence, Constraint, FreeDave, Noise, Sampler
+from dllm_jax.samplers.free_dave import Drafting
 from dllm_jax.state import inputs
 from dllm_jax.state.sliding import Sliding
 
@@ -138,6 +139,7 @@ class Asked:
     token_mask: ArrayLike | None = None
     group: int | None = None
     widths: tuple[int, ...] | None = None
+    drafting: Drafting | None = dataclasses.field(default=None, init=False)
 
     def __post_init__(self):
         check_argument("policy", self.policy, Policy, ", such as dj.policies.DualCache()")
@@ -147,6 +149,11 @@ class Asked:
         check_argument("logprobs", self.logprobs, NonNegativeInt | None)
         for name in ("stop_at_eos", "trace", "progress"):
             check_argument(name, getattr(self, name), bool)
+
+        # Drafts change no decision: the sampler that they are of decodes.
+        if isinstance(wrapper := self.sampler, FreeDave):
+            object.__setattr__(self, "drafting", wrapper.drafting)
+            object.__setattr__(self, "sampler", wrapper.sampler)
 
 
 def shows(options: type, defaults: type = Asked) -> Callable[[Function], Function]:

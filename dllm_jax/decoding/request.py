@@ -21,10 +21,11 @@ from dllm_jax.decoding.constraints import allowed_tokens, constraints_of
 from dllm_jax.decoding.options import Asked, GenerateOptions, InfillOptions, Stops
 from dllm_jax.decoding.prefill import with_prefix
 from dllm_jax.engine.block_schedule import check_schedule
+from dllm_jax.engine.branches import check_policy
 from dllm_jax.engine.closures import constants
+from dllm_jax.engine.drafting import check_drafting, drafting_widths
 from dllm_jax.engine.nonfinite import NonFinite
 from dllm_jax.engine.plan import Inputs, Plan
-from dllm_jax.engine.shadow import check_policy
 from dllm_jax.engine.widths import step_widths
 from dllm_jax.nn.intervention import checked, moved
 from dllm_jax.nn.keys import Keys, typed_key
@@ -223,6 +224,7 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: 
             "draft_adapter=True needs a model with LoRA adapters in its layers, and none in its head, which "
             "verifies drafts too. Use lora.load(model, folder)"
         )
+    check_drafting(asked.drafting, policy, spec, layout)
     check_schedule(layout, policy, sampler)
     named = {"policy": (policy,), "sampler": (sampler,), "constraints": own}
     found = tuple(c for name, several in named.items() for one in several for c in constants(one, name))
@@ -230,6 +232,8 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: 
     widths = step_widths(policy, spec, layout, asked.widths)
     if prefix is not None and asked.widths is None:
         widths = tuple(sorted({*widths, layout.length - prefix.reused(spec)}))
+    if asked.drafting is not None:
+        widths = tuple(sorted({*widths, *drafting_widths(policy, spec, layout, asked.drafting)}))
     plan = Plan(
         policy=policy,
         sampler=sampler,
@@ -243,14 +247,16 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: 
         constraints=own,
         logprobs=asked.logprobs,
         prefix=prefix,
+        drafting=asked.drafting,
     )
 
     # Positions as the user counts them, without what a bucket adds on the left; then moved behind that.
     fitting = checked(asked.interventions, spec, batch, layout.length - extra, plan.step_limit)
-    if fitting and sampler.verifies:
+    if fitting and (sampler.verifies or asked.drafting is not None):
         raise ValueError(
-            f"interventions= is not supported by {type(sampler).__name__}: it verifies tokens by a shadow "
-            "block, where they would not act. Use Threshold()."
+            f"interventions= is not supported by {'FreeDave' if asked.drafting else type(sampler).__name__}: "
+            f"it verifies tokens by {'drafts' if asked.drafting else 'a shadow block'}, where they would not "
+            "act. Use Threshold()."
         )
     plan = dataclasses.replace(plan, interventions=moved(fitting, extra))
     noise = noise_for(plan, batch, asked.key, asked.noise, spec.vocab)

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from dllm_jax.engine import nonfinite
+from dllm_jax.engine.plan import Plan
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.state.canvas import Canvas, first_eos, first_of, masks_in_block, revoke
@@ -49,6 +51,16 @@ def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool)
         canvas = dataclasses.replace(canvas, done=canvas.done | ended(canvas, canvas.stop))
     first = (canvas, jnp.zeros_like(canvas.done), jnp.bool_(True))
     return jax.lax.while_loop(lambda moving: moving[2], settle, first)[0]
+
+
+def end_step(plan: Plan, canvas: Canvas, finite: Bool[Array, "b"] | None = None) -> Canvas:
+    """The canvas at the end of a step that has written its tokens; logits are finite unless told."""
+    canvas = find_stop(canvas, plan.stop, plan.sampler)
+
+    # A step ends with the guard against NaN, and with what is finished: sequences, blocks.
+    canvas = canvas if finite is None else nonfinite.end(canvas, finite)
+    canvas = dataclasses.replace(canvas, done=canvas.done | (canvas.step >= plan.step_limit))
+    return advance(canvas, plan.policy, plan.sampler, plan.stop_at_eos)
 
 
 def slid(canvas: Canvas) -> Canvas:

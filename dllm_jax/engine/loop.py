@@ -190,8 +190,8 @@ def resume(
     """
 
     def piece(model: Model, inputs: Inputs, plan: Plan, state: State, steps) -> tuple[State, Piece]:
-        start, before = slowest(state.canvas), state.canvas.step
-        made = lambda s: jnp.max(s.canvas.step - before)
+        start, before = slowest(state.canvas), state.canvas.passes
+        made = lambda s: jnp.max(s.canvas.passes - before)
         wanted = lambda s: (slowest(s.canvas) == start) & (made(s) < steps)
         after = run(Generation.of(model, inputs, plan), state, wanted)
         after = after._replace(cache=split_cache(after.cache, model, after.need.shape[0]))
@@ -206,7 +206,7 @@ def resume(
             confidence = jnp.where(tokens == after.canvas.tokens, confidence, jnp.inf)
         stats = after.record.stats(after.canvas)
         logprobs = final_logprobs(after, tokens)
-        seen = Piece(tokens, confidence, stats, after.canvas.step, block, running, logprobs)
+        seen = Piece(tokens, confidence, stats, after.canvas.passes, block, running, logprobs)
 
         # Arrays of their own: the next piece overwrites the state's while the host still reads these.
         return after, jax.tree.map(jnp.copy, seen)

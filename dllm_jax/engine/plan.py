@@ -12,6 +12,7 @@ from dllm_jax.nn.intervention import Intervention
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.samplers.constraint import Constraint
+from dllm_jax.samplers.free_dave import Drafting
 from dllm_jax.samplers.noise import Noise
 from dllm_jax.state.allowed import Allowed
 from dllm_jax.state.host import AnyArray
@@ -60,6 +61,7 @@ class Plan:
       constraints: Constraints that look at the canvas of each step.
       prefix: Keys and values of what all prompts begin with; None if nothing is reused.
       logprobs: Number of most likely tokens to record with each decoded token; None records nothing.
+      drafting: How steps of the sampler are drafted; None takes one per forward pass.
     """
 
     policy: Policy
@@ -77,6 +79,7 @@ class Plan:
     constraints: tuple[Constraint, ...] = ()
     prefix: StoredPrefix | None = None
     logprobs: int | None = dataclasses.field(default=None, metadata={"static": True})
+    drafting: Drafting | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def step_limit(self) -> int:

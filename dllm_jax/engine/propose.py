@@ -4,11 +4,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.engine.block_schedule import offered_positions
+from dllm_jax.engine.branches import decoded_in_block, place_in_shadow
 from dllm_jax.engine.constrain import constrain_logits
 from dllm_jax.engine.generation import Generation
 from dllm_jax.engine.logprobs import LogProbs, of_candidates
 from dllm_jax.engine.plan import Plan
-from dllm_jax.engine.shadow import decoded_in_block, place_in_shadow
 from dllm_jax.nn.arithmetic import guided
 from dllm_jax.nn.layer import unembed
 from dllm_jax.samplers.candidates import Candidates
@@ -94,6 +94,7 @@ def _positions(plan: Plan, canvas: Canvas, rows: Rows, verify: bool) -> Int[Arra
     predicted = jnp.take_along_axis(rows.mask(), canvas.predictor, axis=1)
     rule = sampler.early_commit
     response_scored = "response" in (policy.scored, sampler.scored) or rule is not None
+    response_scored |= plan.drafting is not None and plan.drafting.eager
     scored = canvas.masked if response_scored else offered_positions(policy, canvas)
 
     # Masks outside of the block are candidates only if the response is scored, or if earlier blocks were left

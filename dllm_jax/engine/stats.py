@@ -38,6 +38,10 @@ class Stats(NamedTuple):
         the sampler drafts (`SelfSpeculation`).
       reused_tokens: Prompt tokens whose keys and values came from `prefix`; None without a prefix.
       reused_bytes: Bytes of these keys and values, which were not computed again; None without a prefix.
+      sampler_steps: Denoising steps of the sampler, of which a forward pass may verify several; None unless
+        they are drafted (`FreeDave`), and then `nfe` is at most as large.
+      branches: Canvases computed, summed over forward passes: the sequence's own and its drafts, of which
+        `computed_tokens` counts the first. None unless steps are drafted.
     """
 
     nfe: Int[Array, "b"]
@@ -54,6 +58,8 @@ class Stats(NamedTuple):
     accepted_tokens: Int[Array, "b"] | None = None
     reused_tokens: Int[Array, "b"] | None = None
     reused_bytes: Float[Array, "b"] | None = None
+    sampler_steps: Int[Array, "b"] | None = None
+    branches: Int[Array, "b"] | None = None
 
     computed, executed = Renamed("computed", "computed_tokens"), Renamed("executed", "executed_tokens")
     widened, decoded = Renamed("widened", "widened_tokens"), Renamed("decoded", "decoded_tokens")
@@ -75,6 +81,7 @@ class Record(NamedTuple):
       causal_passes: Running sum of `Stats.causal_passes`.
       logprobs: Log-probabilities so far; None records none.
       reused: Values of `Stats.reused_tokens` and `Stats.reused_bytes`.
+      branches: Running sum of `Stats.branches`.
     """
 
     computed_tokens: Int[Array, "b"]
@@ -88,6 +95,7 @@ class Record(NamedTuple):
     causal_passes: Int[Array, "b"] | None = None
     logprobs: LogProbs | None = None
     reused: tuple[Int[Array, "b"], Float[Array, "b"]] | None = None
+    branches: Int[Array, "b"] | None = None
 
     @staticmethod
     def begin(
@@ -161,6 +169,7 @@ class Record(NamedTuple):
             else self.causal_passes + (before.active & before.causal[:, 0]),
             logprobs=self.logprobs,
             reused=self.reused,
+            branches=self.branches,
         )
 
     def completed(self, canvas: Canvas) -> Trace | None:
@@ -170,7 +179,7 @@ class Record(NamedTuple):
     def stats(self, canvas: Canvas) -> Stats:
         """The statistics of a finished generation, given its last canvas."""
         # Exact decoding would compute all valid positions in every forward.
-        positions = jnp.sum(canvas.valid, axis=1) * canvas.step
+        positions = jnp.sum(canvas.valid, axis=1) * canvas.passes
         recomputed = (self.computed_tokens + self.widened_tokens) / jnp.maximum(positions, 1)
 
         # The answer ends before the first end-of-text, also where positions behind it are decoded.
@@ -180,7 +189,7 @@ class Record(NamedTuple):
             decoded &= canvas.position < canvas.layout.end
         before_eos = decoded & (canvas.position < end[:, None])
         return Stats(
-            nfe=canvas.step,
+            nfe=canvas.passes,
             computed_tokens=self.computed_tokens,
             executed_tokens=self.executed_tokens,
             widened_tokens=self.widened_tokens,
@@ -194,6 +203,8 @@ class Record(NamedTuple):
             accepted_tokens=_accepted(canvas) if canvas.layout.drafts else None,
             reused_tokens=None if self.reused is None else self.reused[0],
             reused_bytes=None if self.reused is None else self.reused[1],
+            sampler_steps=None if canvas.forwards is None else canvas.step,
+            branches=self.branches,
         )
 
 

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.engine import nonfinite
-from dllm_jax.engine.block_schedule import advance, find_stop, offered_positions
+from dllm_jax.engine.block_schedule import advance, end_step, offered_positions
+from dllm_jax.engine.branches import shadow_block
+from dllm_jax.engine.drafting import Predictions, branch_count, further_positions
 from dllm_jax.engine.generation import Generation, State
 from dllm_jax.engine.group import (
     axes_of_sequences,
@@ -19,23 +20,21 @@ from dllm_jax.engine.group import (
     write_back,
 )
 from dllm_jax.engine.logprobs import LogProbs
+from dllm_jax.engine.network import computed_rows, network, network_inputs
 from dllm_jax.engine.plan import Inputs, Plan
 from dllm_jax.engine.prefix import reuse, reused_of
 from dllm_jax.engine.propose import propose
-from dllm_jax.engine.shadow import masked_block, over_both
 from dllm_jax.engine.stats import Record
-from dllm_jax.nn.intervened import IntervenedLayer, embedded, intervened
-from dllm_jax.nn.layer import Layer, embed, walk
-from dllm_jax.nn.low_rank import acting_in
+from dllm_jax.engine.verifying import verify_drafts
+from dllm_jax.nn.layer import embed
 from dllm_jax.nn.mesh import constrain
 from dllm_jax.nn.model import Model
-from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
-from dllm_jax.state.cache import Cache, LayerCache
+from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas, begin, repeat, revoke, stream, write
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.proposal import Proposal
-from dllm_jax.state.rows import Rows, compact_rows, full_rows, gather, places, spread
+from dllm_jax.state.rows import gather, places, spread
 
 
 def initial_state(generation: Generation, inputs: Inputs) -> State:
@@ -50,6 +49,8 @@ def initial_state(generation: Generation, inputs: Inputs) -> State:
         canvas = dataclasses.replace(canvas, stop=jnp.full(len(tokens), layout.length, jnp.int32))
     if plan.sampler.edits:
         canvas = dataclasses.replace(canvas, keeps_block=jnp.zeros_like(canvas.done))
+    if plan.drafting is not None:
+        canvas = dataclasses.replace(canvas, forwards=canvas.step)
     canvas = advance(canvas, plan.policy, plan.sampler, plan.stop_at_eos)
     streams = repeat(canvas, plan.streams)
 
@@ -60,7 +61,7 @@ def initial_state(generation: Generation, inputs: Inputs) -> State:
     if plan.prefix is not None:
         cache, canvas = reuse(cache, canvas, plan.prefix, model, generation.rope)
         streams = canvas
-    x = embed(model.params, _inputs(plan, streams), generation.embeds)
+    x = embed(model.params, network_inputs(plan, streams), generation.embeds)
     cache = plan.policy.before_first_step(cache, streams, model, x)
     cache = split_cache(cache, model, streams_b)
     extra, cache = take_extra_positions(cache, plan.streams)
@@ -68,9 +69,12 @@ def initial_state(generation: Generation, inputs: Inputs) -> State:
     record = Record.begin(canvas, traced, plan.confidence, extra, plan.sampler.may_idle)
     if plan.prefix is not None:
         record = record._replace(reused=reused_of(canvas, model))
+    if plan.drafting is not None:
+        record = record._replace(branches=jnp.zeros_like(canvas.step))
     if plan.logprobs is not None:
         record = record._replace(logprobs=LogProbs.begin(canvas, plan.logprobs))
-    memory = jax.tree.map(lambda array: constrain(array, model.rules, "b"), plan.sampler.init(canvas))
+    kept = plan.sampler.init(canvas) if plan.drafting is None else Predictions.none(canvas)
+    memory = jax.tree.map(lambda array: constrain(array, model.rules, "b"), kept)
     return State(canvas, cache, select_positions(generation, cache, canvas), record, memory)
 
 
@@ -132,7 +136,10 @@ def select_positions(generation: Generation, cache: Cache, canvas: Canvas) -> Bo
     plan = generation.plan
     canvas = dataclasses.replace(canvas, planned_order=plan.sampler.planned(canvas, generation.noise))
     selected = stream(plan.policy.select(cache, repeat(canvas, plan.streams)), 0, plan.streams)
-    return repeat(canvas.without_final(selected) & canvas.active[:, None], plan.streams)
+    selected = canvas.without_final(selected)
+    if plan.drafting is not None and plan.drafting.eager:
+        selected |= further_positions(plan, canvas)
+    return repeat(selected & canvas.active[:, None], plan.streams)
 
 
 def step(generation: Generation, width: int | None, state: State) -> State:
@@ -166,13 +173,17 @@ def _step(
     generation: Generation, width: int | None, state: State, sequences: Int[Array, "b"] | None = None
 ) -> State:
     """Runs a step of the active sequences of a state, whose places in the trace are `sequences`."""
+    if branch_count(generation.plan, width, state.canvas.spec) > 1:
+        after, cache, record, memory = verify_drafts(generation, width, state, sequences)
+        return State(after, cache, select_positions(generation, cache, after), record, memory)
     canvas, plan = state.canvas, generation.plan
     policy, sampler = plan.policy, plan.sampler
     streams = repeat(canvas, plan.streams)
 
     # The network runs over the selected positions; K/V of the others come from the policy's cache.
     rows = computed_rows(state.need, width, canvas.spec)
-    hidden, cache = network(generation, _inputs(plan, streams), streams, rows, state.cache)
+    shadow = (shadow_block(streams),) if sampler.verifies else ()
+    hidden, cache = network(generation, network_inputs(plan, streams), streams, rows, state.cache, *shadow)
 
     # Candidates get a token and a score; the sampler decides which of the eligible ones are decoded now. What
     # layers let go has no output, and is no candidate.
@@ -182,7 +193,8 @@ def _step(
     index, _, score, _ = candidates
     eligible = gather(offered_positions(policy, canvas), index)
     masks = candidates._replace(score=jnp.where(eligible, score, -jnp.inf))
-    chosen, memory, revoked, keeps_block = sampler.decide(masks, state.memory, canvas, generation.noise)
+    kept = state.memory if plan.drafting is None else ()
+    chosen, memory, revoked, keeps_block = sampler.decide(masks, kept, canvas, generation.noise)
     if committed is not None:
         chosen |= committed[:, None] & (score > -jnp.inf)
         revoked = None if revoked is None else revoked & ~committed[:, None]
@@ -203,12 +215,10 @@ def _step(
         )
     if committed is not None:
         after = dataclasses.replace(after, done=after.done | committed)
-    after = find_stop(after, plan.stop, sampler)
-
-    # A step ends with the guard against NaN, and with what is finished: sequences, blocks.
-    after = nonfinite.end(after, finite)
-    after = dataclasses.replace(after, done=after.done | (after.step >= plan.step_limit))
-    after = advance(after, policy, sampler, plan.stop_at_eos)
+    after = end_step(plan, after, finite)
+    if plan.drafting is not None:
+        memory = Predictions(proposal, jnp.zeros_like(canvas.step))
+        after = dataclasses.replace(after, forwards=canvas.passes + canvas.active)
 
     # Statistics count the conditional stream alone; then the policy selects for the coming step.
     extra, cache = take_extra_positions(cache, plan.streams)
@@ -217,70 +227,6 @@ def _step(
     record = state.record.add(canvas, after, own.mask(), ran, read, extra, finite, proposal, sequences)
     if record.logprobs is not None and found is not None:
         record = record._replace(logprobs=record.logprobs.add(canvas, after, found, place))
+    if record.branches is not None:
+        record = record._replace(branches=record.branches + canvas.active)
     return State(after, cache, select_positions(generation, cache, after), record, memory)
-
-
-def computed_rows(need: Bool[Array, "b l"], width: int | None, spec: ModelSpec) -> Rows:
-    """The rows of one step: in place on the canvas (None), or gathered into `width` that hold them all."""
-    if width is None:
-        return full_rows(need)
-
-    # A step that computes a finished block computes all of it, and more than that (`Canvas.without_final`).
-    one = width <= spec.block_size and not spec.causal_context
-    return dataclasses.replace(compact_rows(need, width), in_one_block=one)
-
-
-def network(
-    generation: Generation, tokens: Int[Array, "b l"], canvas: Canvas, rows: Rows, cache: Cache
-) -> tuple[Float[Array, "b q_plus_s m"], Cache]:
-    """Runs the rows through all layers; the stacked cache is part of the carry and is written in place.
-
-    Args:
-      generation: the constants.
-      tokens: input ids, of all streams' sequences, as are the others.
-      canvas: state before the step.
-      rows: Positions to compute.
-      cache: the policy's.
-
-    Returns:
-      the residual stream at the rows after the last layer, after it that of the shadow block if the sampler
-      verifies tokens (`engine.shadow`), and the changed cache.
-
-    Raises:
-      ValueError: the policy's layer never passes a place that an intervention changes.
-    """
-    (model, plan, _, embeds, rope, _), shadowed = generation, generation.plan.sampler.verifies
-    policy, interventions = plan.policy, plan.interventions
-
-    # What layers may attend to is settled before the first of them, like the rows.
-    readable = policy.readable(cache, canvas)
-    cache = policy.before_layers(cache, canvas, rows)
-    layer = over_both(policy.layer) if shadowed else policy.layer
-
-    def run(weights: Layer, carry):
-        x, cache = carry
-        weights = intervened(weights, interventions, rows.index, canvas.step)
-        view = LayerCache.of(cache, weights.index, model.kernels, readable)
-        x, view = layer(weights, x, view, rows, canvas)
-        if isinstance(weights, IntervenedLayer):
-            weights.check_reached(policy.layer.__qualname__)
-        return x, view.into(cache, weights.index)
-
-    params = model.params
-    if generation.plan.sampler.draft_adapter:
-        params = acting_in(params, ~canvas.causal[:, 0], model.spec.layers)
-    x = embed(params, rows.take(tokens), None if embeds is None else rows.take(embeds))
-    x = embedded(interventions, x, rows.index, canvas.step)
-    start = (x, masked_block(model, canvas)) if shadowed else x
-    rope = rope.padded(canvas.valid, model.spec)
-    x, cache = walk(params, model.spec, rope, run, (start, cache), model.kernels, where_used=True)
-    return jnp.concatenate(x, axis=1) if shadowed else x, cache
-
-
-def _inputs(plan: Plan, canvas: Canvas) -> Int[Array, "streams_b l"]:
-    """Tokens fed to the network; the unconditional stream sees its prompt masked."""
-    if plan.streams == 1:
-        return canvas.tokens
-    unconditional = jnp.arange(canvas.tokens.shape[0])[:, None] % plan.streams == 1
-    in_prompt = canvas.position < canvas.layout.prompt
-    return jnp.where(unconditional & in_prompt, canvas.spec.mask_id, canvas.tokens)

@@ -87,7 +87,7 @@ def add(
     row = jnp.concatenate([after.tokens, flagged, score, layers], axis=1)
     sequences = jnp.arange(len(row)) if sequences is None else sequences
     # Of a sequence that takes no part the step is beyond the trace, and nothing is written.
-    step = jnp.where(before.active, before.step + 1, len(steps))
+    step = jnp.where(before.active, before.passes + 1, len(steps))
     return steps.at[step, sequences].set(row, mode="drop")
 
 
@@ -95,7 +95,7 @@ def completed(steps: Steps, canvas: Canvas) -> Trace:
     """The trace, in which the last tokens of a sequence stay after its last step."""
     length, mask_id = canvas.layout.length, canvas.spec.mask_id
     tokens, flagged, bits, layers = jnp.split(steps, (length, 2 * length, 3 * length), axis=2)
-    ran = jnp.arange(len(steps))[:, None] <= canvas.step
+    ran = jnp.arange(len(steps))[:, None] <= canvas.passes
     flagged, bits, layers = flagged[1:], bits[1:], layers[1:]
     active = (layers[..., 0] & 1) == 1
     score = jax.lax.bitcast_convert_type(bits, jnp.float32)
@@ -107,7 +107,7 @@ def completed(steps: Steps, canvas: Canvas) -> Trace:
         score=jnp.where(active[..., None], score, -jnp.inf),
         active=active,
         widened=layers > (1 << _flags(canvas)) - 1,
-        steps=jnp.max(canvas.step),
+        steps=jnp.max(canvas.passes),
         causal=(layers[..., 0] & 2) == 2 if canvas.spec.causal_context else None,
     )
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from dllm_jax.decoding.request import blocks_of
 from dllm_jax.engine.block_schedule import advance
+from dllm_jax.engine.drafting import drafted_width
 from dllm_jax.nn.mesh import number_modes
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies import D2Cache, Policy
@@ -18,6 +19,7 @@ from dllm_jax.policies.in_blocks import for_model
 from dllm_jax.roofline.steps import Assumed, Setting, Step
 from dllm_jax.roofline.traffic import assumed_statistics, drift_widens, extra_traffic
 from dllm_jax.samplers import Confidence
+from dllm_jax.samplers.free_dave import Drafting
 from dllm_jax.samplers.transfer import even_schedule
 from dllm_jax.state.canvas import Canvas, begin, write
 from dllm_jax.state.layout import Layout
@@ -41,10 +43,24 @@ def schedule(
     policy = for_model(policy, spec)
     at = Setting(spec, layout, assumed)
     # A step costs what its positions cost over a dense cache, and what the policy's layers move besides.
+    drafting = Drafting(assumed.branches, eager=False, subset=False, skips=False)
+    drafted = drafted_width(policy, spec, layout, drafting) if assumed.branches > 1 else 0
     counts: dict[Step, float] = collections.defaultdict(int)
     for index, selected in enumerate(selected_positions(policy, spec, layout, assumed).tolist()):
-        counts[extra_traffic(policy, at, at.step(policy, selected), index)] += 1
+        step = extra_traffic(policy, at, at.step(policy, selected), index)
+        if selected > drafted:
+            counts[step] += 1
+        else:
+            counts[with_branches(step, assumed.branches)] += 1 / assumed.steps_per_pass
     return drift_widens(policy, at, dict(counts))
+
+
+def with_branches(step: Step, branches: int) -> Step:
+    """The step over so many canvases of a sequence, which share the pairs that they do not compute."""
+    more = (branches - 1) * step.rows
+    return dataclasses.replace(
+        step, rows=step.rows + more, slots=step.slots + more, candidates=branches * step.candidates
+    )
 
 
 @functools.lru_cache(maxsize=256)

@@ -7,7 +7,7 @@ from annotated_types import Ge
 
 from dllm_jax.engine.widths import step_widths
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import Fraction, NoneMeans, Options
+from dllm_jax.options import Fraction, NoneMeans, Options, PositiveInt
 from dllm_jax.policies import Policy
 from dllm_jax.roofline.hardware import Hardware
 from dllm_jax.state.layout import Layout
@@ -56,11 +56,16 @@ class Assumed(Options):
         uniform: an upper bound.
       uneven: pairs that the widest head of a layer keeps over the average of its heads in MaskKV; at
         least 1.
+      branches: canvases of a sequence that a step with drafts (`FreeDave`) computes; those that begin a block
+        have none.
+      steps_per_pass: steps of the sampler that a pass with drafts verifies, at least 1.
     """
 
     widened: Fraction = 0
     nucleus: Annotated[Fraction | None, NoneMeans("the policy's p")] = None
     uneven: Annotated[float, Ge(1)] = 1
+    branches: PositiveInt = 1
+    steps_per_pass: Annotated[float, Ge(1)] = 1
 
 
 @dataclasses.dataclass(frozen=True)

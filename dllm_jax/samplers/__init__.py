@@ -11,6 +11,7 @@ from dllm_jax.samplers.dynamic import Dynamic, Sequential
 from dllm_jax.samplers.early_commit import EarlyCommit
 from dllm_jax.samplers.eb import EBSampler
 from dllm_jax.samplers.edit import Edit
+from dllm_jax.samplers.free_dave import FreeDave
 from dllm_jax.samplers.klass import KLASS
 from dllm_jax.samplers.noise import KeyNoise, Noise, RecordedNoise
 from dllm_jax.samplers.parallel import Factor, Threshold, UntilDone
@@ -19,7 +20,7 @@ from dllm_jax.samplers.wino import WINO
 
 __all__ = [
     "KLASS", "WINO", "Autoregressive", "Candidates", "CertaintyPrior", "Confidence", "Constraint", "Decision",
-    "DreamSchedule", "Dynamic", "EBSampler", "EarlyCommit", "Edit", "Factor", "KeyNoise", "Noise", "OneOf",
-    "PCSampler", "RandomOrder", "RecordedNoise", "Sampler", "SelfSpeculation", "Sequential", "Threshold",
-    "TokenFrequencies", "UntilDone",
+    "DreamSchedule", "Dynamic", "EBSampler", "EarlyCommit", "Edit", "Factor", "FreeDave", "KeyNoise", "Noise",
+    "OneOf", "PCSampler", "RandomOrder", "RecordedNoise", "Sampler", "SelfSpeculation", "Sequential",
+    "Threshold", "TokenFrequencies", "UntilDone",
 ]  # fmt: skip

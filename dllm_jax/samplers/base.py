@@ -69,7 +69,7 @@ class Sampler(Options, abc.ABC):
     those of the block are decoded in either case."""
     verifies: ClassVar[bool] = False
     """Whether tokens that earlier steps decoded in the block are candidates too, with score -inf and logits
-    of their own, which do not see the token (`engine.shadow`); `decide` may revoke them."""
+    of their own, which do not see the token (`engine.branches`); `decide` may revoke them."""
     edits: ClassVar[bool] = False
     """Whether tokens that earlier steps decoded in the block are candidates too, with score -inf; `decide`
     may replace them, and keep the sequence in the block."""
@@ -80,6 +80,10 @@ class Sampler(Options, abc.ABC):
 
     draft_adapter: ClassVar[bool] = False
     """Whether the model's LoRA adapters act in drafts alone, not in causal passes."""
+
+    by_score: ClassVar[bool] = False
+    """Whether `transfer` decides by the candidates' positions, tokens and scores, the canvas and the noise
+    alone, not by their logits, and nothing is remembered: `FreeDave` can then draft its steps."""
 
     # -- defined by each sampler ----------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Certainty-prior-guided decoding (d2Cache, arXiv:2509.23094, section 4.1)."""
 
 import dataclasses
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
@@ -35,6 +35,8 @@ class CertaintyPrior(Sampler):
     threshold: Annotated[TracedFraction | None, NoneMeans("a schedule")] = None
     tokens_per_step: Annotated[TracedPositiveInt | None, NoneMeans("a schedule")] = None
     alg: Alg = "prob"
+
+    by_score: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()

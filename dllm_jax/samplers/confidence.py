@@ -1,7 +1,7 @@
 """Fixed-schedule samplers: LLaDA's low-confidence and random remasking (arXiv:2502.09992, section 2.4)."""
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -33,6 +33,8 @@ class FixedSchedule(Sampler):
     """
 
     schedule: Literal["even", "rounded", "linear"] = "even"
+
+    by_score: ClassVar[bool] = True
 
     @override
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:

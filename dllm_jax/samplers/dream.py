@@ -47,6 +47,8 @@ class DreamSchedule(Sampler):
 
     tempered_confidence: ClassVar[bool] = True
 
+    by_score: ClassVar[bool] = True
+
     def __post_init__(self):
         super().__post_init__()
         if self.alg == "origin":

@@ -1,6 +1,7 @@
 """Schedules of block-causal models: SDAR's remasking (arXiv:2510.06303) and LLaDA2.0's (arXiv:2512.15745)."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -32,6 +33,8 @@ class Dynamic(UntilDone):
 
     threshold: TracedFraction = 0.85
 
+    by_score: ClassVar[bool] = True
+
     @override
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
         """All positions above the threshold, or as many as the block's schedule wants."""
@@ -41,6 +44,8 @@ class Dynamic(UntilDone):
 @dataclasses.dataclass(frozen=True)
 class Sequential(UntilDone):
     """Unmasks from left to right, as many positions per step as a whole block's schedule sets (SDAR)."""
+
+    by_score: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()

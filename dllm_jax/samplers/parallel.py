@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
@@ -62,6 +63,8 @@ class Threshold(UntilDone):
     threshold: TracedFraction = 0.9
     alg: Alg = dataclasses.field(default="prob", kw_only=True)
 
+    by_score: ClassVar[bool] = True
+
     @override
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
         """All positions whose confidence reaches the threshold, and the most confident one in any case."""
@@ -82,6 +85,8 @@ class Factor(UntilDone):
     """
 
     factor: TracedPositiveFloat = 1.0
+
+    by_score: ClassVar[bool] = True
 
     @override
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:

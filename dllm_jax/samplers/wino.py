@@ -23,7 +23,7 @@ from dllm_jax.state.selection import best, fraction_of
 class WINO(UntilDone):
     """Unmasks tokens with a low threshold, verifies them with a high one, and remasks those that fail (WINO).
 
-    Each step also computes a shadow block (`dllm_jax.engine.shadow`): the block's positions as if they were
+    Each step also computes a shadow block (`dllm_jax.engine.branches`): the block's positions as if they were
     masked, each blind to the token that it verifies. Statistics do not count it. A token of an earlier step
     of the block is remasked if its probability there is below `narrow_out`, the least likely first. Of n
     newly unmasked tokens at most n - 1 are remasked, so a block of m masks takes at most m steps.

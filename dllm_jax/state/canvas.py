@@ -37,7 +37,7 @@ class Canvas:
       valid: not padding.
       block_start: First position of each sequence's current block; after the last block, the end of the
         response.
-      step: network forwards each sequence has taken part in.
+      step: denoising steps each sequence has taken: its network forwards, unless drafts are verified.
       block_step: the same since the block began.
       block_masks: masks each sequence had in the block when it began.
       active: sequences that take part in the coming step.
@@ -53,6 +53,8 @@ class Canvas:
         whose keys and values are final. None if the model attends everywhere.
       keeps_block: sequences that stay in their block even if nothing in it is masked, as its tokens are still
         edited. None if the sampler does not edit.
+      forwards: network forwards each sequence has taken part in, of which one may verify several steps; None
+        if each is one step.
     """
 
     tokens: Int[Array, "b l"]
@@ -70,8 +72,14 @@ class Canvas:
     stop: Int[Array, "b"] | None = None
     stored: Int[Array, "b"] | None = None
     keeps_block: Bool[Array, "b"] | None = None
+    forwards: Int[Array, "b"] | None = None
 
     sources, due = Renamed("sources", "predicting_positions"), Renamed("due", "every_n_steps")
+
+    @property
+    def passes(self) -> Int[Array, "b"]:
+        """Network forwards each sequence has taken part in."""
+        return self.step if self.forwards is None else self.forwards
 
     # -- sets of positions --------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ SAMPLERS = (
     samplers.EBSampler(), samplers.PCSampler(EVEN), samplers.KLASS(), samplers.WINO(),
     samplers.CertaintyPrior(), samplers.Dynamic(), samplers.Sequential(), samplers.Edit(),
     samplers.DreamSchedule(), samplers.Autoregressive(), samplers.SelfSpeculation(block=6),
+    samplers.FreeDave(),
 )  # fmt: skip
 
 
@@ -90,10 +91,10 @@ def tables() -> str:
 
     def of_policy(policy: policies.Policy) -> str:
         # A random order is what any policy goes with; other samplers are asked in the first place that works,
-        # but those with blocks of their own, which go with Policy() alone.
+        # but those with blocks of their own or drafts, which go with few policies.
         found = {place: number(policy, samplers.RandomOrder(), place) for place in PLACES}
         asked = next(place for place, reason in found.items() if not reason)
-        others = [s for s in SAMPLERS if s.own_block is None]
+        others = [s for s in SAMPLERS if s.own_block is None and not isinstance(s, samplers.FreeDave)]
         alone = {_name(s) for s in others if asked != "LLaDA" and number(policies.Policy(), s, asked)}
         other = {_name(s): number(policy, s, asked) for s in others if _name(s) not in alone}
         refused = {name: reason for name, reason in other.items() if reason}

@@ -26,6 +26,7 @@ from tests.replay import (
     nemotron,
     of_2026,
     sparse_dllm,
+    verified,
 )
 from tests.replay.case import Case
 from tests.replay.compare import Skipped, bf16_closely, closely, compare_logits, compare_steps, exactly
@@ -203,7 +204,7 @@ METHODS: dict[str, Callable[[Case], None]] = {
     "llada-v-prompt": llada_v.prompt, "llada-v-generate": llada_v.generate,
     "llada-moe-generate": block.llada_moe, **dict.fromkeys(block.FORWARD, block.forward),
     **dict.fromkeys(block.GENERATE, block.generate), **a2d.METHODS, **nemotron.METHODS,
-    **block_policies.METHODS,
+    **block_policies.METHODS, **verified.METHODS,
     **dict.fromkeys(dkv.POLICIES, dkv.dkv),
     **dict.fromkeys(("parallel-threshold", "fast-dllm-prefix", "fast-dllm-dual"), fast_dllm),
     **dict.fromkeys(("prefix-cache", "certainty-prior"), research_dllm),

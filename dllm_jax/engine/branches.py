@@ -1,0 +1,164 @@
+"""Branches: further canvases of each sequence in the forward pass that computes its own.
+
+Nothing on the canvas sees a branch, and no branch sees another. A branch attends to keys and values of the
+canvas that it shares, and to its own; the two parts are merged by their log-sum-exp. A step carries the
+branches' residual stream after that of its rows. There are two kinds:
+
+- Drafts of `FreeDave`: the rows that the step computes, with further tokens unmasked. They share what the
+  step attends to and does not compute.
+- WINO's shadow block: the current block, masked. A position attends to all that is read of the canvas except
+  the position that it stands for, so that its output predicts that position's token without seeing it.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dllm_jax.eviction.attending import merge_by_lse
+from dllm_jax.nn.layer import Layer, embed
+from dllm_jax.nn.mask import Mask
+from dllm_jax.nn.parameters import Params
+from dllm_jax.policies.base import Policy
+from dllm_jax.samplers.base import Sampler
+from dllm_jax.state.cache import KV, LayerCache
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.rows import Rows
+
+Both = tuple[Float[Array, "b q m"], Float[Array, "b n_w m"]]  # residual streams of the rows, of the branches
+
+
+@dataclasses.dataclass(frozen=True)
+class Branches:
+    """Branches of every sequence, n of w positions each.
+
+    Attributes:
+      tokens: Their input tokens.
+      rows: Canvas positions that each of them stands for.
+      blind: Whether a position attends to all of the canvas but itself; else to what is not among the rows.
+    """
+
+    tokens: Int[Array, "b n w"]
+    rows: Rows
+    blind: bool = False
+
+    @property
+    def position(self) -> Int[Array, "b n_w"]:
+        """Canvas position of each input, branch after branch."""
+        return self.each(self.rows.index, axis=1)
+
+    def each(self, array: Array, axis: int) -> Array:
+        """An array of one branch's positions for all branches, one after the other."""
+        count = self.tokens.shape[1]
+        return array if count == 1 else jnp.concatenate([array] * count, axis=axis)
+
+    def embedded(self, params: Params, embeds: Float[Array, "b l m"] | None) -> Float[Array, "b n_w m"]:
+        """Embedded inputs, branch after branch; `embeds` are those in the place of embeddings."""
+        at_rows = None if embeds is None or self.blind else self.each(self.rows.take(embeds), axis=1)
+        return embed(params, self.tokens.reshape(len(self.tokens), -1), at_rows)
+
+    def split(self, x: Float[Array, "b n_w h d"]) -> Float[Array, "b_n w h d"]:
+        """The branches in the place of sequences."""
+        return x.reshape(-1, self.tokens.shape[2], *x.shape[2:])
+
+    def joined(
+        self, o: Float[Array, "b_n w h d"], lse: Float[Array, "b_n h w"]
+    ) -> tuple[Float[Array, "b n_w h d"], Float[Array, "b h n_w"]]:
+        """Output and log-sum-exp of attention, branch after branch of each sequence."""
+        if (n := self.tokens.shape[1]) == 1:
+            return o, lse
+        _, h, w = lse.shape
+        lse = jnp.moveaxis(lse.reshape(-1, n, h, w), 1, 2).reshape(-1, h, n * w)
+        return o.reshape(-1, n * w, *o.shape[2:]), lse
+
+    def shared(self, cache: LayerCache, canvas: Canvas) -> Mask:
+        """Keys of the canvas that the positions attend to."""
+        if self.blind:
+            read = canvas.valid if cache.readable is None else cache.readable
+            return read[:, None, None, :] & (self.rows.index[:, None, :, None] != canvas.position)
+        mask, others = cache.attends(self.rows, canvas), ~self.rows.mask()[:, None, None]
+        mask = others if mask is None else mask & others
+        return mask if mask.shape[2] == 1 else self.each(mask, axis=2)
+
+    def inside(self, cache: LayerCache, canvas: Canvas) -> Mask | None:
+        """Keys of a branch that its own positions attend to; None for all of them."""
+        if self.blind:
+            return None
+        mask, real = cache.attends(self.rows, canvas), self.rows.real[:, None, None]
+        if mask is not None and not self.rows.full:
+            column = jnp.minimum(self.rows.index, mask.shape[3] - 1)[:, None, None]
+            mask = jnp.take_along_axis(mask, jnp.broadcast_to(column, (*mask.shape[:3], column.shape[3])), 3)
+        mask = real if mask is None else mask & real
+        return jnp.repeat(mask, self.tokens.shape[1], axis=0)
+
+
+def check_policy(sampler: Sampler, policy: Policy):
+    """Raises ValueError if the sampler verifies tokens and the policy has a layer of its own.
+
+    A shadow position attends to the keys and values that the step itself attends to, which must be those of
+    all positions, where the default layer leaves them.
+    """
+    if sampler.verifies and not policy.only_sets:
+        raise ValueError(
+            f"{type(sampler).__name__} is not supported by {type(policy).__name__}: it verifies tokens "
+            "against the KV pairs of all positions. Use Policy(), PrefixCache(), DualCache(), DKVDecode() or "
+            "DKVPD()."
+        )
+
+
+def decoded_in_block(canvas: Canvas) -> Bool[Array, "b l"]:
+    """Tokens that earlier steps decoded in the current block, in active sequences."""
+    return canvas.block & (canvas.decoded_at >= 0) & ~canvas.masked & canvas.active[:, None]
+
+
+def place_in_shadow(canvas: Canvas, index: Int[Array, "b c"]) -> Int[Array, "b c"]:
+    """The place of canvas positions in the shadow block; those outside of the block get that of another."""
+    return jnp.clip(index - canvas.block_start[:, None], 0, canvas.layout.block - 1)
+
+
+def shadow_block(canvas: Canvas) -> Branches:
+    """The current block of each sequence, masked, as its one branch."""
+    # Behind the last block, where no sequence is active any more, positions would leave the canvas.
+    position = canvas.block_start[:, None] + jnp.arange(canvas.layout.block, dtype=jnp.int32)
+    position = jnp.minimum(position, canvas.layout.length - 1)
+    masks = jnp.full_like(position, canvas.spec.mask_id)[:, None]
+    return Branches(masks, Rows(position, canvas.layout.length), blind=True)
+
+
+def over_branches(
+    layer: Callable[..., tuple[Array, LayerCache]], branches: Branches
+) -> Callable[..., tuple[Both, LayerCache]]:
+    """A policy's layer, over its rows and over the branches."""
+
+    def both(
+        weights: Layer, streams: Both, cache: LayerCache, rows: Rows, canvas: Canvas
+    ) -> tuple[Both, LayerCache]:
+        x, branch = streams
+        stored = _not_stored(weights, x, rows, cache) if branches.blind else None
+        after, cache = layer(weights, x, cache, rows, canvas)
+        q, k = weights.qk(branch, branches.position)
+
+        # Keys and values of the canvas, as the step has left them; drafts share none if it computes all.
+        of_canvas = None
+        if stored is not None or jax.tree.leaves(cache.storage.layers):
+            now = cache.read() if stored is None else stored
+            of_canvas = weights.attention(q, now.k, now.v, branches.shared(cache, canvas))
+
+        # And those of the branch itself; the two disjoint sets are merged by their log-sum-exp.
+        inside = branches.inside(cache, canvas)
+        own = weights.attention(*map(branches.split, (q, k, weights.value(branch))), inside)
+        own = branches.joined(*own)
+        o = own[0] if of_canvas is None else merge_by_lse(of_canvas, own)[0]
+        return (after, weights.finish(branch, o.astype(q.dtype))), cache
+
+    return both
+
+
+def _not_stored(layer: Layer, x: Float[Array, "b q m"], rows: Rows, cache: LayerCache) -> KV | None:
+    """The layer's keys and values where the policy stores none, as the exact decoder: those of the canvas."""
+    if jax.tree.leaves(cache.storage.layers):
+        return None
+    assert rows.full, "what stores nothing computes everything"
+    return KV(layer.qk(x, rows.index)[1], layer.value(x))

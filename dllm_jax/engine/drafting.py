@@ -1,0 +1,292 @@
+"""Drafts of the sampler's next steps, and their acceptance (FreeDave, arXiv:2510.00294).
+
+    D[0] = the canvas, of which every token is certain
+    D[j] = the sampler's step from D[j-1] by what the last forward pass predicts
+    one forward pass over all D (engine.branches);  T[j] = the sampler's step from D[j] by its own outputs
+    b = 0; while some later D[j] equals T[b]: b = j
+    the canvas is T[b], and D[b]'s outputs are the predictions
+
+T[0] is what the sampler makes of the canvas, and so are all T on the chain. A step that a draft skips over
+ends as any other: with the block, the stop and the statistics that follow from it.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from dllm_jax.engine.block_schedule import end_step, offered_positions
+from dllm_jax.engine.generation import Generation
+from dllm_jax.engine.logprobs import LogProbs
+from dllm_jax.engine.plan import Plan
+from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.policies.base import Policy
+from dllm_jax.policies.fast_dllm import DualCache, PrefixCache, SubBlockCache
+from dllm_jax.samplers.candidates import Candidates
+from dllm_jax.samplers.free_dave import Drafting
+from dllm_jax.state.canvas import Canvas, write
+from dllm_jax.state.layout import Layout
+from dllm_jax.state.proposal import Proposal
+from dllm_jax.state.rows import compact, gather, places, spread
+
+
+class Predictions(NamedTuple):
+    """Predictions of the last forward pass for masks that are left, the sampler's memory while it drafts.
+
+    Attributes:
+      proposal: Candidates of the accepted branch.
+      accepted: Index of that branch.
+    """
+
+    proposal: Proposal
+    accepted: Int[Array, "b"]
+
+    @staticmethod
+    def none(canvas: Canvas) -> "Predictions":
+        """Nothing is predicted before the first step."""
+        token = jnp.full_like(canvas.tokens, canvas.spec.mask_id)
+        proposal = Proposal(token, jnp.full(token.shape, -jnp.inf, jnp.float32))
+        return Predictions(proposal, jnp.zeros_like(canvas.step))
+
+
+class Drafts(NamedTuple):
+    """Branches of a step: the canvas of each sequence, and drafts after it.
+
+    Attributes:
+      canvases: Branch after branch of each sequence.
+      real: Whether a branch is computed for anything.
+    """
+
+    canvases: Canvas
+    real: Bool[Array, "b k"]
+
+    def tokens(self) -> Int[Array, "b k l"]:
+        """Token buffers of the branches."""
+        return by_branch(self.canvases.tokens, self.real.shape[1])
+
+
+class Accepted(NamedTuple):
+    """Result of a forward pass: steps of the sampler that its drafts foresaw.
+
+    Attributes:
+      canvas: Canvas after the steps.
+      branch: Branch of the last of them.
+      proposal: Candidates of each position in the step that unmasked it, or else in the last step.
+      logprobs: Log-probabilities so far; None if none are recorded.
+    """
+
+    canvas: Canvas
+    branch: Int[Array, "b"]
+    proposal: Proposal
+    logprobs: LogProbs | None
+
+
+class Verified(NamedTuple):
+    """Decisions of the sampler on all branches, each as if the branch were the canvas: [b k ...].
+
+    Attributes:
+      chosen: Positions that it unmasks.
+      proposal: Candidates of all positions.
+      finite: Whether their logits are finite.
+      found: Log-probabilities of its candidates [b k c ..], and their places; None if none are recorded.
+    """
+
+    chosen: Bool[Array, "b k l"]
+    proposal: Proposal
+    finite: Bool[Array, "b k"]
+    found: tuple[LogProbs, Int[Array, "b k l"]] | None
+
+    def of(self, branch: Int[Array, "b"]) -> "Verified":
+        """The decision on one branch of each sequence."""
+        return jax.tree.map(lambda a: a[jnp.arange(len(branch)), branch], self)
+
+
+def branch_count(plan: Plan, width: int | None, spec: ModelSpec) -> int:
+    """Number of branches of a step: one where none of its sequences has predictions (static)."""
+    if plan.drafting is None:
+        return 1
+    full = drafted_width(plan.policy, spec, plan.layout, plan.drafting) >= plan.layout.length
+    return plan.drafting.branches if full or width is not None else 1
+
+
+def drafted_width(policy: Policy, spec: ModelSpec, layout: Layout, drafting: Drafting) -> int:
+    """Upper bound of the positions that a step computes of a sequence that has predictions."""
+    if not policy.stores(spec):
+        return layout.length
+    if size := layout.fitted(spec).block_size:
+        return min((1 + drafting.further(layout)) * size, layout.length)
+    return min(max(policy.widths(spec, layout), default=layout.length), layout.length)
+
+
+def drafting_widths(policy: Policy, spec: ModelSpec, layout: Layout, drafting: Drafting) -> set[int]:
+    """Widths that steps need beside those of a run that drafts nothing."""
+    widths = {drafted_width(policy, spec, layout, drafting)} if policy.stores(spec) else set()
+    if drafting.eager:
+        widths |= {max(widths) + spec.block_size}  # with the finished block
+    return {width for width in widths if width < layout.length}
+
+
+def further_positions(plan: Plan, canvas: Canvas) -> Bool[Array, "b l"]:
+    """Positions of the further blocks that drafts reach into, which a step computes too."""
+    assert plan.drafting is not None, "drafts"
+    size, block = canvas.spec.block_size, drafted_block(plan.drafting, canvas)
+    beyond = canvas.position - block - size
+    reached = (beyond >= 0) & (beyond < plan.drafting.further(plan.layout) * size)
+    in_answer = block + size + beyond // size * size < plan.layout.end
+    return canvas.valid & reached & in_answer
+
+
+def drafted_block(drafting: Drafting, canvas: Canvas) -> Int[Array, "b 1"]:
+    """Where the block begins in which drafts begin: the current one, or the finished one before it."""
+    start = canvas.block_start[:, None] if canvas.stored is None else canvas.model_block
+    return jnp.where(goes_on(canvas), start - canvas.spec.block_size, start) if drafting.eager else start
+
+
+def goes_on(canvas: Canvas) -> Bool[Array, "b 1"]:
+    """Whether eager drafts go on from a block that the last step has finished, as its pairs get stored."""
+    assert canvas.stored is not None, "a block-causal model"
+    return canvas.block_begins & ~canvas.first_step & (canvas.stored[:, None] == canvas.model_block)
+
+
+def draft(generation: Generation, canvas: Canvas, predictions: Predictions, branches: int) -> Drafts:
+    """The branches of a step.
+
+    Args:
+      generation: Constants of the loop.
+      canvas: Canvas before the step.
+      predictions: Predictions of the last forward pass.
+      branches: Number of branches, that of the canvas included.
+    """
+    plan, noise = generation.plan, generation.noise
+    assert plan.drafting is not None, "drafts"
+    token, score = predictions.proposal
+    unknown = canvas.block_begins
+    if canvas.spec.causal_context:
+        unknown |= canvas.causal
+    elif canvas.stored is not None:
+        enters = canvas.enters_model_block
+        unknown = enters & ~goes_on(canvas) if plan.drafting.eager else enters | unknown
+    score = jnp.where(unknown, -jnp.inf, score)
+    reach = plan.drafting.further(plan.layout) * plan.layout.block
+    last = drafted_block(plan.drafting, canvas)[:, 0] + reach
+    most = min(plan.layout.widest_block + reach, plan.layout.response)
+
+    def following(before: tuple[Canvas, Bool[Array, "b"]], _):
+        drafted, real = before
+        known = offered_positions(plan.policy, drafted) & (score > -jnp.inf)
+        index = compact(known, most)
+        scored = jnp.where(index < canvas.layout.length, gather(score, index), -jnp.inf)
+        candidates = Candidates(index, gather(token, index), scored, jnp.zeros((*index.shape, 0)))
+        if (order := plan.sampler.planned(drafted, noise)) is None:
+            place = places(index, canvas.layout.length)
+            chosen = spread(plan.sampler.transfer(candidates, drafted, noise), place, False)
+        else:
+            chosen = known & (order >= 0)
+        after = end_step(plan, write(drafted, chosen, token))
+        real &= after.active & (after.block_start <= last) & jnp.any(after.tokens != drafted.tokens, axis=1)
+        return (after, real), (jax.tree.leaves(after), real)
+
+    _, (further, real) = jax.lax.scan(following, (canvas, canvas.active), length=branches - 1)
+    beside = lambda one, more: jnp.concatenate([one[:, None], jnp.moveaxis(more, 0, 1)], axis=1)
+    flat = lambda one, more: beside(one, more).reshape(-1, *one.shape[1:])
+    own, structure = jax.tree.flatten(canvas)
+    canvases = jax.tree.unflatten(structure, map(flat, own, further))
+    return Drafts(canvases, beside(canvas.active, real))
+
+
+def accept(
+    generation: Generation,
+    canvas: Canvas,
+    drafts: Drafts,
+    verified: Verified,
+    logprobs: LogProbs | None,
+) -> Accepted:
+    """Follows the chain of drafts that are the steps of the sampler.
+
+    Args:
+      generation: Constants of the loop.
+      canvas: Canvas before the step.
+      drafts: Branches of the step.
+      verified: Decisions on them.
+      logprobs: Log-probabilities so far.
+    """
+    plan, batch = generation.plan, jnp.arange(len(canvas.step))
+    assert plan.drafting is not None, "drafts"
+    drafting, tokens = plan.drafting, drafts.tokens()
+    reached = jnp.where(verified.chosen, verified.proposal.token, tokens)[:, :, None]
+    agrees = reached == tokens[:, None]
+    if drafting.subset:
+        agrees |= tokens[:, None] == canvas.spec.mask_id
+    branch = jnp.arange(drafting.branches)
+    follows = branch > branch[:, None] if drafting.skips or drafting.subset else branch == branch[:, None] + 1
+    agrees = jnp.all(agrees, axis=3) & follows & drafts.real[:, None]
+
+    def taken(
+        before: Canvas, at: Int[Array, "b"], logprobs: LogProbs | None
+    ) -> tuple[Canvas, LogProbs | None]:
+        decided = verified.of(at)
+        after = write(before, decided.chosen, decided.proposal.token)
+        after = end_step(plan, after, decided.finite)
+        if logprobs is not None and decided.found is not None:
+            logprobs = logprobs.add(before, after, *decided.found)
+        return after, logprobs
+
+    def following(chain: Accepted) -> tuple[Int[Array, "b"], Bool[Array, "b"]]:
+        # A subset may be accepted of a step that has finished the sequence, as in the reference.
+        fits = agrees[batch, chain.branch]
+        fits = fits if drafting.subset else fits & chain.canvas.active[:, None]
+        return jnp.max(jnp.where(fits, branch, 0), axis=1), jnp.any(fits, axis=1)
+
+    def follow(chain: Accepted) -> Accepted:
+        at, some = following(chain)
+        before = chain.canvas
+        if drafting.subset:  # what the draft has not is a mask again
+            before = jax.tree.map(lambda a: by_branch(a, drafting.branches)[batch, at], drafts.canvases)
+        after, logprobs = taken(before, at, chain.logprobs)
+        earlier = before.tokens != canvas.tokens
+        keep = lambda new, old: jnp.where(earlier, old, new)
+        proposal = jax.tree.map(keep, verified.of(at).proposal, chain.proposal)
+        choose = lambda new, old: jnp.where(some.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+        return jax.tree.map(choose, Accepted(after, at, proposal, logprobs), chain)
+
+    first = jnp.zeros_like(canvas.step)
+    after, logprobs = taken(canvas, first, logprobs)
+    chain = Accepted(after, first, verified.of(first).proposal, logprobs)
+    return jax.lax.while_loop(lambda chain: jnp.any(following(chain)[1]), follow, chain)
+
+
+def by_branch(array: Array, branches: int) -> Array:
+    """An array of all branches [b k ..], from one with a branch in the place of a sequence."""
+    return array.reshape(len(array) // branches, branches, *array.shape[1:])
+
+
+def check_drafting(drafting: Drafting | None, policy: Policy, spec: ModelSpec, layout: Layout):
+    """Raises ValueError for a run whose steps cannot be drafted, or not over further blocks."""
+    if drafting is None:
+        return
+    by_block = isinstance(policy, PrefixCache | DualCache) and not isinstance(policy, SubBlockCache)
+    if type(policy) is not Policy and not by_block:
+        raise ValueError(
+            f"policy={policy!r} is not supported by FreeDave: drafts share keys and values that change only "
+            "when a block begins. Use Policy(), PrefixCache() or DualCache()."
+        )
+    if layout.sliding is not None:
+        raise ValueError(
+            f"block={layout.sliding!r} is not supported by FreeDave: drafts share keys and values outside "
+            "of a block that stays. Use an integer block."
+        )
+    if not drafting.eager:
+        return
+    if not spec.block_size or spec.causal_context or spec.shifted:
+        attends = "has a causal context" if spec.causal_context else "attends to later blocks"
+        attends = "has a shifted output head" if spec.block_size and spec.shifted else attends
+        raise ValueError(
+            f"eager=True is not supported by {spec.family}: it {attends}, and a branch of "
+            "further blocks would not be what later steps compute. Use eager=False."
+        )
+    if layout.block != spec.block_size:
+        raise ValueError(
+            f"block={layout.block} is not supported with eager=True: drafts reach into further blocks of the "
+            f"model. Use block={spec.block_size}."
+        )

@@ -1,0 +1,89 @@
+"""The network of one step: computed positions, and further canvases beside them, through all layers."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dllm_jax.engine.branches import Branches, over_branches
+from dllm_jax.engine.generation import Generation
+from dllm_jax.engine.plan import Plan
+from dllm_jax.nn.intervened import IntervenedLayer, embedded, intervened
+from dllm_jax.nn.layer import Layer, embed, walk
+from dllm_jax.nn.low_rank import acting_in
+from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.state.cache import Cache, LayerCache
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.rows import Rows, compact_rows, full_rows
+
+
+def computed_rows(need: Bool[Array, "b l"], width: int | None, spec: ModelSpec) -> Rows:
+    """The rows of one step: in place on the canvas (None), or gathered into `width` that hold them all."""
+    if width is None:
+        return full_rows(need)
+
+    # A step that computes a finished block computes all of it, and more than that (`Canvas.without_final`).
+    one = width <= spec.block_size and not spec.causal_context
+    return dataclasses.replace(compact_rows(need, width), in_one_block=one)
+
+
+def network(
+    generation: Generation,
+    tokens: Int[Array, "b l"],
+    canvas: Canvas,
+    rows: Rows,
+    cache: Cache,
+    branches: Branches | None = None,
+) -> tuple[Float[Array, "b q_plus_s m"], Cache]:
+    """Runs the rows through all layers; the stacked cache is part of the carry and is written in place.
+
+    Args:
+      generation: the constants.
+      tokens: input ids, of all streams' sequences, as are the others.
+      canvas: state before the step.
+      rows: Positions to compute.
+      cache: the policy's.
+      branches: Further canvases of each sequence; None if there are none.
+
+    Returns:
+      the residual stream at the rows after the last layer, after it that of the branches, and the changed
+      cache.
+
+    Raises:
+      ValueError: the policy's layer never passes a place that an intervention changes.
+    """
+    model, plan, _, embeds, rope, _ = generation
+    policy, interventions = plan.policy, plan.interventions
+
+    # What layers may attend to is settled before the first of them, like the rows.
+    readable = policy.readable(cache, canvas)
+    cache = policy.before_layers(cache, canvas, rows)
+    layer = policy.layer if branches is None else over_branches(policy.layer, branches)
+
+    def run(weights: Layer, carry):
+        x, cache = carry
+        weights = intervened(weights, interventions, rows.index, canvas.step)
+        view = LayerCache.of(cache, weights.index, model.kernels, readable)
+        x, view = layer(weights, x, view, rows, canvas)
+        if isinstance(weights, IntervenedLayer):
+            weights.check_reached(policy.layer.__qualname__)
+        return x, view.into(cache, weights.index)
+
+    params = model.params
+    if generation.plan.sampler.draft_adapter:
+        params = acting_in(params, ~canvas.causal[:, 0], model.spec.layers)
+    x = embed(params, rows.take(tokens), None if embeds is None else rows.take(embeds))
+    x = embedded(interventions, x, rows.index, canvas.step)
+    start = x if branches is None else (x, branches.embedded(params, embeds))
+    rope = rope.padded(canvas.valid, model.spec)
+    x, cache = walk(params, model.spec, rope, run, (start, cache), model.kernels, where_used=True)
+    return x if branches is None else jnp.concatenate(x, axis=1), cache
+
+
+def network_inputs(plan: Plan, canvas: Canvas) -> Int[Array, "streams_b l"]:
+    """Tokens fed to the network; the unconditional stream sees its prompt masked."""
+    if plan.streams == 1:
+        return canvas.tokens
+    unconditional = jnp.arange(canvas.tokens.shape[0])[:, None] % plan.streams == 1
+    in_prompt = canvas.position < canvas.layout.prompt
+    return jnp.where(unconditional & in_prompt, canvas.spec.mask_id, canvas.tokens)
