@@ -107,7 +107,7 @@ class RollingEviction(Policy):
         return layer.finish(x, o), self._choose(layer, q, every, lse, mask, candidates, cache, rows, canvas)
 
     def _kept(self, canvas: Canvas, room: int, finished: Int[Array, "b"]) -> Bool[Array, "b s"]:
-        """Marks the slots of `room` that hold pairs, before the `finished` positions of the step join them."""
+        """Marks the slots of `room` that hold pairs, before `finished` positions of the step join them."""
         before = jnp.sum(canvas.before_model_block, axis=1) - finished
         return jnp.arange(room) < jnp.minimum(before, self.budget)[:, None]
 
