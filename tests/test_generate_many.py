@@ -54,6 +54,7 @@ CASES = [
     ("llada", P.D2Cache(p=0.2), SOME, {}),
     ("llada", P.ElasticCache(), samplers.KLASS(), {}),
     ("llada", P.DualCache(), samplers.WINO(), {}),
+    ("sdar", P.Policy(), samplers.FreeDave(), dict(block=None)),
     ("llada", P.DKVPD(), samplers.RandomOrder(), {}),
     ("llada", P.SparseDLLM(), SOME, dict(suffix=[7, 8])),
     *(("sdar", case.policy, SOME, {}) for case in BLOCK_CASES.values()),

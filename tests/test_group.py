@@ -24,7 +24,7 @@ GUIDED = samplers.Threshold(0.25, cfg_scale=0.5, temperature=0.3)
 CASES = [
     (P.DualCache(), GUIDED, 1), (P.DualCache(), SOME, 2), (P.D2Cache(p=0.2), SOME, 2),
     (P.MaskKV(budget=4), SOME, 2), (P.ElasticCache(), samplers.KLASS(), 1),
-    (P.DualCache(), samplers.WINO(), 1),
+    (P.DualCache(), samplers.WINO(), 1), (P.DualCache(), samplers.FreeDave(), 1),
 ]  # fmt: skip
 
 

@@ -148,8 +148,8 @@ def over_branches(
 
         # And those of the branch itself; the two disjoint sets are merged by their log-sum-exp.
         inside = branches.inside(cache, canvas)
-        own = weights.attention(*map(branches.split, (q, k, weights.value(branch))), inside)
-        own = branches.joined(*own)
+        split, value = branches.split, weights.value(branch)
+        own = branches.joined(*weights.attention(split(q), split(k), split(value), inside))
         o = own[0] if of_canvas is None else merge_by_lse(of_canvas, own)[0]
         return (after, weights.finish(branch, o.astype(q.dtype))), cache
 

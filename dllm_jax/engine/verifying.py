@@ -61,7 +61,7 @@ def verify_drafts(
     after, last = accepted.canvas, verified.of(accepted.branch)
     memory = Predictions(last.proposal, accepted.branch)
     after = dataclasses.replace(after, forwards=canvas.passes + canvas.active)
-    if plan.drafting.eager:
+    if plan.drafting.eager and canvas.stored is not None:
         # Of a block that a draft has finished no keys and values are stored yet.
         stored = drafted_block(plan.drafting, canvas)[:, 0] + canvas.spec.block_size
         after = dataclasses.replace(after, stored=jnp.where(canvas.active, stored, canvas.stored))
@@ -73,7 +73,8 @@ def verify_drafts(
         canvas, after, rows.mask(), ran, read, None, last.finite, accepted.proposal, sequences
     )
     counted = jnp.sum(drafts.real, axis=1, dtype=jnp.int32)
-    record = record._replace(branches=record.branches + counted, logprobs=accepted.logprobs)
+    before = jnp.zeros_like(counted) if record.branches is None else record.branches
+    record = record._replace(branches=before + counted, logprobs=accepted.logprobs)
     return after, cache, record, memory
 
 
