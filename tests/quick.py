@@ -221,6 +221,7 @@ LEFT_OUT: dict[str, str] = {
         test_generate_many.py::test_slots_are_split_over_devices
         test_mesh.py::test_a_mesh_gives_what_one_device_gives
         test_mesh.py::test_a_sharded_prompt_stays_so
+        test_mesh.py::test_chosen_pairs_and_drafts_are_those_of_one_device
         test_mesh.py::test_each_device_runs_a_group_of_its_own
         test_mesh.py::test_full_passes_and_likelihoods_over_a_mesh
         test_mesh.py::test_warmup_compiles_what_a_batch_over_a_mesh_needs

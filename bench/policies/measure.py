@@ -1,5 +1,6 @@
 """Measures settings of a workload: how right and how like the exact decoder's answers are, and their cost."""
 
+import dataclasses
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -68,11 +69,13 @@ def _row(workload: Workload, setting: Setting, plain: dj.Output, base: dj.Output
 def _reads(workload: Workload, setting: Setting) -> dict[str, float]:
     """K/V pairs per layer and KV head that a step after the first attends to, of a block-causal model.
 
-    By the roofline, which counts the pairs that programs read: with the slots that a mask hides.
+    By the roofline, which counts the pairs that programs read: with the slots that a mask hides. Of a model
+    with larger layers: programs of small ones have one width, in which each step reads as an entering one.
     """
     spec, steps = workload.model.spec, workload.length // setting.divide_steps
     if not spec.block_size:
         return {}
+    spec = dataclasses.replace(spec, mlp_width=2**20)
     prompt = workload.prompt.shape[1]
     layout = dj.Layout.of(prompt, workload.length, workload.block, steps, tail=spec.block_size - 1)
     counted = roofline.schedule(setting.policy, spec, layout)

@@ -232,10 +232,9 @@ def block_causal(measured: dict[str, Any], models: Sequence[str], kind: type[p.P
         if kind is None or setting == EXACT or type(setting.policy) is kind:
             rows = [[found(of_model, setting) for of_model in of_task] for of_task in asked.values()]
             rates = (", ".join(f"{row['accuracy']:.0%}" for row in of_task) for of_task in rows)
-            reads = (f"{of_task[0]['pairs_read']:.0f}" for of_task in (rows[0], rows[-1]))
+            reads = (f"{of_task[0]['pairs_read']:.0f}" for of_task in rows)
             cells.append((f"`{call(setting.policy)}`", *rates, f"{rows[0][0]['computed']:.0%}", *reads))
-    short, *_, long = asked
-    heads = ("policy", *asked, "computed", f"pairs read, {short}", f"pairs read, {long}")
+    heads = ("policy", *asked, "computed", *(f"pairs read, {task}" for task in asked))
     return runner.table(heads, "l" + "r" * (len(heads) - 1), cells)
 
 
