@@ -184,7 +184,9 @@ def test_the_site_has_a_page_for_every_policy_with_its_limit_and_options():
         page = hooks["page_of"](policy)
         assert "tiny-sdar" in page
         assert "The cache of SDAR-8B" in page
-        assert "## Accuracy and cost" not in page
+        measured = page.partition("## Accuracy and cost")[2].partition("## Memory")[0]
+        named = f"| `{type(policy).__name__}(" in measured
+        assert named != isinstance(policy, dj.policies.SubBlockCache), "which is not measured"
     assert "`dllm-cache-by-d2cache/llada-8b-base`" in hooks["page_of"](dj.policies.DLLMCache())
 
 
