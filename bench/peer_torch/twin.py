@@ -4,6 +4,7 @@ GLM-4-MoE is LLaDA2's arithmetic under other names: its router, dense first laye
 """
 
 import dataclasses
+import importlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -135,7 +136,7 @@ def twin(model: dj.Model, compiled: bool | None = None) -> Twin:
       SystemExit: torch is not installed, or not for GPUs.
     """
     try:
-        import torch
+        torch: Any = importlib.import_module("torch")
     except ModuleNotFoundError as error:
         raise SystemExit(MISSING) from error
     on_gpu = model.params["norm"].device.platform == "gpu"
