@@ -139,7 +139,10 @@ def test_explain():
     assert ("cuda", f"xla: head width {model.spec.head_dim} is not in (16, 32, 64, 128)") in wanted
     lines = str(asked).splitlines()
     assert lines[0].split() == ["operation", "positions", "platform", "implementation"]
-    assert lines[-1] == "topk_evict: not called by this policy"
+    *_, unused, embedding, head = lines
+    assert unused == "topk_evict: not called by this policy"
+    assert embedding.startswith("embedding: 61 x 32, ")
+    assert head.endswith("; a step reads all of it")
 
 
 def test_explain_tells_how_experts_are_computed():
