@@ -59,8 +59,8 @@ def step_times(model: Model, request: Request, repeats: int) -> StepTimes:
                 return state, width
         return state, None
 
-    once = 0, 1
-    full = _timed(of_width(None), start, *(once if plan.policy.reuses else (1, most)), repeats)
+    before, more = (0, 1) if plan.policy.reuses else (1, most)
+    full = _timed(of_width(None), start, before, more, repeats)
     state, width = first_partial() if plan.widths else (None, None)
     if state is None or width is None:
         return StepTimes(full)

@@ -253,9 +253,9 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: 
     # Positions as the user counts them, without what a bucket adds on the left; then moved behind that.
     fitting = checked(asked.interventions, spec, batch, layout.length - extra, plan.step_limit)
     if fitting and (sampler.verifies or asked.drafting is not None):
+        what, by = ("FreeDave", "drafts") if asked.drafting else (type(sampler).__name__, "a shadow block")
         raise ValueError(
-            f"interventions= is not supported by {'FreeDave' if asked.drafting else type(sampler).__name__}: "
-            f"it verifies tokens by {'drafts' if asked.drafting else 'a shadow block'}, where they would not "
+            f"interventions= is not supported by {what}: it verifies tokens by {by}, where they would not "
             "act. Use Threshold()."
         )
     plan = dataclasses.replace(plan, interventions=moved(fitting, extra))

@@ -86,12 +86,7 @@ class Branches:
         """Keys of a branch that its own positions attend to; None for all of them."""
         if self.blind:
             return None
-        mask, real = cache.attends(self.rows, canvas), self.rows.real[:, None, None]
-        if mask is not None and not self.rows.full:
-            column = jnp.minimum(self.rows.index, mask.shape[3] - 1)[:, None, None]
-            mask = jnp.take_along_axis(mask, jnp.broadcast_to(column, (*mask.shape[:3], column.shape[3])), 3)
-        mask = real if mask is None else mask & real
-        return jnp.repeat(mask, self.tokens.shape[1], axis=0)
+        return jnp.repeat(self.rows.keys(cache.attends(self.rows, canvas)), self.tokens.shape[1], axis=0)
 
 
 def check_policy(sampler: Sampler, policy: Policy):

@@ -182,8 +182,8 @@ def _step(
 
     # The network runs over the selected positions; K/V of the others come from the policy's cache.
     rows = computed_rows(state.need, width, canvas.spec)
-    shadow = (shadow_block(streams),) if sampler.verifies else ()
-    hidden, cache = network(generation, network_inputs(plan, streams), streams, rows, state.cache, *shadow)
+    shadow = shadow_block(streams) if sampler.verifies else None
+    hidden, cache = network(generation, network_inputs(plan, streams), streams, rows, state.cache, shadow)
 
     # Candidates get a token and a score; the sampler decides which of the eligible ones are decoded now. What
     # layers let go has no output, and is no candidate.

@@ -72,9 +72,9 @@ def verify_drafts(
     record = state.record.add(
         canvas, after, rows.mask(), ran, read, None, last.finite, accepted.proposal, sequences
     )
-    counted = jnp.sum(drafts.real, axis=1, dtype=jnp.int32)
-    before = jnp.zeros_like(counted) if record.branches is None else record.branches
-    record = record._replace(branches=before + counted, logprobs=accepted.logprobs)
+    assert record.branches is not None, "of a run that drafts"
+    computed = record.branches + jnp.sum(drafts.real, axis=1, dtype=jnp.int32)
+    record = record._replace(branches=computed, logprobs=accepted.logprobs)
     return after, cache, record, memory
 
 

@@ -58,7 +58,7 @@ def apart_on_cuda(x: Float[Array, "b q m"], product: int) -> Float[Array, "b q m
       x: Inputs of all the products.
       product: Number of the product among them, from 0.
     """
-    if x.shape[0] * x.shape[1] < MERGED_POSITIONS:
+    if not product or x.shape[0] * x.shape[1] < MERGED_POSITIONS:
         return x
 
     def apart(x: Array) -> Array:
@@ -66,7 +66,7 @@ def apart_on_cuda(x: Float[Array, "b q m"], product: int) -> Float[Array, "b q m
             x = jax.lax.optimization_barrier(x)
         return x
 
-    return jax.lax.platform_dependent(x, cuda=apart, default=lambda x: x) if product else x
+    return jax.lax.platform_dependent(x, cuda=apart, default=lambda x: x)
 
 
 def _on_each_device(

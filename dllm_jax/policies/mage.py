@@ -1,16 +1,15 @@
 """MAGE: a block's first step chooses what its other steps read (arXiv:2602.14209)."""
 
 import dataclasses
-from typing import Any
 
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 from typing_extensions import override
 
 from dllm_jax import eviction
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.mask import Mask
 from dllm_jax.options import Fraction, PositiveInt
+from dllm_jax.policies.parts.block_votes import check_voters, mean_attention
 from dllm_jax.policies.parts.chosen_reads import ChosenReads
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows
@@ -50,11 +49,7 @@ class MAGE(ChosenReads):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.votes.of_prompt:
-            raise ValueError(
-                f"votes={self.votes!r} is not supported by MAGE: steps of later blocks compute no prompt "
-                "position. Use MaskVotes()."
-            )
+        check_voters(self.votes, "by MAGE")
 
     @override
     def scores(
@@ -68,12 +63,4 @@ class MAGE(ChosenReads):
         canvas: Canvas,
     ) -> Float[Array, "b k l"]:
         """The attention that each pair receives, averaged over the voters and a KV head's query heads."""
-        votes = self.voters(canvas)
-        among = (rows.take(votes) & rows.real).astype(jnp.float32)
-        weight = among / jnp.maximum(jnp.sum(votes, axis=1, keepdims=True), 1)
-        return layer.received(q, k, lse, weight, mask) * (k.shape[2] / q.shape[2])
-
-    def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        """The voters among the positions of the model's block."""
-        block: Any = dataclasses.replace(canvas, valid=canvas.valid & canvas.in_model_block)
-        return self.votes.voters(block) & block.valid
+        return mean_attention(self.votes, layer, q, k, lse, mask, rows, canvas)

@@ -1,12 +1,11 @@
 """Drafts of several steps that one forward pass verifies: FreeDave (arXiv:2510.00294)."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool
 from typing_extensions import override
 
-from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.samplers.candidates import Candidates
@@ -122,18 +121,6 @@ class FreeDave(Sampler):
         return self.sampler.transfer(candidates, canvas, noise)
 
     @override
-    def propose(self, logits: Any, index: Any, canvas: Canvas, noise: Noise | None) -> Candidates:
-        return self.sampler.propose(logits, index, canvas, noise)
-
-    @override
-    def finished(self, canvas: Canvas) -> Bool[Array, "b"]:
-        return self.sampler.finished(canvas)
-
-    @override
-    def planned(self, canvas: Canvas, noise: Noise | None) -> Int[Array, "b l"] | None:
-        return self.sampler.planned(canvas, noise)
-
-    @override
     def max_steps(self, layout: Layout) -> int:
         return self.sampler.max_steps(layout)
 
@@ -146,7 +133,3 @@ class FreeDave(Sampler):
     @override
     def draws(self) -> bool:
         return self.sampler.draws
-
-    @override
-    def check_model(self, spec: ModelSpec):
-        self.sampler.check_model(spec)

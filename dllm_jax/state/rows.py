@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Shaped
 
+from dllm_jax.nn.mask import Mask
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +48,18 @@ class Rows:
         if not self.full:
             return gather(x, self.index)
         return jnp.pad(x, ((0, 0), (self.before, 0), *((0, 0),) * (x.ndim - 2))) if self.before else x
+
+    def keys(self, mask: Mask | None) -> Mask:
+        """Marks the rows that each query attends to, from a mask over canvas positions [b #k #q l].
+
+        None lets every query attend to every computed position.
+        """
+        real = self.real[:, None, None]
+        if mask is None or self.full:
+            return real if mask is None else mask & real
+        column = jnp.minimum(self.index, mask.shape[3] - 1)[:, None, None]
+        column = jnp.broadcast_to(column, (*mask.shape[:3], column.shape[3]))
+        return jnp.take_along_axis(mask, column, axis=3) & real
 
     def put(self, x: Shaped[Array, "b l *d"], values: Shaped[Array, "b q *d"]) -> Shaped[Array, "b l *d"]:
         """x with values at the computed positions."""

@@ -18,12 +18,13 @@ from dllm_jax.nn.mask import Mask, key_mask, require_blocks
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, PositiveInt
 from dllm_jax.policies.base import Policy
+from dllm_jax.policies.parts.block_votes import queries_of_block
 from dllm_jax.policies.parts.control import REFRESH, when
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.proposal import Proposal
-from dllm_jax.state.rows import Rows, compact_rows, gather
+from dllm_jax.state.rows import Rows
 from dllm_jax.state.selection import fraction_of
 from dllm_jax.traced import Count, is_traced
 
@@ -204,9 +205,7 @@ class ChosenReads(Policy):
         """Scores of the stored pairs, -inf elsewhere; arguments as for `scores`, but of all computed rows."""
         # The block's rows score; its own pairs are read in any case, and do not count.
         stored, block = canvas.before_model_block, canvas.in_model_block
-        own = compact_rows(block, canvas.spec.block_size)
-        place = rows.slot(own.index)
-        q, lse = gather(q, place), jnp.swapaxes(gather(jnp.swapaxes(lse, 1, 2), place), 1, 2)
+        own, q, lse = queries_of_block(q, lse, rows, canvas)
         score = self.scores(layer, q, k, lse, key_mask(stored | block), own, canvas)
         return jnp.where(stored[:, None], score, -jnp.inf)
 

@@ -21,10 +21,11 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt
 from dllm_jax.policies.base import Policy
+from dllm_jax.policies.parts.block_votes import queries_of_block
 from dllm_jax.state.cache import KV, Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
-from dllm_jax.state.rows import Rows, compact_rows
+from dllm_jax.state.rows import Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,8 +184,7 @@ class PromptEviction(Policy):
         o, lse = layer.attention(q, new.k, new.v, mask)
         block, size = canvas.in_model_block, canvas.spec.block_size
         if not self.votes.of_prompt and size < rows.index.shape[1]:
-            rows = compact_rows(block, size)
-            q, lse = rows.take(q), jnp.swapaxes(rows.take(jnp.swapaxes(lse, 1, 2)), 1, 2)
+            rows, q, lse = queries_of_block(q, lse, rows, canvas)
             mask = canvas.attends(rows, readable)
             assert mask is not None, "block-causal"
         seen = eviction.evidence(self.votes, layer, q, new.k, lse, mask, rows, canvas, block)

@@ -10,15 +10,15 @@ from typing_extensions import override
 
 from dllm_jax import eviction
 from dllm_jax.nn.layer import Layer
-from dllm_jax.nn.mask import Mask, require_blocks
+from dllm_jax.nn.mask import key_mask
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt
 from dllm_jax.policies.base import Policy
-from dllm_jax.policies.mage import MAGE
+from dllm_jax.policies.parts.block_votes import check_voters, mean_attention, queries_of_block
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
-from dllm_jax.state.rows import Rows, compact_rows, gather
+from dllm_jax.state.rows import Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,16 +39,7 @@ class RollingEviction(Policy):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.votes.of_prompt:
-            raise ValueError(
-                f"votes={self.votes!r} is not supported with reselect=True on block-causal models: steps of "
-                "later blocks compute no prompt position. Use MaskVotes()."
-            )
-
-    @property
-    def chooser(self) -> MAGE:
-        """Scores pairs by the attention of the block's voters."""
-        return MAGE(self.budget, self.votes)
+        check_voters(self.votes, "with reselect=True on block-causal models")
 
     def slots(self, spec: ModelSpec, layout: Layout) -> int:
         """Slots of a layer: the kept pairs, and behind them the block's own."""
@@ -56,7 +47,6 @@ class RollingEviction(Policy):
 
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
-        require_blocks(spec, type(self).__name__, "Use EvictPrompt()")
         if spec.shifted:
             raise ValueError(
                 f"reselect=True is not supported by EvictPrompt on {spec.family}: the step that enters a "
@@ -76,48 +66,39 @@ class RollingEviction(Policy):
         """Attention to kept and new pairs; and the choice, where a block is entered."""
         q, k = layer.qk(x, rows.index)
         new, block = KV(k, layer.value(x)), canvas.spec.block_size
-        mask = cache.attends(rows, canvas)
-        assert mask is not None, "block-causal"
+        mask, stored = cache.attends(rows, canvas), canvas.before_model_block
 
         # A step over the canvas is a first one, or the canvas is all that is read: nothing kept is needed.
         if rows.full:
             o, lse = layer.attention(q, new.k, new.v, mask)
-            candidates = canvas.before_model_block
-            return layer.finish(x, o), self._choose(layer, q, new, lse, mask, candidates, cache, rows, canvas)
+            seen = stored | canvas.in_model_block
+            return layer.finish(x, o), self._choose(layer, q, new, lse, seen, stored, cache, rows, canvas)
 
         # Within a block the kept pairs lie in front of its own, which take the last slots.
-        inside = self._inside(mask, rows)
+        room = cache.read().k.shape[1] - block
         if rows.index.shape[1] <= block:
             cache, pairs = cache.write_last(new)
-            kept = self._kept(canvas, pairs.k.shape[1] - block, jnp.zeros(len(x), jnp.int32))
+            kept = self._kept(canvas, room, jnp.zeros(len(x), jnp.int32))
             kept = jnp.pad(kept, ((0, 0), (0, block - k.shape[1])))
-            o, _ = layer.attention(q, pairs.k, pairs.v, _both(kept, inside))
+            own = key_mask(jnp.concatenate([kept, rows.real], axis=1))
+            o, _ = layer.attention(q, pairs.k, pairs.v, own)
             return layer.finish(x, o), cache
 
-        # Some sequences enter a block, and compute the finished one in front of it.
-        finished = rows.take(canvas.before_model_block) & rows.real
-        room = cache.read().k.shape[1] - block
+        # Some sequences enter a block, and compute the finished one in front of it, which does not see it.
+        finished = rows.take(stored) & rows.real
         kept = self._kept(canvas, room, jnp.sum(finished, axis=1))
-        every = jax.tree.map(
-            lambda old, now: jnp.concatenate([old[:, :room], now], axis=1), cache.read(), new
-        )
-        mask = _both(kept, inside)
-        o, lse = layer.attention(q, every.k, every.v, mask)
-        candidates = jnp.concatenate([kept, finished], axis=1)
-        return layer.finish(x, o), self._choose(layer, q, every, lse, mask, candidates, cache, rows, canvas)
+        beside = lambda old, now: jnp.concatenate([old, now], axis=1)
+        every = jax.tree.map(lambda old, now: beside(old[:, :room], now), cache.read(), new)
+        inside = rows.keys(mask)
+        before = jnp.broadcast_to(kept[:, None, None], (*inside.shape[:3], room))
+        o, lse = layer.attention(q, every.k, every.v, jnp.concatenate([before, inside], axis=3))
+        seen, candidates = beside(kept, rows.real), beside(kept, finished)
+        return layer.finish(x, o), self._choose(layer, q, every, lse, seen, candidates, cache, rows, canvas)
 
     def _kept(self, canvas: Canvas, room: int, finished: Int[Array, "b"]) -> Bool[Array, "b s"]:
         """Marks the slots of `room` that hold pairs, before `finished` positions of the step join them."""
         before = jnp.sum(canvas.before_model_block, axis=1) - finished
         return jnp.arange(room) < jnp.minimum(before, self.budget)[:, None]
-
-    def _inside(self, mask: Mask, rows: Rows) -> Bool[Array, "b 1 q q"]:
-        """Marks the rows of a step that each of its rows attends to."""
-        column = jnp.minimum(rows.index, mask.shape[3] - 1)[:, None, None]
-        found = jnp.take_along_axis(
-            mask, jnp.broadcast_to(column, (len(column), 1, mask.shape[2], column.shape[3])), 3
-        )
-        return found & rows.real[:, None, None]
 
     def _choose(
         self,
@@ -125,19 +106,27 @@ class RollingEviction(Policy):
         q: Float[Array, "b q h d"],
         pairs: KV,
         lse: Float[Array, "b h q"],
-        mask: Mask,
+        seen: Bool[Array, "b s"],
         candidates: Bool[Array, "b s"],
         cache: LayerCache,
         rows: Rows,
         canvas: Canvas,
     ) -> LayerCache:
-        """The cache with the best of the candidates kept, in sequences that enter a block."""
-        own = compact_rows(canvas.in_model_block, canvas.spec.block_size)
-        place = rows.slot(own.index)
-        lse = jnp.swapaxes(gather(jnp.swapaxes(lse, 1, 2), place), 1, 2)
-        by_query = jnp.broadcast_to(mask, (len(q), 1, q.shape[1], mask.shape[3]))
-        mask = jnp.swapaxes(gather(jnp.swapaxes(by_query, 1, 2), place), 1, 2)
-        score = self.chooser.scores(layer, gather(q, place), pairs.k, lse, mask, own, canvas)
+        """The cache with the best of the candidates kept, in sequences that enter a block.
+
+        Args:
+          layer: this layer's weights.
+          q: rotated queries of the computed positions.
+          pairs: Keys and values that they attend to.
+          lse: log-sum-exp of that attention.
+          seen: Pairs that the block attends to.
+          candidates: Pairs of earlier blocks among them.
+          cache: View of the storage.
+          rows: the computed positions.
+          canvas: State before the step.
+        """
+        own, q, lse = queries_of_block(q, lse, rows, canvas)
+        score = mean_attention(self.votes, layer, q, pairs.k, lse, key_mask(seen), own, canvas)
 
         # The best ones in order of position, and room for the block's own behind them.
         score = jnp.where(candidates[:, None], score, -jnp.inf)
@@ -146,9 +135,3 @@ class RollingEviction(Policy):
         index = layer.topk_evict(score, jnp.broadcast_to(count[:, None], score.shape[:2]), slots)
         enters = canvas.enters_model_block[:, 0] & canvas.active
         return cache.replace(enters, KV(*layer.sparse_gather(pairs.k, pairs.v, index)))
-
-
-def _both(kept: Bool[Array, "b s"], inside: Bool[Array, "b 1 q r"]) -> Bool[Array, "b 1 q s_r"]:
-    """The mask of keys in two parts: kept pairs, which all rows see, and the step's own."""
-    every = jnp.broadcast_to(kept[:, None, None], (*inside.shape[:3], kept.shape[1]))
-    return jnp.concatenate([every, inside], axis=3)
