@@ -99,8 +99,10 @@ def test_a_canvas_gives_each_computed_row_its_part_of_the_mask():
     # Of rows in one block one query speaks for all.
     size, begins = of.spec.block_size, np.asarray(PADS)[:, None]
     first = jnp.asarray((np.arange(LENGTH) >= begins) & (np.arange(LENGTH) < begins + size))
-    one = of.attends(dataclasses.replace(compact_rows(first, size), in_one_block=True))
+    rows = dataclasses.replace(compact_rows(first, size), in_one_block=True)
+    one = of.attends(rows)
     assert one.shape == (len(PADS), 1, 1, LENGTH)
+    np.testing.assert_array_equal(one, of.attends(rows.where(jnp.arange(size) == 1)))
     np.testing.assert_array_equal(one, of.attends(compact_rows(first, 1)))
     np.testing.assert_array_equal(one[:, 0, 0], valid & np.asarray(first))
     read = of.attends(rows, jnp.asarray(valid & (np.arange(LENGTH) != 8)))

@@ -328,7 +328,8 @@ class Canvas:
             end = jnp.where(self.causal, rows.index + 1, self.block_end)
             return in_front_of(end, mask, self.layout.length)
         response = self.layout.response_start
-        first = rows.index[:, :1] if rows.in_one_block else rows.index
+        # Padding, whose index is the length, may stand before the first row (`Rows.where`).
+        first = jnp.min(rows.index, axis=1, keepdims=True) if rows.in_one_block else rows.index
         return block_causal(mask, self.spec, first, real, self.layout.length, response)
 
 
