@@ -47,9 +47,9 @@ def test_sequences_in_groups_are_what_they_are_alone(policy, sampler, size):
 def test_a_full_step_runs_its_group_and_a_partial_one_the_batch(monkeypatch):
     widths = set()
 
-    def network(generation, tokens, canvas, rows, cache):
+    def network(generation, tokens, canvas, rows, *others):
         widths.add((rows.full, len(rows.index)))
-        return step_network(generation, tokens, canvas, rows, cache)
+        return step_network(generation, tokens, canvas, rows, *others)
 
     step_network = step.network
     monkeypatch.setattr(step, "network", network)
