@@ -14,7 +14,7 @@ from dllm_jax.nn.mlp import mixture, route
 from dllm_jax.nn.parameters import form_of_layers, stacked
 from dllm_jax.nn.spec import ExpertSpec
 from dllm_jax.testing.runs import finite
-from pallas_kernels.experts.xla import by_all_experts, by_expert
+from pallas_kernels.experts.xla import by_all_experts, by_expert, by_tiles
 from tests.models import generated, in_int8, prompts, random_tokens, separate, tiny
 from tests.test_mesh import assert_same, mesh_of, on_mesh
 
@@ -91,7 +91,7 @@ def test_gradients_of_ragged_products_are_those_of_all_experts(tokens, rows):
     in_parts = functools.partial(by_all_experts, wide_bytes=4000)
     squares = [
         lambda own, x, form=form: jnp.sum(form(x, chosen, weight, *own) ** 2)
-        for form in (by_expert, by_all_experts, in_parts)
+        for form in (by_expert, by_tiles, by_all_experts, in_parts)
     ]
     ragged, *others = (jax.grad(of, argnums=(0, 1))(own, x) for of in squares)
     for plain in others:

@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels.experts import OPERATION, gpu, xla
 from pallas_kernels.experts.shapes import MODELS, SMALL, Shape
+from pallas_kernels.experts.tiles import tiles_of
 
 from . import ahead_of_time
 from .kernel_cases import DTYPES, explaining, in_both_dtypes
@@ -16,6 +17,7 @@ from .kernel_cases import DTYPES, explaining, in_both_dtypes
 explain = explaining(OPERATION)
 IMPLEMENTATIONS = {
     "by expert": xla.by_expert,
+    "by tiles": xla.by_tiles,
     "by all experts": xla.by_all_experts,
     "by all experts, 2 tokens at a time": functools.partial(xla.by_all_experts, wide_bytes=1500),
     "cuda": functools.partial(OPERATION.kernels["cuda"], interpret=True),
@@ -82,7 +84,7 @@ def test_all_tokens_to_one_expert_and_to_none(tokens):
                 arrays = x, chosen, weight, *matrices
                 assert_near(jax.jit(of)(*arrays), arrays, x.dtype)
         rows = gpu.MOST_ROWS if tokens == 700 else gpu.LEAST_ROWS
-        tiles = gpu._tiles(chosen.reshape(-1), 3, rows)
+        tiles = tiles_of(chosen.reshape(-1), 3, rows)
         real = np.asarray(tiles.first < tiles.end)
         assert real.sum() == (0 if expert == 3 else -(-tokens // rows))
         assert set(np.asarray(tiles.expert)[real]) <= {expert}
@@ -93,7 +95,7 @@ def test_tiles_cover_each_row_once_whatever_the_router_decides():
     for rows, count in ((16, 7), (4, 64), (1, 3)):
         for skew in (0.1, 1, 5):
             expert = np.minimum(rng.exponential(skew * count / 2, 100).astype(np.int32), count)
-            order, of, first, end = map(np.asarray, gpu._tiles(jnp.asarray(expert), count, rows))
+            order, of, first, end = map(np.asarray, tiles_of(jnp.asarray(expert), count, rows))
             covered = [(order[p], e) for e, a, b in zip(of, first, end, strict=True) for p in range(a, b)]
             assert sorted(covered) == [(r, e) for r, e in enumerate(expert) if e < count]
             assert (end - first).max() <= rows
@@ -140,6 +142,21 @@ def abstract(shape: Shape, dtype, int8: bool) -> list[jax.ShapeDtypeStruct]:
     matrices = [of(size, held) for size in ((e, m, i), (e, m, i), (e, i, m))]
     scales = [of((e, size), jnp.float32) for size in (i, i, m)] if int8 else []
     return [of((t, m), dtype), of((t, c), jnp.int32), of((t, c), jnp.float32), *matrices, *scales]
+
+
+@pytest.mark.parametrize(
+    ("shape", "in_tiles"),
+    [
+        (MODELS["llada2-mini, a block of 32"], True),
+        (MODELS["sdar-moe, a block of 4, batch 8"], True),
+        (Shape(256, 4, 32, 256, 96), True),
+        (Shape(256, 4, 4, 256, 96), False),  # every token to every expert
+        (Shape(256, 4, 32, 32, 96), False),  # small matrices
+    ],
+)
+def test_cpus_loop_over_tiles_where_these_are_less_work(shape, in_tiles):
+    lowered = jax.jit(OPERATION.xla).lower(*abstract(shape, jnp.float32, int8=False)).as_text()
+    assert ("dynamic_update_slice" in lowered) == in_tiles
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")

@@ -24,27 +24,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.experts.tiles import Tiles, tiles_of
 from pallas_kernels.experts.xla import Back, BackScale, Into, IntoScale, check_shapes, weighted
 
 LEAST_ROWS, MOST_ROWS = 16, 128  # of a tile; 16 is what tensor cores take at least
 COLUMNS = 128  # of a program, of all its matrices together
 WHOLE = pl.BlockSpec()  # an array that programs load parts of by themselves
-
-
-class Tiles(NamedTuple):
-    """The rows of each tile, in the order of experts; a tile that there is not ends before it begins.
-
-    Attributes:
-      order: numbers of all rows, sorted by expert.
-      expert: Expert of each tile.
-      first: its first row's place in `order`.
-      end: the place after its last one.
-    """
-
-    order: Int[Array, "r"]
-    expert: Int[Array, "n"]
-    first: Int[Array, "n"]
-    end: Int[Array, "n"]
 
 
 class Block(NamedTuple):
@@ -78,7 +63,7 @@ def experts(
     count, choices = gate.shape[0], chosen.shape[1]
     rows = 1 << (pl.cdiv(chosen.size, count) - 1).bit_length()
     rows = min(max(rows, LEAST_ROWS), MOST_ROWS)
-    tiles = _tiles(chosen.reshape(-1), count, rows)
+    tiles = tiles_of(chosen.reshape(-1), count, rows)
     product = functools.partial(_product, tiles=tiles, rows=rows, interpret=interpret)
     gated = (gate, up), (gate_scale, up_scale)
     hidden = product("experts_gated", tokens, *gated, choices=choices)
@@ -98,23 +83,6 @@ def _check_supported(tokens: Array, chosen: Array, *matrices: Array):
     most = max(chosen.size * max(tokens.shape[1], matrices[0].shape[2]), *(x.size for x in matrices))
     if most >= 2**31:
         raise NotImplementedError(f"an array of {most} numbers: fewer than 2^31")
-
-
-def _tiles(expert: Int[Array, "r"], count: int, rows: int) -> Tiles:
-    """Tiles of at most so many `rows`; `expert` of each row is `count` where it is not here."""
-    order = jnp.argsort(expert, stable=True).astype(jnp.int32)
-    sizes = jnp.bincount(expert, length=count + 1)[:count].astype(jnp.int32)
-    ends, tiles = jnp.cumsum(sizes), -(-sizes // rows)
-    behind = jnp.cumsum(tiles)
-
-    # A tile is not full only where its expert has no more rows: at most once for each expert with a row.
-    used = min(count, len(expert))
-    tile = jnp.arange(used + (len(expert) - used) // rows, dtype=jnp.int32)
-    of = jnp.searchsorted(behind, tile, side="right", method="compare_all").astype(jnp.int32)
-    real, of = of < count, jnp.minimum(of, count - 1)
-    first = (ends - sizes)[of] + (tile - (behind - tiles)[of]) * rows
-    end = jnp.minimum(ends[of], first + rows)
-    return Tiles(order, of, first, jnp.where(real, end, 0))
 
 
 def _product(

@@ -1,10 +1,12 @@
-"""The experts of a mixture by XLA: on TPUs ragged products of sorted rows, elsewhere of all by all."""
+"""The experts of a mixture by XLA: TPUs' ragged products, CPUs' tiles of rows, elsewhere all by all."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Int8
+from jaxtyping import Array, Bool, Float, Int, Int8
+
+from pallas_kernels.experts.tiles import most_tiles, tiles_of
 
 # Rows of a tile of a TPU's ragged product: the largest power of two up to this that divides all rows. Eight
 # times an odd number of positions would be tiles of 8.
@@ -12,6 +14,9 @@ TILE = 256
 # Of what all experts make of the tokens at once, gate, up or their product: 2048 tokens of LLaDA2-mini's 256
 # experts in bfloat16, of which a product reads the matrices far faster than it multiplies.
 WIDE_BYTES = 2**29
+# Rows of one expert that a CPU multiplies at once, the same for few tokens and many.
+ROWS = 16
+SMALL = 2**14  # numbers of an expert's matrix below which CPUs multiply all tokens with all experts
 
 # Into an expert's width, and back; in `_ragged` either of the two. Scales are of an int8 matrix, by output.
 Into = Float[Array, "e m i"] | Int8[Array, "e m i"]
@@ -51,7 +56,19 @@ def experts(
     check_shapes(*arrays)
     # Only TPUs have a ragged product. Elsewhere XLA makes it of a dense one of every row, a token's once per
     # choice, with every expert, which takes c times as much as every token with every expert.
-    return jax.lax.platform_dependent(*arrays, tpu=by_expert, default=by_all_experts)
+    on_cpu = {"cpu": by_tiles} if _tiles_pay(chosen, gate) else {}
+    return jax.lax.platform_dependent(*arrays, tpu=by_expert, default=by_all_experts, **on_cpu)
+
+
+def _tiles_pay(chosen: Int[Array, "t c"], gate: Into) -> bool:
+    """Whether a CPU takes less time for tiles than for all tokens with all experts.
+
+    An expert's matrices are read again for each of its tiles, which takes the time of as many rows as a tile
+    has; with small matrices a turn of the loop takes longer than its products.
+    """
+    count, of_expert = gate.shape[0], gate.shape[1] * gate.shape[2]
+    tiles = most_tiles(chosen.size, count, ROWS)
+    return of_expert >= SMALL and 2 * ROWS * tiles < count * (ROWS + len(chosen))
 
 
 def check_shapes(
@@ -96,12 +113,19 @@ def by_expert(tokens, chosen, weight, gate, up, down, gate_scale=None, up_scale=
     of = jnp.pad(expert[order], (0, spare))
     product = functools.partial(_ragged, sizes=sizes, expert=of)
     hidden = jax.nn.silu(product(sent, gate, gate_scale)) * product(sent, up, up_scale)
+    return _added(product(hidden, down, down_scale), of < count, order, weight)
+
+
+def _added(
+    out: Float[Array, "r m"], here: Bool[Array, "r"], order: Int[Array, "n"], weight: Float[Array, "t c"]
+) -> Float[Array, "t m"]:
+    """The weighted sums of sorted rows, whose numbers are `order`, where their expert is here."""
     # What is sent to no expert comes back as anything.
-    out = jnp.where((of < count)[:, None], product(hidden, down, down_scale), 0)
+    out = jnp.where(here[:, None], out, 0)
 
     # Back in the order of tokens and choices, where the choices of a token are added.
     back = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype))
-    return weighted(out[back].reshape(*chosen.shape, -1), weight)
+    return weighted(out[back].reshape(*weight.shape, -1), weight)
 
 
 def weighted(of_choice: Float[Array, "t c m"], weight: Float[Array, "t c"]) -> Float[Array, "t m"]:
@@ -128,6 +152,33 @@ def _ragged(
         preferred_element_type=x.dtype if scale is None else jnp.float32,
     )
     return sums if scale is None else (sums * scale[expert]).astype(x.dtype)
+
+
+@jax.custom_vjp
+def by_tiles(tokens, chosen, weight, gate, up, down, gate_scale=None, up_scale=None, down_scale=None):
+    """As `experts`: sorted rows in a loop over the tiles that there are; gradients are `by_all_experts`'."""
+    count, of = gate.shape[0], chosen.reshape(-1)
+    tiles = tiles_of(of, count, ROWS)
+    token = jnp.pad(tiles.order // chosen.shape[1], (0, ROWS))
+    matrices = (gate, gate_scale), (up, up_scale), (down, down_scale)
+
+    def one(tile: Int[Array, ""], out: Float[Array, "r m"]) -> Float[Array, "r m"]:
+        first = tiles.first[tile]
+        of_expert = lambda array: jax.lax.dynamic_slice_in_dim(array, tiles.expert[tile], 1)
+        into, through, back = jax.tree.map(of_expert, matrices)
+        x = tokens[jax.lax.dynamic_slice_in_dim(token, first, ROWS)]
+        wide = jax.nn.silu(_product("ti,eio->eto", x, *into)) * _product("ti,eio->eto", x, *through)
+        # Rows behind the tile's end are of the next tiles, which write them later, or of no expert.
+        made = _product("eti,eim->etm", wide, *back)[0]
+        return jax.lax.dynamic_update_slice_in_dim(out, made, first, axis=0)
+
+    out = jnp.zeros((len(token), tokens.shape[1]), tokens.dtype)
+    out = jax.lax.fori_loop(0, jnp.sum(tiles.first < tiles.end), one, out)
+    here = jnp.pad(of[tiles.order] < count, (0, ROWS))
+    return _added(out, here, tiles.order, weight)
+
+
+by_tiles.defvjp(lambda *arrays: jax.vjp(by_all_experts, *arrays), lambda pull, out: pull(out))
 
 
 def by_all_experts(
