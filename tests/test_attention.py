@@ -77,6 +77,37 @@ def test_gradient_is_finite_where_nothing_is_attended_to():
     assert all(np.isfinite(g).all() for g in grads)
 
 
+@pytest.mark.parametrize("hidden", [7.0, np.nan, np.inf])
+@pytest.mark.parametrize("visible", [1.0, np.nan])
+def test_hidden_slots_are_zeroed_where_a_result_is_not_finite(hidden, visible):
+    """As programs for GPUs do with long lists of pairs, which a copy would write to memory."""
+    pairs, seen = jnp.asarray([visible, 2.0, hidden]), jnp.asarray([True, True, False])
+    attended = lambda pairs: (jnp.vdot(jnp.asarray([0.5, 0.5, 0.0]), pairs),)
+    zeroed = lambda pairs: (attended(jnp.where(seen, pairs, 0))[0],)
+    (found,) = jax.jit(functools.partial(xla._as_they_are, attended, zeroed))(pairs)
+    np.testing.assert_array_equal(found, (visible + 2) / 2)
+    (found,) = xla._as_they_are(attended, lambda _: (jnp.float32(-1),), pairs)
+    assert (found == -1) == (not np.isfinite(hidden + visible)), "finite results are not computed again"
+
+
+@pytest.mark.parametrize(
+    ("platform", "queries", "slots", "branches"),
+    [
+        ("cuda", 4, 2**15, True),
+        ("cuda", 65, 2**15, False),
+        ("cuda", 4, 2**14, False),
+        ("tpu", 4, 2**15, False),
+    ],
+)
+def test_gpus_zero_long_lists_of_pairs_in_a_branch(platform, queries, slots, branches):
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    pairs = of(1, slots, 8, 128)
+    mask = jax.ShapeDtypeStruct((1, 1, 1, slots), jnp.bool_)
+    program = jax.jit(attention).trace(of(1, queries, 32, 128), pairs, pairs, mask)
+    text = program.lower(lowering_platforms=(platform,)).as_text(debug_info=True)
+    assert (f"/{xla.AGAIN}/" in text) == branches
+
+
 def test_as_many_queries_at_once_as_the_scores_have_room_for():
     # LLaDA-8B's full steps behind prompts of 4096 and 1024, and its partial steps of two widths.
     assert queries_at_once(4352, 1, 32, 4352) == 32

@@ -14,6 +14,7 @@ import pytest
 from bench.compiled import recorded, traffic
 from bench.compiled.program import Case, compile_case, step_totals
 from dllm_jax import policies
+from pallas_kernels.attention.xla import AGAIN
 from tests import DATA, DOCS, table
 
 RESULTS = pathlib.Path(__file__).parents[1] / "bench" / "results"
@@ -56,18 +57,18 @@ def test_a_ragged_product_reads_the_experts_that_rows_are_sent_to():
         assert read == 4 + LAYER + part * 4 * LAYER
 
 
-@pytest.mark.parametrize("of_refresh", [0, 1, 2])
-def test_a_reuse_step_leaves_out_loops_that_a_refresh_runs(of_refresh):
+@pytest.mark.parametrize(("of_it", "scope"), [(0, "refresh"), (1, "refresh"), (2, "refresh"), (2, AGAIN)])
+def test_a_step_leaves_out_what_only_a_refresh_or_hidden_slots_run(of_it, scope):
     """Most of the loop's operations, that is: compilers move a refresh's into the loop around it."""
     text = PROGRAM
     for i, name in enumerate(("%small", "%written", "%weights")):
-        source = "step/while/body/" + ("refresh/" if i < of_refresh else "") + "product"
+        source = "step/while/body/" + (f"{scope}/" if i < of_it else "") + "product"
         line = next(line for line in text.splitlines() if f" {name} = " in line)
         text = text.replace(line, f'{line}, metadata={{op_name="{source}"}}')
     entry = traffic.program(text)
     own, inside = 2 * 4 * LAYER, 4 * entry.inner[0].bytes
-    assert step_totals(entry, skip=None) == (own + inside, 0, 0)
-    assert step_totals(entry, skip="refresh") == (own + (0 if of_refresh == 2 else inside), 0, 0)
+    assert step_totals(entry, skip=None) == (own + (0 if scope == AGAIN else inside), 0, 0)
+    assert step_totals(entry, skip="refresh") == (own + (0 if of_it == 2 else inside), 0, 0)
 
 
 def test_a_step_runs_one_of_the_widths_of_an_update():

@@ -28,6 +28,7 @@ from dllm_jax.training.config import TrainConfig
 from dllm_jax.training.setup import prepare
 from dllm_jax.training.state import abstract_state, step
 from pallas_kernels import Implementation
+from pallas_kernels.attention.xla import AGAIN
 
 COPY = 2**20  # bytes: smaller copies are of activations or indices
 TRAINING = "training"
@@ -210,13 +211,17 @@ class Totals(NamedTuple):
 
 
 def step_totals(loop: traffic.Loop, skip: str | None) -> Totals:
-    """The totals of a step: loops that depend on the data run once, those of a skipped scope never."""
+    """The totals of a step: loops that depend on the data run once, those of a skipped scope never.
+
+    Nor what attention runs only where hidden slots are not finite.
+    """
     # Of the widths of an update a layer runs one: the widest counts. A scan over the layers is a loop with
     # known trips: its body counts once per layer.
     total = Totals(loop.bytes, loop.cached, loop.cycles)
     widths = [int(_scope(inner, rf"(?<=/{UPDATE})\d+(?=/)") or 0) for inner in loop.inner]
     for inner, width in zip(loop.inner, widths, strict=True):
-        if width in (0, max(widths)) and not (skip and _scope(inner, f"/{skip}/")):
+        skipped = (AGAIN,) if skip is None else (AGAIN, skip)
+        if width in (0, max(widths)) and not any(_scope(inner, f"/{name}/") for name in skipped):
             trips, each = 1 if inner.trips is None else inner.trips, step_totals(inner, skip)
             total = Totals(*(sum_ + trips * one for sum_, one in zip(total, each, strict=True)))
     return total

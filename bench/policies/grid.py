@@ -281,12 +281,17 @@ IN_BLOCKS = (
 )
 # Models that attend within blocks: what a block's steps read, and what they compute of it.
 _kept = functools.partial(p.EvictPrompt, policy=p.Policy(), reselect=False)
+_rolling = functools.partial(
+    p.EvictPrompt, heads=eviction.EvenHeads(), layers=eviction.UniformLayers(), policy=p.Policy()
+)
 BLOCK_CAUSAL = (
     EXACT,
     *_each(*_over(p.MAGE, keep=(32, 16, 8)), p.MAGE(keep=16, votes=eviction.MiddleVote())),
     *_each(*_over(p.SparseDLLM, keep=(0.5, 0.25), delay=0)),
     *(Setting(_kept(budget=budget)) for budget in (64, 32, 16)),
-    *_each(p.DelayedCache(), p.FOCUS(), p.FOCUS(delayed=False)),
+    *(Setting(_rolling(budget=budget)) for budget in (64, 32)),
+    *_each(p.MaskKV(budget=32), p.DelayedCache()),
+    *_each(p.FOCUS(), p.FOCUS(alpha=1.0), p.FOCUS(delayed=False)),
 )
 CORE = (*_CORE, *at_defaults(_CORE, p.ALL))
 SHORT = (*_SHORT, *at_defaults(_SHORT, p.ALL))

@@ -173,6 +173,7 @@ ASKED_IN_BLOCKS = {
     "chain-among-values": _in_blocks(tasks.Chain(8, values=12), 7, 32),
     "chain-among-40-values": _in_blocks(tasks.Chain(8, values=40), 7, 32),
     "few-shot": _in_blocks(tasks.FewShot(), 5),
+    "few-shot-of-12": _in_blocks(tasks.FewShot(), 12),
     "needle-1024": _in_blocks(*tasks.needle(1024)),
 }
 ASKED_OF_PICTURES = {f"read-{size}": Asked(_NUMBERS, size, 2, pictured=True) for size in (2, 5)}

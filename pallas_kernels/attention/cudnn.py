@@ -1,8 +1,8 @@
 """Attention by cuDNN's flash attention, as `jax.nn.dot_product_attention` calls it: for NVIDIA GPUs.
 
 A kept library instead of a kernel of ours, for GPUs of compute capability 8.0 and later. It reads rows of
-[k d], so keys and values must lie in memory as they are named; what a mask hides is zeroed for it, which
-copies them. Measured on an H100: docs/background/performance.md.
+[k d], so keys and values must lie in memory as they are named; what a mask hides is zeroed for it where it
+has to be (`xla.without_hidden`). Measured on an H100: docs/background/performance.md.
 """
 
 from typing import Literal
@@ -50,14 +50,14 @@ def attention(
 
     # A mask becomes a finite bias there: what is hidden must be finite too, and a query that may attend to
     # nothing is left to us.
-    allowed, bias = None, mask
+    allowed, bias, seen = None, mask, None
     if mask is not None:
         seen = jnp.any(mask, axis=2)[:, 0, :, None, None]
-        k, v = jnp.where(seen, k, 0), jnp.where(seen, v, 0)
         allowed = jnp.moveaxis(jnp.any(mask, axis=3), 1, 2)[..., None]
         bias = jnp.broadcast_to(mask, (*mask.shape[:2], q.shape[1], k.shape[1]))
+    attended = lambda *pairs: (jax.nn.dot_product_attention(q, *pairs, mask=bias, implementation=library),)
     try:
-        out = jax.nn.dot_product_attention(q, k, v, mask=bias, implementation=library)
+        (out,) = xla.without_hidden(attended, seen, q.shape[1], k, v)
     except RuntimeError as error:
         if "cuDNN is not detected" not in str(error):
             raise

@@ -22,6 +22,9 @@ Mask = Bool[Array, "#b #k #q s"]
 TURNS = 16  # into which a batch is divided at most: each adds to the program
 SCORE_BYTES = 2**25  # float32 scores of a chunk of queries: 32 MiB fit the VMEM of TPUs
 SCORE_BYTES_ON_CUDA = 2**28  # no L2 holds scores, pairs and results at once: the fewer chunks, the better
+COPIED_BYTES = 2**26  # of pairs: copying fewer takes no longer than a branch, for which a GPU waits
+FEW_QUERIES = 64  # those of partial steps, which read their pairs about once
+AGAIN = "zeroed_again"  # name scope of what only hidden slots that are not finite run
 
 
 def attention(
@@ -50,20 +53,65 @@ def attention(
     mask, queries = both(mask, lengths, k), q.shape[1]
     if not k.shape[1]:
         return jnp.zeros_like(q), jnp.full((q.shape[0], q.shape[2], queries), -jnp.inf)
-    if mask is not None:  # 0 * NaN is NaN
-        v = jnp.where(jnp.swapaxes(jnp.any(mask, axis=2), 1, 2)[..., None], v, 0)
-    values, on_tpu = jnp.swapaxes(v, 1, 2), _in_one_product if read_in_turns(q, k) else _products
-
-    def attend(mask, q):
-        # The division comes after the values: it is of [q d] then, not of [q s].
-        weights, top = _exponentials(_scores(q, k, mask))
-        out, total = jax.lax.platform_dependent(weights, values, tpu=on_tpu, default=_products)
-        total, lse = _normaliser(top, total)
-        out = jnp.moveaxis(out / total, 3, 1).reshape(q.shape).astype(q.dtype)
-        return out, lse.reshape(q.shape[0], q.shape[2], q.shape[1])
-
+    on_tpu = _in_one_product if read_in_turns(q, k) else _products
     join = lambda out, lse: (_joined(out, 1, queries), _joined(lse, 2, queries))
-    return _in_chunks(attend, lambda parts: join(*parts), chunk, k, mask, q)
+
+    def attended(values):
+        def attend(mask, q):
+            # The division comes after the values: it is of [q d] then, not of [q s].
+            weights, top = _exponentials(_scores(q, k, mask))
+            out, total = jax.lax.platform_dependent(weights, values, tpu=on_tpu, default=_products)
+            total, lse = _normaliser(top, total)
+            out = jnp.moveaxis(out / total, 3, 1).reshape(q.shape).astype(q.dtype)
+            return out, lse.reshape(q.shape[0], q.shape[2], q.shape[1])
+
+        return _in_chunks(attend, lambda parts: join(*parts), chunk, k, mask, q)
+
+    # Heads first, as a branch would read them from memory.
+    seen = None if mask is None else jnp.any(mask, axis=2)[..., None]
+    return without_hidden(attended, seen, queries, jnp.swapaxes(v, 1, 2))
+
+
+def without_hidden(
+    attended: Callable[..., tuple[Array, ...]],
+    seen: Bool[Array, "..."] | None,
+    queries: int,
+    *pairs: Float[Array, "b ..."],
+) -> tuple[Array, ...]:
+    """`attended(*pairs)` with zeros where no query may attend to a slot, as 0 * NaN is NaN.
+
+    GPU programs write the zeroed pairs to memory before they read them. A few queries therefore attend to
+    long lists of pairs as they are, and once more to zeroed ones if a result is not finite. Over a mesh pairs
+    are always zeroed: devices would have to agree.
+
+    Args:
+      attended: Function of keys, values, or both, whose first result is their weighted mean.
+      seen: True where a query may attend, shaped as `pairs` or broadcast to them; None means everywhere.
+      queries: Number of queries per sequence.
+      *pairs: Arguments of `attended`.
+    """
+    if seen is None:
+        return attended(*pairs)
+    zeroed = lambda *pairs: attended(*(jnp.where(seen, x, 0) for x in pairs))
+    copied = sum(x.size * x.dtype.itemsize for x in pairs)
+    if queries > FEW_QUERIES or copied < COPIED_BYTES or not jax.sharding.get_abstract_mesh().empty:
+        return zeroed(*pairs)
+    return jax.lax.platform_dependent(
+        *pairs, cuda=functools.partial(_as_they_are, attended, zeroed), default=zeroed
+    )
+
+
+def _as_they_are(
+    attended: Callable[..., tuple[Array, ...]], zeroed: Callable[..., tuple[Array, ...]], *pairs: Array
+) -> tuple[Array, ...]:
+    """`attended(*pairs)` if that is finite, else `zeroed(*pairs)`."""
+    found = attended(*pairs)
+
+    def again():
+        with jax.named_scope(AGAIN):
+            return zeroed(*pairs)
+
+    return jax.lax.cond(jnp.all(jnp.isfinite(found[0])), lambda: found, again)
 
 
 def attention_by_sequence(
