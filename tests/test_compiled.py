@@ -163,7 +163,7 @@ def test_rows_about_compiled_programs_are_of_the_files(capsys):
     recorded.main(tuple(RESULTS.glob("compiled_*.json")))
     cells = lambda line: [cell.strip(" `") for cell in line.strip("|").split("|")]
     printed = [cells(line.lower()) for line in capsys.readouterr().out.splitlines()[2:]]
-    text = (DOCS / "background/performance.md").read_text()
+    text = (DOCS / "dev/compiled.md").read_text()
     rows = re.findall(r"^\| [^|]+ layers[^|]* \| `\w+` \|.*$", text, re.M)
     assert len(rows) >= 13
     for program, policy, *numbers in (cells(row.lower()) for row in rows):

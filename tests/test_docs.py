@@ -24,7 +24,7 @@ from tests.checkpoints import weights, write_hf
 from tests.models import FAMILIES
 from tests.policy_cases import EXHAUSTIVE, matrix
 
-TEXT = (DOCS / "policy-interface.md").read_text()
+TEXT = (DOCS / "reference/policy-interface.md").read_text()
 
 
 @pytest.fixture(scope="module")
