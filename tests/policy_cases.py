@@ -5,8 +5,10 @@ import itertools
 from collections.abc import Iterable
 
 import jax
+import numpy as np
 import pytest
 
+import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.testing.checks import BLOCK, LENGTH, SEVERAL_AT_ONCE
 from tests.models import EXHAUSTIVE as EXHAUSTIVE
@@ -48,6 +50,13 @@ def suited(policy: policies.Policy, sampler: samplers.Sampler) -> samplers.Sampl
     return samplers.RandomOrder(
         **{f.name: getattr(sampler, f.name) for f in dataclasses.fields(samplers.Sampler)}
     )
+
+
+def leaves_out(trace: dj.engine.trace.Trace) -> bool:
+    """Whether a step attends to less than all positions in front of those that it computes."""
+    computed, read = np.asarray(trace.computed), np.asarray(trace.read)
+    before = np.arange(computed.shape[2]) < computed.argmax(axis=2)[..., None]
+    return bool((before & read[0] & ~read & np.asarray(trace.active)[..., None]).any())
 
 
 def short(value) -> str:

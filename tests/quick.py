@@ -242,6 +242,7 @@ LEFT_OUT: dict[str, str] = {
         test_block_causal.py::test_its_loop_stays_on_the_device_and_copies_no_cache
         test_block_causal.py::test_padding_moves_no_block
         test_block_causal.py::test_requests_in_flight_and_streams_give_what_a_prompt_gives_alone
+        test_block_causal.py::test_templates_may_skip_blocks
         test_block_causal.py::test_the_exact_decoder_computes_no_finished_block_again but *-Confidence-*
         test_buckets.py::test_draws_do_not_depend_on_the_bucket
         test_causal_context.py but test_greedy_* or *refused_by_name

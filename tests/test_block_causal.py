@@ -21,6 +21,7 @@ from dllm_jax.policies.in_blocks import for_model
 from dllm_jax.state.rows import compact_rows, full_rows
 from dllm_jax.testing import check_policy, checks
 from dllm_jax.testing.checks import Subject
+from dllm_jax.testing.runs import assert_close_scores, assert_same_run
 from tests.models import canvas, prompts, random_tokens, spec, tiny
 from tests.policy_cases import (
     BLOCK_CASES,
@@ -31,6 +32,7 @@ from tests.policy_cases import (
     SEVERAL_AT_ONCE,
     WIDE,
     daily,
+    leaves_out,
     matrix,
     short,
     suited,
@@ -189,6 +191,9 @@ def test_the_exact_decoder_computes_no_finished_block_again(shifted, lengths, sa
         rows = computed[1:steps, sequence].sum(axis=-1)
         assert rows.max() <= 8
         assert (rows <= 4).any()
+        # Nor does a trace show later blocks as attended to.
+        read = np.asarray(out.trace.read)[1:steps, sequence, ::-1]
+        assert (read.argmax(axis=1) == computed[1:steps, sequence, ::-1].argmax(axis=1)).all()
     with pytest.raises(ValueError, match="block=8 must divide the blocks of sdar, block_size=4"):
         dj.generate(model, prompt, length=8, block=8)
     with pytest.raises(ValueError, match=r"suffix= is not supported by block-causal models \(sdar\)"):
@@ -283,6 +288,7 @@ def test_eviction_chooses_among_stored_pairs(policy, limit):
     checks.exact_limit(of)
     checks.batch_mates_change_nothing(of)
     checks.padding_is_inert(of)
+    assert leaves_out(of.batch.trace)
     if EXHAUSTIVE:
         checks.alone_as_in_a_batch(of)
 
@@ -297,6 +303,24 @@ def test_selecting_again_names_what_it_cannot_do(policy, shifted, reason):
     model = tiny("sdar", block_size=4, shifted=shifted)
     with pytest.raises(ValueError, match=reason):
         dj.generate(model, prompts(model)[0], length=4, policy=policy)
+
+
+def test_templates_may_skip_blocks():
+    """The step that enters the next one computes the finished block and the skipped one."""
+    model = tiny("sdar", block_size=4, layers=1)
+    template = random_tokens(model.spec, 1, 18)
+    template[0, [1, 3, 5, 6, 13, 14, 17]] = model.spec.mask_id
+    run = lambda policy: (
+        dj.infill(model, template, policy=policy, sampler=SURE, trace=True, widths=WIDE).trace
+    )
+    ours, exact = run(_rolling(budget=18)), run(policies.Policy())
+    assert_same_run(ours, exact)
+    assert_close_scores(ours, exact, atol=1e-5)
+
+
+def test_autoregressive_decoding_takes_no_evicted_pairs():
+    with pytest.raises(ValueError, match=r"policy=EvictPrompt\(\) is not supported by Autoregressive"):
+        dj.generate(tiny("sdar"), [[1]], length=4, policy=_rolling(), sampler=samplers.Autoregressive())
 
 
 def test_selecting_again_keeps_the_budget_for_all_earlier_blocks():

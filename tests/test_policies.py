@@ -17,7 +17,7 @@ from dllm_jax.testing import POLICY_CHECKS, SAMPLER_CHECKS, check_policy, check_
 from dllm_jax.testing.checks import SEVERAL_AT_ONCE, Subject, cache_copies_in_loops
 from dllm_jax.testing.runs import assert_same_run
 from tests.models import FAMILIES, generated, prompts, tiny
-from tests.policy_cases import CASES, EVERY, EXHAUSTIVE, KEY, SAMPLER_CASES, matrix, short, suited
+from tests.policy_cases import CASES, EVERY, EXHAUSTIVE, KEY, SAMPLER_CASES, leaves_out, matrix, short, suited
 
 p = policies
 BASIC = (
@@ -68,6 +68,9 @@ def check(policy, family, asked):
 @matrix("policy, family", EVERY, ALIKE, today=OWN.items())
 def test_policy(policy, family):
     check(policy, family, BASIC)
+    # What all heads of all layers have evicted is shown as not attended to.
+    if isinstance(policy, p.SparseDLLM | p.MaskKV | p.EvictPrompt):
+        assert leaves_out(checks.Subject(policy, suited(policy, SEVERAL_AT_ONCE), family).batch.trace)
 
 
 FURTHER_TODAY = [

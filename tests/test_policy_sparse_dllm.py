@@ -117,12 +117,13 @@ def filled(policy, c, family="llada"):
     """One layer in full over a store that holds -1: its keys and values, and the store afterwards."""
     model = tiny(family)
     rows = full_rows(c.everything & c.active[:, None])
-    store = jax.tree.map(lambda a: a - 1, policy.init(model.spec, c.layout, 2, jnp.float32).layers)
+    made = policy.init(model.spec, c.layout, 2, jnp.float32)
+    store = jax.tree.map(lambda a: a - 1, made.layers)
 
     @jax.jit
     def written(weights, x):
         layer = Layer(weights, model.spec, rope_table(LENGTH, 8, model.spec.rope_base), jnp.int32(1))
-        _, cache = policy.layer(layer, x, LayerCache(Stacked(store, jnp.int32(1)), ()), rows, c)
+        _, cache = policy.layer(layer, x, LayerCache(Stacked(store, jnp.int32(1)), made.shared), rows, c)
         return (*layer.qk(x, rows.index), layer.value(x)), cache.storage.layers
 
     x = np.random.default_rng(1).standard_normal((2, LENGTH, model.spec.width), np.float32)

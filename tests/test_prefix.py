@@ -144,6 +144,7 @@ def test_what_cannot_reuse_a_prefix_says_why():
             "prefix=3 must be a Prefix, which dj.prefill returns",
         ),
         (lambda: ask(policy=P.MAGE()), "not supported by MAGE: it does not keep the KV pairs"),
+        (lambda: ask(policy=P.SparseDLLM()), "not supported by SparseDLLM: it does not keep the KV pairs"),
         (lambda: ask(sampler=S.Threshold(cfg_scale=0.5)), "cfg_scale=0.5: the second stream"),
         (
             lambda: ask(interventions=[dj.Intervention.patch("residual", np.zeros(32))]),

@@ -86,6 +86,7 @@ def test_samplers_that_cannot_be_drafted_are_refused(make, message):
     ("family", "options", "message"),
     [
         ("llada", dict(policy=P.DKVDecode()), r"policy=DKVDecode\(.*\) is not supported by FreeDave: drafts"),
+        ("sdar", dict(policy=P.SparseDLLM()), r"policy=SparseDLLM\(.*\) is not supported by FreeDave"),
         ("sdar", dict(policy=P.SubBlockCache()), r"policy=SubBlockCache\(\) is not supported by FreeDave"),
         ("llada", dict(block=dj.Sliding(6)), "block=Sliding.* is not supported by FreeDave: drafts share"),
         ("llada", dict(eager=True), "eager=True is not supported by llada: it attends to later blocks"),

@@ -20,7 +20,6 @@ from dllm_jax.engine.prefix import (
 from dllm_jax.interrupts import uninterrupted
 from dllm_jax.nn.model import Model
 from dllm_jax.options import check_argument
-from dllm_jax.policies.in_blocks import for_model
 from dllm_jax.state import host, inputs
 from dllm_jax.state.inputs import Prompts
 
@@ -105,7 +104,7 @@ def with_prefix(asked: Asked, prompts: Prompts, model: Model) -> Prompts:
     prefix = asked.prefix
     if prefix is None:
         return prompts
-    if (reason := refusal(model, for_model(asked.policy, model.spec), asked.sampler)) is not None:
+    if (reason := refusal(model, asked.policy, asked.sampler)) is not None:
         raise ValueError(reason)
     check_prefix(prefix, model)
     for name, given, reason in (

@@ -218,13 +218,13 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: 
         check_numbers(options)
     sampler.check_model(spec)
     check_policy(sampler, policy)
-    check_blocks(sampler, policy, arrays, layout)
+    check_blocks(sampler, asked.policy, arrays, layout)
     if sampler.draft_adapter and (not adapted(model.params["layers"]) or is_low_rank(model.params["head"])):
         raise ValueError(
             "draft_adapter=True needs a model with LoRA adapters in its layers, and none in its head, which "
             "verifies drafts too. Use lora.load(model, folder)"
         )
-    check_drafting(asked.drafting, policy, spec, layout)
+    check_drafting(asked.drafting, asked.policy, spec, layout)
     check_schedule(layout, policy, sampler)
     named = {"policy": (policy,), "sampler": (sampler,), "constraints": own}
     found = tuple(c for name, several in named.items() for one in several for c in constants(one, name))

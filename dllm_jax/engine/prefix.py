@@ -19,6 +19,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.rope import Rope, rope_of, rotate
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
+from dllm_jax.policies.in_blocks import for_model
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
@@ -122,8 +123,9 @@ def refusal(model: Model, policy: Policy, sampler: Sampler) -> str | None:
     """Why a model, policy or sampler cannot reuse a prefix; None if they can."""
     if (reason := model_refusal(model)) is not None:
         return reason
-    layers = jax.eval_shape(lambda: policy.init(model.spec, Layout.of(8, 8), 1, model.dtype)).layers
-    if not policy.only_sets or not isinstance(layers, KV):
+    runs = for_model(policy, model.spec)
+    layers = jax.eval_shape(lambda: runs.init(model.spec, Layout.of(8, 8), 1, model.dtype)).layers
+    if not runs.only_sets or not isinstance(layers, KV):
         return (
             f"prefix= is not supported by {type(policy).__name__}: it does not keep the KV pairs of all "
             "positions as the default layer does. Use Policy() or DualCache()"

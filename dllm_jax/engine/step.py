@@ -25,6 +25,7 @@ from dllm_jax.engine.plan import Inputs, Plan
 from dllm_jax.engine.prefix import reuse, reused_of
 from dllm_jax.engine.propose import propose
 from dllm_jax.engine.stats import Record
+from dllm_jax.engine.trace import attended
 from dllm_jax.engine.verifying import verify_drafts
 from dllm_jax.nn.layer import embed
 from dllm_jax.nn.mesh import constrain
@@ -223,7 +224,7 @@ def _step(
     # Statistics count the conditional stream alone; then the policy selects for the coming step.
     extra, cache = take_extra_positions(cache, plan.streams)
     ran = jnp.sum(canvas.valid) if width is None else width * len(canvas.tokens)
-    read = stream(policy.reads(state.cache, streams) & streams.valid, 0, plan.streams)
+    read = stream(attended(policy, state.cache, streams, rows), 0, plan.streams)
     record = state.record.add(canvas, after, own.mask(), ran, read, extra, finite, proposal, sequences)
     if record.logprobs is not None and found is not None:
         record = record._replace(logprobs=record.logprobs.add(canvas, after, found, place))

@@ -10,8 +10,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from dllm_jax.policies.base import Policy
+from dllm_jax.policies.evicted import evicted
+from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.proposal import Proposal
+from dllm_jax.state.rows import Rows
 
 
 class Trace(NamedTuple):
@@ -23,7 +27,7 @@ class Trace(NamedTuple):
     Attributes:
       tokens: Token ids before step 0 and after every step.
       computed: Computed positions.
-      read: Positions that they attended to (`Policy.reads`); never padding.
+      read: Positions that some of them attended to, in some layer and head; never padding.
       proposed: Candidate token of each scored position (`Policy.scored`); mask_id elsewhere.
       score: Confidence of each candidate; -inf elsewhere.
       active: Steps in which the sequence took part.
@@ -48,6 +52,25 @@ class Trace(NamedTuple):
 # With a causal context that flag has one of its own. The sequences are those of the whole batch, of which a
 # step may take a group.
 Steps = Int[Array, "t_plus_1 everyone _"]
+
+
+def attended(policy: Policy, cache: Cache, canvas: Canvas, rows: Rows) -> Bool[Array, "b l"]:
+    """Marks the positions that a step attends to.
+
+    Args:
+      policy: Cache policy of the run.
+      cache: Cache before the step.
+      canvas: State before the step.
+      rows: Positions that the step computes.
+    """
+    read = policy.reads(cache, canvas) & canvas.valid
+    if (gone := evicted(policy, cache, canvas)) is not None:
+        read &= ~gone | rows.mask()
+    # Masks of blocks and causal ones leave the last position the most.
+    last = jnp.max(jnp.where(rows.real, rows.index, 0), axis=1, keepdims=True)
+    mask = canvas.attends(Rows(last, rows.length), read)
+    assert mask is not None, "of a set"
+    return mask[:, 0, 0]
 
 
 def begin(canvas: Canvas, limit: int) -> Steps:

@@ -23,6 +23,7 @@ from dllm_jax.engine.generation import Generation, State
 from dllm_jax.engine.network import computed_rows, network
 from dllm_jax.engine.propose import propose
 from dllm_jax.engine.stats import Record
+from dllm_jax.engine.trace import attended
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas, repeat
 from dllm_jax.state.proposal import Proposal
@@ -68,7 +69,7 @@ def verify_drafts(
 
     positions = jnp.sum(canvas.valid) if width is None else width * len(canvas.tokens)
     ran = positions + (count - 1) * (positions if others is rows else others.index.size)
-    read = plan.policy.reads(state.cache, canvas) & canvas.valid
+    read = attended(plan.policy, state.cache, canvas, rows)
     record = state.record.add(
         canvas, after, rows.mask(), ran, read, None, last.finite, accepted.proposal, sequences
     )

@@ -36,9 +36,10 @@ def step_widths(
     own = check_argument("widths", tuple(policy.widths(spec, layout)), tuple[PositiveInt, ...])
 
     # Of a block-causal model a step computes its block, and once the finished one before it; with a causal
-    # context either of them.
+    # context either of them. A template may hold whole blocks that are finished too.
     if size := layout.fitted(spec).block_size:
-        own = (*(w for w in own if w < size), size, *([] if spec.causal_context else [2 * size]))
+        entering = () if spec.causal_context else (2 * size, *([] if layout.prompt else [layout.length]))
+        own = (*(w for w in own if w < size), size, *entering)
 
     # Widths of at least the canvas run no faster than the step over the canvas in place.
     chosen = own if override is None else override

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from dllm_jax.nn.layer import Layer, LayerIndex
+from dllm_jax.state.rows import marked
 
 
 class PairStore(NamedTuple):
@@ -63,6 +64,14 @@ class PairStore(NamedTuple):
         # Gathered per head [b k w d], then laid out as a layer's keys and values are.
         k, v = (jnp.swapaxes(self._at(pairs, slots), 1, 2) for pairs in (self.k, self.v))
         return k, v, real[:, :, None]
+
+    def positions(self, length: int) -> Bool[Array, "b {length}"]:
+        """Marks the positions of a canvas of which some layer and head holds a pair."""
+        sequence = jnp.arange(len(self.k))[:, None]
+        ends = jnp.zeros((len(self.k), self.k.shape[1] + 1), jnp.int32)
+        ends = ends.at[sequence, self.start].add(1).at[sequence, self.start + self.length].add(-1)
+        held = jnp.cumsum(ends, axis=1)[:, :-1] > 0
+        return marked(jnp.where(held, self.position, length), length)
 
     def allot(
         self,

@@ -174,6 +174,10 @@ class EvictPrompt(PromptEviction):
     def reads(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         return self.policy.reads(_under(cache), canvas)
 
+    def packed(self, canvas: Canvas) -> Bool[Array, "b l"]:
+        """Positions that are kept as pairs or evicted; the others are stored densely."""
+        return self.evictable(canvas) if canvas.spec.block_size else self._evictable(canvas)
+
     @override
     def before_layers(self, cache: Cache, canvas: Canvas, rows: Rows) -> Cache:
         return self._of_policy(cache, self.policy.before_layers(_under(cache), canvas, rows))

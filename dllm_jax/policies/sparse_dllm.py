@@ -16,7 +16,7 @@ from dllm_jax.policies.base import Policy
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
-from dllm_jax.state.rows import Rows
+from dllm_jax.state.rows import Rows, marked
 from dllm_jax.state.selection import fraction_of, max_pool, mean_query_score
 
 
@@ -68,7 +68,9 @@ class SparseDLLM(Policy):
         outside = layout.length - layout.shortest_block
         candidates = outside if self.side == "both" else layout.prompt
         slots = int(candidates * self.keep) + (outside - candidates) + spec.shifted + layout.block
-        return Cache(KV.zeros(spec, batch, slots, dtype, scattered=False), shared=())
+        return Cache(
+            KV.zeros(spec, batch, slots, dtype, scattered=False), jnp.zeros((batch, layout.length), bool)
+        )
 
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
@@ -98,6 +100,11 @@ class SparseDLLM(Policy):
             cache, both = cache.write_last(jax.tree.map(lambda a: a[:, :own], new))
             o, _ = layer.attention(q, both.k, both.v, self._attends(rows, canvas, both.k.shape[1], own))
         return layer.finish(x, o), cache
+
+    @override
+    def before_layers(self, cache: Cache, canvas: Canvas, rows: Rows) -> Cache:
+        """Forgets what was retained where layers choose again."""
+        return cache._replace(shared=cache.shared & ~self._fills(canvas)[:, None])
 
     # -- sets of positions: recomputed, always stored, stored if important --------------------------
 
@@ -153,11 +160,17 @@ class SparseDLLM(Policy):
         """Writes the retained pairs in ascending order from slot 0 on, where the step fills the cache."""
         # Retained pairs are packed to the left; slots behind them hold anything and are never read.
         slots = cache.read().k.shape[1]
-        pairs = KV(*layer.sparse_gather(new.k, new.v, self.retained(layer, q, new.k, canvas, slots)))
+        index = self.retained(layer, q, new.k, canvas, slots)
+        pairs = KV(*layer.sparse_gather(new.k, new.v, index))
 
         # A sequence that has finished the block keeps its pairs, whatever step it stopped at.
-        fills = canvas.active & (canvas.block_step == self.delay)
-        return cache.replace(fills, pairs)
+        fills = self._fills(canvas)
+        of_layer = marked(index, canvas.layout.length) & fills[:, None]
+        return cache._replace(shared=cache.shared | of_layer).replace(fills, pairs)
+
+    def _fills(self, canvas: Canvas) -> Bool[Array, "b"]:
+        """The sequences whose coming step fills the cache."""
+        return canvas.active & (canvas.block_step == self.delay)
 
     def _attends(self, rows: Rows, canvas: Canvas, slots: int, own: int) -> Mask | None:
         """Keys that a partial step attends to: filled slots, and its own in the last ones but for padding."""

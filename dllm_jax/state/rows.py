@@ -142,6 +142,14 @@ def places(index: Int[Array, "b q"], length: int) -> Int[Array, "b {length}"]:
     return scatter(jnp.full((b, length), q, jnp.int32), index, own)
 
 
+def marked(position: Int[Array, "b ..."], length: int) -> Bool[Array, "b {length}"]:
+    """Marks the positions of a list, whose padding is the length."""
+    flat = position.reshape(len(position), -1)
+    return (
+        jnp.zeros((len(flat), length), bool).at[jnp.arange(len(flat))[:, None], flat].set(True, mode="drop")
+    )
+
+
 def spread(
     values: Shaped[Array, "b q"], place: Int[Array, "b l"], otherwise: ArrayLike
 ) -> Shaped[Array, "b l"]:

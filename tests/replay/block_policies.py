@@ -40,7 +40,8 @@ def mage(case: Case):
     position = np.arange(arrays["tokens"].shape[2])
     for step, ((start, end), block) in enumerate(zip(arrays["rows"], arrays["block"], strict=True)):
         of_block = arrays["kept"][np.searchsorted(arrays["block"][first], block)].any(axis=(0, 1))
-        read = of_block | ((position >= start) & (position < end)) | (step in first)
+        everything = (step in first) & ((position < end) | trace.computed[step, 0])
+        read = of_block | ((position >= start) & (position < end)) | everything
         exactly(f"read in step {step}", trace.read[step, 0], read)
 
 

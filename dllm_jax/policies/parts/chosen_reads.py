@@ -24,7 +24,7 @@ from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.proposal import Proposal
-from dllm_jax.state.rows import Rows
+from dllm_jax.state.rows import Rows, marked
 from dllm_jax.state.selection import fraction_of
 from dllm_jax.traced import Count, is_traced
 
@@ -187,9 +187,7 @@ class ChosenReads(Policy):
         pairs = KV(*layer.sparse_gather(dense.k, dense.v, index))
 
         chooses = self._chooses(cache.shared, canvas)
-        flat = index.reshape(len(index), -1)
-        sequence = jnp.arange(len(flat))[:, None]
-        chosen = jnp.zeros_like(canvas.valid).at[sequence, flat].set(True, mode="drop") & chooses
+        chosen = marked(index, canvas.layout.length) & chooses
         reading = cache.shared._replace(read=cache.shared.read | chosen)
         return o, cache._replace(shared=reading).replace(chooses[:, 0], pairs, part="chosen")
 

@@ -1,7 +1,7 @@
 """Eviction that goes on in block-causal models: a budget for all earlier blocks, chosen at each block."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,19 @@ from dllm_jax.policies.parts.block_votes import check_voters, mean_attention, qu
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
-from dllm_jax.state.rows import Rows
+from dllm_jax.state.rows import Rows, marked
+
+
+class PlacedPairs(NamedTuple):
+    """Storage of a layer: the kept pairs, and behind them the block's own.
+
+    Attributes:
+      pairs: Keys and values.
+      position: Canvas position of each kept pair.
+    """
+
+    pairs: KV
+    position: Int[Array, "*n b s k"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +64,19 @@ class RollingEviction(Policy):
                 f"reselect=True is not supported by EvictPrompt on {spec.family}: the step that enters a "
                 "block unmasks a token that the block before it predicts. Use reselect=False, or MAGE()."
             )
-        return Cache(KV.zeros(spec, batch, self.slots(spec, layout), dtype, scattered=False), shared=())
+        pairs = KV.zeros(spec, batch, self.slots(spec, layout), dtype, scattered=False)
+        position = jnp.zeros(pairs.k.shape[:-1], jnp.int32)
+        return Cache(PlacedPairs(pairs, position), shared=jnp.zeros((batch, layout.length), bool))
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
         """None but those of every block-causal model: a block, and two of them."""
         return ()
+
+    @override
+    def before_layers(self, cache: Cache, canvas: Canvas, rows: Rows) -> Cache:
+        """Forgets what was kept where layers choose again."""
+        return cache._replace(shared=cache.shared & ~_enters(canvas))
 
     @override
     def layer(
@@ -71,13 +90,14 @@ class RollingEviction(Policy):
         # A step over the canvas is a first one, or the canvas is all that is read: nothing kept is needed.
         if rows.full:
             o, lse = layer.attention(q, new.k, new.v, mask)
-            seen = stored | canvas.in_model_block
-            return layer.finish(x, o), self._choose(layer, q, new, lse, seen, stored, cache, rows, canvas)
+            seen, placed = stored | canvas.in_model_block, self._placed(new, rows)
+            return layer.finish(x, o), self._choose(layer, q, placed, lse, seen, stored, cache, rows, canvas)
 
         # Within a block the kept pairs lie in front of its own, which take the last slots.
-        room = cache.read().k.shape[1] - block
+        room = cache.read().position.shape[1] - block
         if rows.index.shape[1] <= block:
-            cache, pairs = cache.write_last(new)
+            cache, both = cache.write_last(new, part="pairs")
+            pairs = both.pairs
             kept = self._kept(canvas, room, jnp.zeros(len(x), jnp.int32))
             kept = jnp.pad(kept, ((0, 0), (0, block - k.shape[1])))
             own = key_mask(jnp.concatenate([kept, rows.real], axis=1))
@@ -88,12 +108,19 @@ class RollingEviction(Policy):
         finished = rows.take(stored) & rows.real
         kept = self._kept(canvas, room, jnp.sum(finished, axis=1))
         beside = lambda old, now: jnp.concatenate([old, now], axis=1)
-        every = jax.tree.map(lambda old, now: beside(old[:, :room], now), cache.read(), new)
+        joined = lambda old, now: beside(old[:, :room], now)
+        placed = jax.tree.map(joined, cache.read(), self._placed(new, rows))
         inside = rows.keys(mask)
         before = jnp.broadcast_to(kept[:, None, None], (*inside.shape[:3], room))
-        o, lse = layer.attention(q, every.k, every.v, jnp.concatenate([before, inside], axis=3))
+        keys, values = placed.pairs
+        o, lse = layer.attention(q, keys, values, jnp.concatenate([before, inside], axis=3))
         seen, candidates = beside(kept, rows.real), beside(kept, finished)
-        return layer.finish(x, o), self._choose(layer, q, every, lse, seen, candidates, cache, rows, canvas)
+        return layer.finish(x, o), self._choose(layer, q, placed, lse, seen, candidates, cache, rows, canvas)
+
+    @staticmethod
+    def _placed(new: KV, rows: Rows) -> PlacedPairs:
+        """The pairs of the computed rows."""
+        return PlacedPairs(new, jnp.broadcast_to(rows.index[..., None], new.k.shape[:-1]))
 
     def _kept(self, canvas: Canvas, room: int, finished: Int[Array, "b"]) -> Bool[Array, "b s"]:
         """Marks the slots of `room` that hold pairs, before `finished` positions of the step join them."""
@@ -104,7 +131,7 @@ class RollingEviction(Policy):
         self,
         layer: Layer,
         q: Float[Array, "b q h d"],
-        pairs: KV,
+        placed: PlacedPairs,
         lse: Float[Array, "b h q"],
         seen: Bool[Array, "b s"],
         candidates: Bool[Array, "b s"],
@@ -117,7 +144,7 @@ class RollingEviction(Policy):
         Args:
           layer: this layer's weights.
           q: rotated queries of the computed positions.
-          pairs: Keys and values that they attend to.
+          placed: Pairs that they attend to.
           lse: log-sum-exp of that attention.
           seen: Pairs that the block attends to.
           candidates: Pairs of earlier blocks among them.
@@ -126,12 +153,23 @@ class RollingEviction(Policy):
           canvas: State before the step.
         """
         own, q, lse = queries_of_block(q, lse, rows, canvas)
+        pairs = placed.pairs
         score = mean_attention(self.votes, layer, q, pairs.k, lse, key_mask(seen), own, canvas)
 
         # The best ones in order of position, and room for the block's own behind them.
         score = jnp.where(candidates[:, None], score, -jnp.inf)
         count = jnp.minimum(jnp.sum(candidates, axis=1), self.budget)
-        slots = cache.read().k.shape[1]
+        slots = cache.read().position.shape[1]
         index = layer.topk_evict(score, jnp.broadcast_to(count[:, None], score.shape[:2]), slots)
-        enters = canvas.enters_model_block[:, 0] & canvas.active
-        return cache.replace(enters, KV(*layer.sparse_gather(pairs.k, pairs.v, index)))
+        padded = jnp.pad(placed.position, ((0, 0), (0, 1), (0, 0)), constant_values=canvas.layout.length)
+        position = jnp.take_along_axis(padded, jnp.swapaxes(index, 1, 2), axis=1)
+        kept = PlacedPairs(KV(*layer.sparse_gather(pairs.k, pairs.v, index)), position)
+
+        enters = _enters(canvas)
+        of_layer = marked(position, canvas.layout.length) & enters
+        return cache._replace(shared=cache.shared | of_layer).replace(enters[:, 0], kept)
+
+
+def _enters(canvas: Canvas) -> Bool[Array, "b 1"]:
+    """Whether the coming step of a sequence chooses."""
+    return canvas.enters_model_block & canvas.active[:, None]
