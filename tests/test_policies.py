@@ -69,7 +69,7 @@ def check(policy, family, asked):
 def test_policy(policy, family):
     check(policy, family, BASIC)
     # What all heads of all layers have evicted is shown as not attended to.
-    if isinstance(policy, p.SparseDLLM | p.MaskKV | p.EvictPrompt):
+    if isinstance(policy, p.SparseDLLM | p.MaskKV):
         assert leaves_out(checks.Subject(policy, suited(policy, SEVERAL_AT_ONCE), family).batch.trace)
 
 
