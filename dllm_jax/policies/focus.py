@@ -25,7 +25,8 @@ from dllm_jax.state.rows import Rows, compact, gather
 class FOCUS(DelayedCache):
     """Lets most masks of a block leave a step after its second layer (FOCUS).
 
-    Use it on block-causal models with large batches, where the number of computed tokens limits a step.
+    Use it on block-causal models with experts at batch 1, where fewer tokens read fewer experts, or where
+    the number of computed tokens limits a step.
 
     The first two layers run on all rows of `DelayedCache`. The masks whose importance grows most from the
     first layer to the second stay, about `alpha` times as many as a step has unmasked on average; so do their
@@ -34,8 +35,9 @@ class FOCUS(DelayedCache):
 
     Memory: Dense keys and values for all positions.
 
-    Limits: Needs a head that is not shifted, and no guidance, constraints, `early_commit` or `Edit`. At batch
-    1 reading the weights limits a step, which FOCUS does not reduce.
+    Limits: Needs a head that is not shifted, and no guidance, constraints, `early_commit` or `Edit`. Steps of
+    a dense model wait for its weights up to about 300 rows (batch times block) on an H100; nothing is saved
+    there.
 
     Equals exact decoding when: delayed=False and alpha is at least the block length.
     Differences: Unmasked tokens right of the last row that stays are read, which the reference leaves out.
