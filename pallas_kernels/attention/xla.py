@@ -10,7 +10,7 @@ reads keys and values again.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num, PyTree
 
 Mask = Bool[Array, "#b #k #q s"]
+Found = TypeVar("Found", bound=tuple[Array, ...])  # what attention finds: the weighted mean first
 
 TURNS = 16  # into which a batch is divided at most: each adds to the program
 SCORE_BYTES = 2**25  # float32 scores of a chunk of queries: 32 MiB fit the VMEM of TPUs
@@ -73,11 +74,11 @@ def attention(
 
 
 def without_hidden(
-    attended: Callable[..., tuple[Array, ...]],
+    attended: Callable[..., Found],
     seen: Bool[Array, "..."] | None,
     queries: int,
     *pairs: Float[Array, "b ..."],
-) -> tuple[Array, ...]:
+) -> Found:
     """`attended(*pairs)` with zeros where no query may attend to a slot, as 0 * NaN is NaN.
 
     GPU programs write the zeroed pairs to memory before they read them. A few queries therefore attend to
@@ -101,9 +102,7 @@ def without_hidden(
     )
 
 
-def _as_they_are(
-    attended: Callable[..., tuple[Array, ...]], zeroed: Callable[..., tuple[Array, ...]], *pairs: Array
-) -> tuple[Array, ...]:
+def _as_they_are(attended: Callable[..., Found], zeroed: Callable[..., Found], *pairs: Array) -> Found:
     """`attended(*pairs)` if that is finite, else `zeroed(*pairs)`."""
     found = attended(*pairs)
 
