@@ -86,7 +86,8 @@ def test_the_cache_has_room_for_the_kept_pairs_and_the_block_only():
     ):  # fmt: skip
         cache = SparseDLLM(**options).init(spec(family), layout, 2, jnp.bfloat16)
         shape = (2, 2, slots + BLOCK, spec(family).kv_heads, 8)
-        assert [(a.shape, a.dtype) for a in jax.tree.leaves(cache)] == [(shape, jnp.bfloat16)] * 2
+        assert [(a.shape, a.dtype) for a in jax.tree.leaves(cache.layers)] == [(shape, jnp.bfloat16)] * 2
+        assert cache.shared.shape == (2, layout.length)  # the retained positions
 
 
 @jax.jit
