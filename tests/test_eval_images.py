@@ -123,7 +123,7 @@ def test_the_questions_of_the_page_are_taken(tmp_path):
     for name in ("one.png", "two.png"):
         picture(8, 8).save(tmp_path / name)
     free_tasks = [ImageTask(), *map(published, ("chartqa", "docvqa", "infovqa", "word"))]
-    for text, count, tasks in ((free, 3, free_tasks), (choice, 1, [published("multiple-choice")])):
+    for text, count, tasks in ((free, 2, free_tasks), (choice, 1, [published("multiple-choice")])):
         (tmp_path / "questions.jsonl").write_text(text)
         samples = read(tmp_path / "questions.jsonl")
         assert len(samples) == count
