@@ -17,6 +17,7 @@ from dllm_jax.engine.plan import Inputs, Plan
 from dllm_jax.engine.step import State, computed_rows, network, step
 from dllm_jax.nn.arithmetic import cosine
 from dllm_jax.nn.layer import unembed
+from dllm_jax.policies.evicted import evicted
 from dllm_jax.state.rows import scatter
 
 
@@ -67,6 +68,12 @@ class _Logging:
         x, cache = super().layer(layer, x, cache, rows, canvas)
         log = log._replace(fed=rows.mask(), hidden=scatter(log.hidden, rows.index, x))
         return x, cache._replace(shared=(cache.shared, log))
+
+
+@evicted.register
+def _(policy: _Logging, cache, canvas):
+    of_policy = evicted.dispatch(type(policy).__bases__[1])
+    return of_policy(policy, cache._replace(shared=cache.shared[0]), canvas)
 
 
 def logged(policy: dj.policies.Policy) -> dj.policies.Policy:
