@@ -116,8 +116,8 @@ def test_a_full_disk_is_one_line(tmp_path, script, reason):
     source = convert(source, tmp_path / "jax") if script == "jax_to_hf" else source
     arguments = [ROOT / "convert" / f"{script}.py", source, tmp_path / "place" / "out"]
     done = subprocess.run(
-        [sys.executable, "-c", FULL, *map(str, arguments)], capture_output=True, text=True, check=False,
-        cwd=ROOT,
+        [sys.executable, "-B", "-c", FULL, *map(str, arguments)],  # -B: bytecode would be cut off, too
+        capture_output=True, text=True, check=False, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 2
     assert "ERROR:absl" not in done.stderr
