@@ -10,7 +10,7 @@ reads keys and values again.
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num, PyTree
 
 Mask = Bool[Array, "#b #k #q s"]
-Found = TypeVar("Found", bound=tuple[Array, ...])  # what attention finds: the weighted mean first
 
 TURNS = 16  # into which a batch is divided at most: each adds to the program
 SCORE_BYTES = 2**25  # float32 scores of a chunk of queries: 32 MiB fit the VMEM of TPUs
@@ -70,15 +69,16 @@ def attention(
 
     # Heads first, as a branch would read them from memory.
     seen = None if mask is None else jnp.any(mask, axis=2)[..., None]
-    return without_hidden(attended, seen, queries, jnp.swapaxes(v, 1, 2))
+    out, lse = without_hidden(attended, seen, queries, jnp.swapaxes(v, 1, 2))
+    return out, lse
 
 
 def without_hidden(
-    attended: Callable[..., Found],
+    attended: Callable[..., tuple[Array, ...]],
     seen: Bool[Array, "..."] | None,
     queries: int,
     *pairs: Float[Array, "b ..."],
-) -> Found:
+) -> tuple[Array, ...]:
     """`attended(*pairs)` with zeros where no query may attend to a slot, as 0 * NaN is NaN.
 
     GPU programs write the zeroed pairs to memory before they read them. A few queries therefore attend to
@@ -86,7 +86,8 @@ def without_hidden(
     are always zeroed: devices would have to agree.
 
     Args:
-      attended: Function of keys, values, or both, whose first result is their weighted mean.
+      attended: Function of keys, values, or both, whose first result is their weighted mean. Other results
+        do not depend on hidden slots.
       seen: True where a query may attend, shaped as `pairs` or broadcast to them; None means everywhere.
       queries: Number of queries per sequence.
       *pairs: Arguments of `attended`.
@@ -102,15 +103,18 @@ def without_hidden(
     )
 
 
-def _as_they_are(attended: Callable[..., Found], zeroed: Callable[..., Found], *pairs: Array) -> Found:
-    """`attended(*pairs)` if that is finite, else `zeroed(*pairs)`."""
-    found = attended(*pairs)
+def _as_they_are(
+    attended: Callable[..., tuple[Array, ...]], zeroed: Callable[..., tuple[Array, ...]], *pairs: Array
+) -> tuple[Array, ...]:
+    """`attended(*pairs)` if its first result is finite, else that of `zeroed(*pairs)`."""
+    # The others stay out of the branch: who reads a log-sum-exp alone computes no weighted mean.
+    found, *others = attended(*pairs)
 
     def again():
         with jax.named_scope(AGAIN):
-            return zeroed(*pairs)
+            return zeroed(*pairs)[0]
 
-    return jax.lax.cond(jnp.all(jnp.isfinite(found[0])), lambda: found, again)
+    return jax.lax.cond(jnp.all(jnp.isfinite(found)), lambda: found, again), *others
 
 
 def attention_by_sequence(
