@@ -96,6 +96,8 @@ def test_gradients_of_ragged_products_are_those_of_all_experts(tokens, rows):
     ragged, *others = (jax.grad(of, argnums=(0, 1))(own, x) for of in squares)
     for plain in others:
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-3), ragged, plain)
+    forward = [jax.jvp(of, (own, x), (own, x))[1] for of in squares[1:3]]
+    np.testing.assert_allclose(*forward, err_msg="forward mode of tiles", rtol=1e-6)
     traced = jax.make_jaxpr(by_expert)(x, chosen, weight, *own)
     products = [e for e in traced.jaxpr.eqns if e.primitive.name == "ragged_dot_general"]
     assert [e.invars[0].aval.shape[0] for e in products] == [rows] * 3

@@ -154,7 +154,7 @@ def _ragged(
     return sums if scale is None else (sums * scale[expert]).astype(x.dtype)
 
 
-@jax.custom_vjp
+@jax.custom_jvp
 def by_tiles(tokens, chosen, weight, gate, up, down, gate_scale=None, up_scale=None, down_scale=None):
     """As `experts`: sorted rows in a loop over the tiles that there are; gradients are `by_all_experts`'."""
     count, of = gate.shape[0], chosen.reshape(-1)
@@ -178,7 +178,7 @@ def by_tiles(tokens, chosen, weight, gate, up, down, gate_scale=None, up_scale=N
     return _added(out, here, tiles.order, weight)
 
 
-by_tiles.defvjp(lambda *arrays: jax.vjp(by_all_experts, *arrays), lambda pull, out: pull(out))
+by_tiles.defjvp(lambda arrays, tangents: jax.jvp(by_all_experts, arrays, tangents))
 
 
 def by_all_experts(
