@@ -219,9 +219,9 @@ def step_totals(loop: traffic.Loop, skip: str | None) -> Totals:
     # known trips: its body counts once per layer.
     total = Totals(loop.bytes, loop.cached, loop.cycles)
     widths = [int(_scope(inner, rf"(?<=/{UPDATE})\d+(?=/)") or 0) for inner in loop.inner]
+    skipped = f"/{AGAIN}/" if skip is None else f"/({AGAIN}|{skip})/"
     for inner, width in zip(loop.inner, widths, strict=True):
-        skipped = (AGAIN,) if skip is None else (AGAIN, skip)
-        if width in (0, max(widths)) and not any(_scope(inner, f"/{name}/") for name in skipped):
+        if width in (0, max(widths)) and not _scope(inner, skipped):
             trips, each = 1 if inner.trips is None else inner.trips, step_totals(inner, skip)
             total = Totals(*(sum_ + trips * one for sum_, one in zip(total, each, strict=True)))
     return total
