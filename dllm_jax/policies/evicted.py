@@ -17,7 +17,8 @@ from dllm_jax.state.canvas import Canvas
 def evicted(policy: Policy, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"] | None:
     """Marks positions without a stored pair in any layer; None if the policy evicts nothing.
 
-    A step attends to such a position only if it computes it.
+    A step attends to such a position only if it computes it. A policy of your own that evicts can register
+    its function by `evicted.register`; otherwise traces show what `Policy.reads` says.
     """
     return None
 
