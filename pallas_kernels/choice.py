@@ -8,7 +8,8 @@
   CPUs have no kernels of their own and interpret the TPU's, or the GPU's where TPUs need none, slowly.
 - "cudnn": on NVIDIA GPUs NVIDIA's library, for the operations and calls that it supports, and XLA's form
   elsewhere.
-- evidence, a tuple of `Entry`: the first one that speaks of the call decides, and XLA's form where none does.
+- evidence, a tuple of `Entry`: the first one that speaks of the call and supports it decides, and XLA's form
+  where none does.
   `dllm_jax.load` puts it in the place of None, and of a choice for each operation, see
   `pallas_kernels.evidence`.
 - None: XLA's form.
@@ -25,7 +26,7 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 
@@ -151,18 +152,20 @@ class Operation:
         self.check(*arrays, **options)
         xla = functools.partial(self.xla, **options)
         kernels = {}
-        for platform, form in self._forms(implementation, arrays).items():
-            if (reason := _reason(form, arrays, options)) is None:
-                kernels[platform] = functools.partial(form, **options)
-            else:
-                log.info("%s: on %s XLA instead of a kernel: %s", self.name, platform, reason)
+        for platform in get_args(Platform):
+            found = self._decided(platform, implementation, arrays, options)
+            if found.form is not None and found.reason is None:
+                kernels[platform] = functools.partial(found.form, **options)
+            elif found.form is not None:
+                log.info("%s: on %s XLA instead of a kernel: %s", self.name, platform, found.reason)
         if not kernels:
             return xla(*arrays)
         return jax.lax.platform_dependent(*arrays, **kernels, default=xla)
 
     def takes_kernels(self, implementation: Choice, arrays: tuple[Any, ...]) -> bool:
         """Whether any platform takes another form than XLA's where that supports the call."""
-        return bool(self._forms(implementation, arrays))
+        asked = lambda platform: _asked(platform, implementation, self, arrays)
+        return any(self._form(p, name) for p in get_args(Platform) for name, _ in asked(p))
 
     def unsupported(
         self,
@@ -172,7 +175,7 @@ class Operation:
         implementation: Implementation = "pallas",
     ) -> str | None:
         """Why what a platform takes does not support these arrays (or their shapes); None if it does."""
-        form = self._forms(implementation, arrays).get(platform)
+        form = self._form(platform, implementation)
         if form is None:
             return f"no {self.name} by {implementation} on {platform}"
         return _reason(form, arrays, options)
@@ -182,10 +185,9 @@ class Operation:
     ) -> dict[Platform, str]:
         """Explains which implementation `run` uses on each platform for arrays (or their shapes), and why."""
         check_implementation(implementation)
-        forms = self._forms(implementation, arrays)
 
         def why(platform: Platform) -> str:
-            name, said = self._decided(platform, implementation, arrays)
+            name, said, form, reason = self._decided(platform, implementation, arrays, options)
             if name is None:
                 if platform not in self.kernels:
                     return "xla: no kernel for this platform"
@@ -193,11 +195,11 @@ class Operation:
                 return f"xla: {reason or 'the kernel was not measured to be faster'}"
             if name == "xla":
                 return f"xla{said}" if said else "xla: as asked for"
-            if platform not in forms and name == "pallas":
+            if form is None and name == "pallas":
                 return "xla: no kernel for this platform"
-            if platform not in forms:
+            if form is None:
                 return "xla: no such operation in cuDNN" if platform == "cuda" else "xla: cuDNN is for GPUs"
-            if reason := _reason(forms[platform], arrays, options):
+            if reason:
                 return f"xla: {reason}"
             interpreted = name == "pallas" and platform not in self.kernels
             return f"{name}, interpreted{said}" if interpreted else f"{name}{said}"
@@ -205,28 +207,52 @@ class Operation:
         return {platform: why(platform) for platform in get_args(Platform)}
 
     def _decided(
-        self, platform: Platform, implementation: Choice, arrays: tuple[Any, ...]
-    ) -> tuple[Implementation | None, str]:
-        """Chooses the implementation of a call, with the evidence in brackets if it decides."""
-        if not isinstance(implementation, tuple):
-            return implementation, ""
-        ours = (e for e in implementation if e.platform == platform and e.speaks_of(self, arrays))
-        entry = next(ours, None)
-        return (entry.implementation, f" ({entry.report})") if entry else (None, "")
+        self,
+        platform: Platform,
+        implementation: Choice,
+        arrays: tuple[Any, ...],
+        options: Mapping[str, Any],
+    ) -> "_Decided":
+        """Chooses the implementation of a call: the first one asked for that supports it, else the first."""
+        first = None
+        for name, said in _asked(platform, implementation, self, arrays):
+            form = self._form(platform, name)
+            reason = None if form is None else _reason(form, arrays, options)
+            found = _Decided(name, said, form, reason)
+            if name == "xla" or (form is not None and reason is None):
+                return found
+            first = first or found
+        return first or _Decided(None, "", None, None)
 
-    def _forms(self, implementation: Choice, arrays: tuple[Any, ...]) -> dict[Platform, Callable[..., Any]]:
-        """Lists the implementations that platforms use instead of XLA's where they support the call."""
+    def _form(self, platform: Platform, name: Implementation | None) -> Callable[..., Any] | None:
+        """The form that a platform has of an implementation; None of XLA's, and where it has none."""
+        if name == "cudnn":
+            return self.cudnn if platform == "cuda" else None
+        if name != "pallas":
+            return None
         # CPUs interpret the TPU's kernel, or the GPU's.
-        on_cpu = functools.partial(self.kernels.get("tpu") or self.kernels["cuda"], interpret=True)
-        kernels = {"cpu": on_cpu, **self.kernels}
-        forms = {}
-        for platform in get_args(Platform):
-            name, _ = self._decided(platform, implementation, arrays)
-            if name == "pallas" and platform in kernels:
-                forms[platform] = kernels[platform]
-            elif name == "cudnn" and platform == "cuda" and self.cudnn is not None:
-                forms[platform] = self.cudnn
-        return forms
+        if platform == "cpu":
+            return functools.partial(self.kernels.get("tpu") or self.kernels["cuda"], interpret=True)
+        return self.kernels.get(platform)
+
+
+class _Decided(NamedTuple):
+    """An implementation, the evidence in brackets if it decides, its form, why that refuses the call."""
+
+    name: Implementation | None
+    said: str
+    form: Callable[..., Any] | None
+    reason: str | None
+
+
+def _asked(
+    platform: Platform, implementation: Choice, operation: Operation, arrays: tuple[Any, ...]
+) -> list[tuple[Implementation | None, str]]:
+    """Lists the implementations asked for on a platform, best first, with their evidence in brackets."""
+    if not isinstance(implementation, tuple):
+        return [(implementation, "")]
+    ours = (e for e in implementation if e.platform == platform and e.speaks_of(operation, arrays))
+    return [(entry.implementation, f" ({entry.report})") for entry in ours]
 
 
 def _reason(form: Callable[..., Any], arrays: tuple[Any, ...], options: Mapping[str, Any]) -> str | None:

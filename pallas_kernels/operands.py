@@ -55,6 +55,9 @@ def _queries(shape: attention_shapes.Shape, dtype: Any) -> tuple[Any, ...]:
     if shape.visible in ("keys", "keys per head", "both"):
         kept = jnp.arange(slots) % 10 != 9
         mask = jnp.broadcast_to(kept, (batch, 1 if shape.visible == "keys" else kv_heads, 1, slots))
+    if shape.visible == "keys per query":
+        last = slots - shape.queries + jnp.arange(1, shape.queries + 1)
+        mask = jnp.broadcast_to(jnp.arange(slots) < last[:, None], (batch, 1, shape.queries, slots))
     if shape.visible in ("lengths", "both"):
         lengths = jnp.full((batch, kv_heads), max(slots * 9 // 10, 1), jnp.int32)
     return q, k, v, mask, lengths

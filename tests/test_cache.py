@@ -13,6 +13,7 @@ from dllm_jax.nn.parameters import layer_of
 from dllm_jax.nn.rope import rope_table
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.rows import compact_rows, full_rows
+from pallas_kernels.evidence import asked_for
 from tests.models import tiny
 
 LAYERS, B, S = 2, 3, 5
@@ -118,7 +119,12 @@ def test_products_of_many_positions_stay_apart_on_gpus(platform, positions, barr
 
 
 @pytest.mark.parametrize(
-    ("implementation", "order"), [(None, "[4, 2, 3, 1, 0]"), ("cudnn", "[4, 3, 2, 1, 0]")], ids=str
+    ("implementation", "order"),
+    [
+        *[(choice, "[4, 2, 3, 1, 0]") for choice in (None, "xla", asked_for({"experts": "pallas"}))],
+        *[(choice, "[4, 3, 2, 1, 0]") for choice in ("cudnn", "pallas", asked_for({"attention": "pallas"}))],
+    ],
+    ids=["None", "xla", "experts", "cudnn", "pallas", "attention"],
 )
 def test_on_gpus_stored_pairs_lie_as_what_reads_them_wants(implementation, order):
     kernels = Kernels(implementation)

@@ -168,8 +168,11 @@ def test_each_operation_may_have_an_implementation_of_its_own():
 
 
 def test_what_ships_is_for_gpus_and_for_what_cudnn_takes():
-    gpu = type("Described", (), {"platform": "cuda", "device_kind": "NVIDIA H100 80GB HBM3"})()
-    assert [(e.operation, e.implementation) for e in evidence.known(gpu)] == [("attention", "cudnn")]
+    described = lambda kind: type("Described", (), {"platform": "cuda", "device_kind": kind})()
+    chosen = lambda device: [(e.operation, e.implementation) for e in evidence.known(device)]
+    gpu = described("NVIDIA H100 80GB HBM3")
+    assert chosen(described("NVIDIA A100-SXM4-80GB")) == [("attention", "cudnn")]
+    assert chosen(gpu) == [("attention", "pallas"), ("attention", "cudnn"), ("experts", "pallas")]
     model = dataclasses.replace(dj.abstract("llada-8b"), implementation=evidence.known(gpu))
     layout = dj.Layout(64, 32, 32, 32)
     found = dj.explain_kernels(model, 1, layout)
@@ -179,6 +182,21 @@ def test_what_ships_is_for_gpus_and_for_what_cudnn_takes():
     # Without a GPU there is no cuDNN to be found, which is why.
     assert "cuDNN is not detected" in rows["attention", "cuda"]
     assert TOPK.positions((jnp.zeros((1, 2, 7)),)) == 7
+
+
+def test_the_first_entry_that_supports_a_call_decides():
+    entries = tuple(
+        Entry("attention", "cuda", "", name, ("bfloat16",), (1, 64), name) for name in ("pallas", "xla")
+    )
+    mask = lambda queries: jax.ShapeDtypeStruct((1, 1, queries, 40), jnp.bool_)
+
+    def taken(queries, head, mask=None):
+        q, k = (jax.ShapeDtypeStruct((1, n, 4, head), jnp.bfloat16) for n in (queries, 40))
+        return ATTENTION.operation.explain((q, k, k, mask, None), {}, entries)["cuda"]
+
+    assert taken(32, 64, mask(32)) == taken(64, 64) == "pallas (pallas)"
+    assert taken(32, 24) == "xla (xla)"
+    assert taken(65, 64) == "xla: the kernel was not measured to be faster"
 
 
 def test_versions_that_do_not_go_together(monkeypatch):

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attention import ATTENTION, HEAD_MEAN, RECEIVED, attention, gpu, head_mean, received, tpu
-from pallas_kernels.attention.shapes import MODELS, SMALL, Shape
+from pallas_kernels.attention.shapes import ENTERING, MODELS, SMALL, Shape
 
 from . import ahead_of_time
 from .kernel_cases import explaining, in_both_dtypes, some
 
+SHARED = [shape for shape in MODELS.values() if shape not in ENTERING.values()]  # of all operations
 OPERATIONS = {"attention": ATTENTION, "received": RECEIVED, "head_mean": HEAD_MEAN}
 explain = explaining(ATTENTION)
 interpreted = lambda kernel: functools.partial(kernel, interpret=True)
@@ -161,6 +162,27 @@ def test_equals_float64(name, shape, dtype, monkeypatch):
     check(shape, arrays, jax.jit(run)(*arrays))
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+def test_the_kernel_for_gpus_takes_masks_that_differ_between_queries(heads, monkeypatch):
+    """Up to 128 queries of a sequence; slots that a tile of queries does not see may hold anything."""
+    monkeypatch.setattr(gpu, "PROGRAMS", 8)
+    rng = np.random.default_rng(heads)
+    drawn = lambda n, heads: rng.standard_normal((2, n, heads, 16)).astype(np.float32)
+    q, k, v = drawn(33, 6), drawn(150, 2), drawn(150, 2)
+    mask = rng.random((2, heads, 33, 150)) < 0.3
+    mask[..., 90:] = mask[:, :, 5] = mask[0, 0, :, :70] = False
+    hidden = np.broadcast_to(~mask.any(axis=2), (2, 2, 150)).swapaxes(1, 2)
+    k[hidden], v[hidden] = np.nan, np.nan
+    arrays = [jnp.asarray(x) for x in (q, k, v, mask)]
+    wanted = OPERATIONS["attention"].xla(*arrays)
+    for found, of_xla in zip(KERNELS("cuda")["attention"](*arrays), wanted, strict=True):
+        np.testing.assert_allclose(found, of_xla, **TOLERANCE)
+    assert np.isneginf(wanted[1][:, :, 5]).all()
+    many = jnp.broadcast_to(mask[:, :, :1], (2, heads, 129, 150)), jnp.zeros((2, 129, 6, 16))
+    with pytest.raises(NotImplementedError, match="differs between query positions"):
+        KERNELS("cuda")["attention"](many[1], *arrays[1:3], many[0])
+
+
 def test_what_a_kernel_does_not_serve_is_said():
     for name, operation in OPERATIONS.items():
         said = explaining(operation)(*abstract(name, SMALL[-1], jnp.float32))
@@ -217,15 +239,18 @@ def abstract(of: str, shape: Shape, dtype) -> list:
     k = struct((shape.batch, shape.slots, shape.kv_heads, shape.head), dtype)
     lse = struct((shape.batch, shape.heads, shape.queries), jnp.float32)
     weight = struct((shape.batch, shape.queries), jnp.float32)
-    masks = {"keys": 1, "both": 1, "keys per head": shape.kv_heads}
-    heads = masks.get(shape.visible)
-    mask = None if heads is None else struct((shape.batch, heads, 1, shape.slots), jnp.bool_)
+    masks = {
+        "keys": (1, 1), "both": (1, 1), "keys per head": (shape.kv_heads, 1),
+        "keys per query": (1, shape.queries),
+    }  # fmt: skip
+    axes = masks.get(shape.visible)
+    mask = None if axes is None else struct((shape.batch, *axes, shape.slots), jnp.bool_)
     lengths = struct((shape.batch, shape.kv_heads), jnp.int32)
     seen = [mask, lengths if shape.visible in ("lengths", "both") else None]
     return {"attention": [q, k, k], "received": [q, k, lse, weight], "head_mean": [q, k, lse]}[of] + seen
 
 
-@pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes([*reversed(MODELS.values()), *SMALL], 4))
+@pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes([*reversed(SHARED), *SMALL], 4))
 @pytest.mark.parametrize("of", OPERATIONS)
 def test_compiles_for_tpu_v5e_if_libtpu_is_installed(of, shape, dtype, optimised):
     q, _, *rest = abstract(of, shape, dtype)
@@ -248,9 +273,17 @@ def test_compiles_for_tpu_v5e_if_libtpu_is_installed(of, shape, dtype, optimised
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-@pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes([*MODELS.values(), *SMALL[:6]], 4))
+@pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes([*SHARED, *SMALL[:6]], 4))
 @pytest.mark.parametrize("of", OPERATIONS)
 def test_lowers_for_cuda(of, shape, dtype):
     with ahead_of_time.h100():
         traced = jax.jit(OPERATIONS[of].kernels["cuda"]).trace(*abstract(of, shape, dtype))
+        assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+def test_masks_that_differ_between_queries_lower_for_cuda():
+    (shape,) = ENTERING.values()
+    with ahead_of_time.h100():
+        traced = jax.jit(ATTENTION.kernels["cuda"]).trace(*abstract("attention", shape, jnp.bfloat16))
         assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -29,6 +29,7 @@ from dllm_jax.training.setup import prepare
 from dllm_jax.training.state import abstract_state, step
 from pallas_kernels import Implementation
 from pallas_kernels.attention.xla import AGAIN
+from pallas_kernels.evidence import known
 
 COPY = 2**20  # bytes: smaller copies are of activations or indices
 TRAINING = "training"
@@ -50,7 +51,7 @@ class Setting:
       tp: Number of chips that share each layer.
       dp: Number of chips that share the batch.
       dtype: Dtype of the weights.
-      implementation: Kernels of attention, eviction and experts.
+      implementation: Kernels of attention, eviction and experts; "shipped" is what `dj.load` chooses.
       separate_layers: Whether layers are separate arrays (`dj.load`).
       weights: "int8" for int8 weight quantization (`dj.load`); the roofline stays that of `dtype`.
       widths: Static widths of partial steps (`dj.generate`).
@@ -66,7 +67,7 @@ class Setting:
     tp: int = 1
     dp: int = 1
     dtype: str = "bfloat16"
-    implementation: Implementation | None = None
+    implementation: Implementation | Literal["shipped"] | None = None
     separate_layers: bool | None = None
     weights: Literal["int8"] | None = None
     widths: tuple[int, ...] | None = None
@@ -106,9 +107,8 @@ class Case(Setting):
 def compile_case(case: Case) -> tuple[dict[str, Any], str]:
     """A row of results with the fields of the case, and the optimised program; raises as compilers do."""
     mesh = case.on.mesh(case.dp, case.tp)
-    model = dj.abstract(
-        case.spec, case.dtype, mesh, case.implementation or "xla", case.separate_layers, case.weights
-    )
+    asked = known(mesh.devices.flat[0]) if case.implementation == "shipped" else case.implementation
+    model = dj.abstract(case.spec, case.dtype, mesh, asked or "xla", case.separate_layers, case.weights)
     # Traced, lowered and compiled for a platform that is not there; nothing is run.
     before = _cpu_seconds()
     if case.policy == TRAINING:

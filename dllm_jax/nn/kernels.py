@@ -30,10 +30,12 @@ class Kernels:
     rules: MeshRules | None = None
 
     @property
-    def by_cudnn(self) -> bool:
-        """Whether attention on GPUs is cuDNN's, of the calls that it takes."""
-        entries = self.implementation if isinstance(self.implementation, tuple) else ()
-        return self.implementation == "cudnn" or any(entry.implementation == "cudnn" for entry in entries)
+    def pairs_as_named_on_cuda(self) -> bool:
+        """Whether attention on GPUs reads KV pairs as they are named, as cuDNN and our kernel do."""
+        if not isinstance(self.implementation, tuple):
+            return self.implementation in ("cudnn", "pallas")
+        of_attention = (e for e in self.implementation if (e.operation, e.platform) == ("attention", "cuda"))
+        return any(entry.implementation != "xla" for entry in of_attention)
 
     def run(self, operation: Operation, *arrays: Any, **options: Any) -> Any:
         """The operation on whole arrays; over a mesh each device computes its sequences and heads.

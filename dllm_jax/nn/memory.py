@@ -31,12 +31,13 @@ def same_in_all_loops(
 ) -> Float[Array, "*n b s k d"]:
     """Stored keys or values, in the one order of axes in which every loop reads and writes them.
 
-    Heads first, as XLA's attention and kernels read them. As named on GPUs if attention is cuDNN's, whether
-    or not it takes every call; and on TPUs if single positions are written (`scattered`), whose scatter would
-    copy the stack into that order and back. CPUs keep their own order through a loop.
+    Heads first, as XLA's attention and kernels for TPUs read them. As named on GPUs if attention is cuDNN's
+    or our kernel's, whether or not it takes every call; and on TPUs if single positions are written
+    (`scattered`), whose scatter would copy the stack into that order and back. CPUs keep their own order
+    through a loop.
     """
     on_tpu = _as_named if scattered else _heads_first
-    on_cuda = _as_named if kernels.by_cudnn else _heads_first
+    on_cuda = _as_named if kernels.pairs_as_named_on_cuda else _heads_first
     order = lambda x: jax.lax.platform_dependent(x, tpu=on_tpu, cuda=on_cuda, default=lambda x: x)
     return _on_each_device(order, x, kernels.rules, "nbskd"[-x.ndim :])
 

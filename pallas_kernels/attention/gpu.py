@@ -8,12 +8,12 @@ Programs run in no order and share nothing, so each walks by itself over what it
 | `received` | sequence, KV head, slot tile | walks over the queries with its 64 keys |
 | `head_mean` | sequence, query tile, slot tile | walks over the KV heads for its positions and 64 slots |
 
-K and V are read heads first, as they lie in memory, and only up to the last visible slot. Triton checks no
-bounds: what a BlockSpec lays out is filled up to whole tiles, and everything else is loaded under a mask.
+K and V are read as they are named, which is how they lie in memory where this kernel or cuDNN is chosen
+(`dllm_jax.nn.memory`), and only up to the last visible slot. Triton checks no bounds: what a BlockSpec lays
+out is filled up to whole tiles, and everything else is loaded under a mask.
 
-Faster than cuDNN for 32 queries on an H100, slower for a thousand (docs/background/performance.md). Right on
-an H100 with jax 0.11.2 at small shapes (`dllm_jax check --quick`). Pallas' Triton backend is deprecated since
-jax 0.11, and Mosaic GPU, which replaces it, wants another kernel.
+Faster than cuDNN for the queries of a block, slower for a thousand (docs/background/performance.md). Pallas'
+Triton backend is deprecated since jax 0.11, and Mosaic GPU, which replaces it, wants another kernel.
 """
 
 import functools
@@ -42,6 +42,7 @@ TILE = 64  # slots
 LEAST_QUERIES, MOST_QUERIES = 16, 64  # of a tile; 16 is what tensor cores take at least
 WIDTHS = (16, 32, 64, 128)
 PROGRAMS = 256  # about two for each processor of an H100
+MASKED_QUERIES = 128  # that may differ in what they see: masks of whole canvases would take gigabytes
 WHOLE = pl.BlockSpec()  # an array that a program loads parts of by itself
 
 
@@ -57,9 +58,9 @@ def attention(
 
     Raises:
       NotImplementedError: heads not 16, 32, 64 or 128 wide, no slots, no queries, a mask that differs between
-        query positions, or other dtypes than float32 and bfloat16, or two of them.
+        more than 128 query positions, or other dtypes than float32 and bfloat16, or two of them.
     """
-    check_supported(WIDTHS, k, mask, lengths, q=q, v=v)
+    check_supported(WIDTHS, k, mask, lengths, MASKED_QUERIES, q=q, v=v)
     batch, slots, kv_heads, head = k.shape
     ends, visible = extent(k, mask, lengths)
     grouped = by_kv_head(q, kv_heads)
@@ -77,9 +78,9 @@ def attention(
     of_queries = pl.BlockSpec((1, 1, query_tile, head), lambda n, b, h, i: (b, h, i, 0))
     part = lambda width: pl.BlockSpec((1, 1, 1, query_tile, width), lambda n, b, h, i: (n, b, h, i, 0))
     sums = jax.eval_shape(functools.partial(OnlineSoftmax.empty, grouped.shape))
-    others = [_heads_first(k), _heads_first(v), ends] + ([] if visible is None else [visible[:, :, 0]])
+    others = [k, v, ends] + ([] if visible is None else [visible.astype(jnp.int8)])
     parts = pl.pallas_call(
-        functools.partial(_attention, each=each),
+        functools.partial(_attention, each=each, queries=q.shape[1]),
         grid=(ranges, batch, kv_heads, query_tiles),
         in_specs=[of_queries, *[WHOLE] * len(others)],
         out_specs=[part(x.shape[-1]) for x in sums],
@@ -94,17 +95,19 @@ def attention(
     return with_layout_constraint(out, Layout((0, 1, 2, 3))), lse
 
 
-def _attention(q_ref, k_ref, v_ref, ends_ref, *rest, each):
+def _attention(q_ref, k_ref, v_ref, ends_ref, *rest, each, queries):
     """The online softmax of one tile of queries over one range of slots, `each` tiles or up to the end."""
     *mask_ref, top_ref, total_ref, sum_ref = rest
-    n, b, h = (pl.program_id(axis) for axis in range(3))
+    n, b, h, i = (pl.program_id(axis) for axis in range(4))
     q = q_ref[0, 0]
+    # Query positions of the tile's rows, of one query head after another.
+    position = (i * len(q) + jax.lax.broadcasted_iota(jnp.int32, (len(q), 1), 0)) % queries
 
     def add(j, sums):
-        visible, slots = _slots(b, h, j, ends_ref, mask_ref)
-        # Invisible slots may be NaN: they are not loaded, and are 0 instead.
-        load = lambda ref: plt.load(ref.at[b, h, slots, :], mask=visible[:, None], other=0.0)
-        return sums.add(scores(q, load(k_ref)), visible[None], load(v_ref))
+        visible = _visible(b, h, j, ends_ref, mask_ref, position)
+        # Slots that no row may attend to may be NaN: they are not loaded, and are 0 instead.
+        load = lambda ref: _pairs(ref, b, h, j, visible)
+        return sums.add(scores(q, load(k_ref)), visible, load(v_ref))
 
     last = jnp.minimum((n + 1) * each, pl.cdiv(ends_ref[b, h], TILE))
     sums = jax.lax.fori_loop(n * each, last, add, OnlineSoftmax.empty(q.shape))
@@ -133,7 +136,7 @@ def received(
     query_tile, filled = _padding(grouped.shape[2])
     operands = [filled(grouped), filled(lse_column(lse, kv_heads)), filled(weight)]
     count, tiles = operands[0].shape[2], pl.cdiv(slots, TILE)
-    others = [_heads_first(k), ends] + ([] if visible is None else [visible[:, :, 0]])
+    others = [k, ends] + ([] if visible is None else [visible.astype(jnp.int8)])
     specs = [
         # All queries of kv head h, and their log-sum-exp as a column.
         pl.BlockSpec((1, 1, count, head), lambda b, h, j: (b, h, 0, 0)),
@@ -165,7 +168,7 @@ def _received(q_ref, lse_ref, weight_ref, k_ref, ends_ref, *rest, query_tile):
         here = pl.ds(i * query_tile, query_tile)
         # Queries of weight 0 may be NaN: their attention weights become 0 before they are multiplied.
         weight = weight_ref[0, 0, here, :]
-        visible_and_sent = visible[None] & (weight != 0)
+        visible_and_sent = visible & (weight != 0)
         sent = weights(scores(q_ref[0, 0, here, :], k), lse_ref[0, 0, here, :], visible_and_sent)
         return total + jnp.sum(sent * weight, axis=0)
 
@@ -195,7 +198,7 @@ def head_mean(
     count, tiles = operands[0].shape[2], pl.cdiv(slots, TILE)
     # Queries of the i-th tile of positions, of all heads, and their log-sum-exp as a column.
     of_queries = lambda width: pl.BlockSpec((1, heads, query_tile, width), lambda b, i, j: (b, 0, i, 0))
-    others = [_heads_first(k), ends] + ([] if visible is None else [visible[:, :, 0]])
+    others = [k, ends] + ([] if visible is None else [visible.astype(jnp.int8)])
     found = pl.pallas_call(
         functools.partial(_head_mean, kv_heads=kv_heads),
         grid=(batch, count // query_tile, tiles),
@@ -219,35 +222,40 @@ def _head_mean(q_ref, lse_ref, k_ref, ends_ref, *rest, kv_heads):
     def add(h, total):
         k, visible = _keys(b, h, j, k_ref, ends_ref, mask_ref)
         for head in (h * groups + group for group in range(groups)):
-            total += weights(scores(q_ref[0, head], k), lse_ref[0, head], visible[None])
+            total += weights(scores(q_ref[0, head], k), lse_ref[0, head], visible)
         return total
 
     zeros = jnp.zeros(out_ref.shape[1:], jnp.float32)
     out_ref[0] = jax.lax.fori_loop(0, kv_heads, add, zeros) / q_ref.shape[1]
 
 
-def _slots(b, h, j, ends_ref, mask_ref):
-    """Marks the slots of tile j that are visible to KV head h, [t], and locates them.
+def _visible(b, h, j, ends_ref, mask_ref, position):
+    """Marks the slots of tile j that rows of KV head h may attend to, [n t] or [1 t].
 
-    `mask_ref` is a list of one reference, or empty where there is no mask.
+    `mask_ref` is a list of one reference, or empty where there is no mask; `position` are the query positions
+    of the rows, [n 1].
     """
-    here = pl.ds(j * TILE, TILE)
-    visible = j * TILE + jax.lax.broadcasted_iota(jnp.int32, (TILE,), 0) < ends_ref[b, h]
+    slots = j * TILE + jax.lax.broadcasted_iota(jnp.int32, (1, TILE), 1)
+    visible = slots < ends_ref[b, h]
     for ref in mask_ref:
-        own = h * int(ref.shape[1] > 1)  # one line for all kv heads, or one for each
-        visible = visible & (plt.load(ref.at[b, own, here], mask=visible, other=0) != 0)
-    return visible, here
+        own = h * int(ref.shape[1] > 1)  # one mask for all kv heads, or one for each
+        row = position if ref.shape[2] > 1 else 0
+        asked = jnp.broadcast_to(visible, jnp.broadcast_shapes(jnp.shape(row), visible.shape))
+        visible = asked & (plt.load(ref.at[b, own, row, slots], mask=asked, other=0) != 0)
+    return visible
 
 
 def _keys(b, h, j, k_ref, ends_ref, mask_ref):
-    """Keys of tile j, 0 where invisible, and which slots are visible."""
-    visible, here = _slots(b, h, j, ends_ref, mask_ref)
-    return plt.load(k_ref.at[b, h, here, :], mask=visible[:, None], other=0.0), visible
+    """Keys of tile j, 0 where invisible, and which slots are visible, [1 t]."""
+    visible = _visible(b, h, j, ends_ref, mask_ref, 0)
+    return _pairs(k_ref, b, h, j, visible), visible
 
 
-def _heads_first(pairs: Float[Array, "b s k d"]) -> Float[Array, "b k s d"]:
-    """Keys or values as they lie in GPUs' memory (`dllm_jax.nn.memory`), so that nothing is copied."""
-    return jnp.swapaxes(pairs, 1, 2)
+def _pairs(ref, b, h, j, visible):
+    """Keys or values of tile j, [t d], 0 where no row may attend to them."""
+    several = len(visible) > 1
+    wanted = jnp.max(visible.astype(jnp.int32), axis=0) != 0 if several else visible.reshape(TILE)
+    return plt.load(ref.at[b, pl.ds(j * TILE, TILE), h, :], mask=wanted[:, None], other=0.0)
 
 
 def _padding(queries: int):

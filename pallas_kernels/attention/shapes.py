@@ -9,8 +9,8 @@ class Shape(NamedTuple):
     Attributes:
       batch, queries, heads, kv_heads, head: Sizes of the queries [b q h d].
       slots: Number of slots s of the keys and values [b s k d].
-      visible: Restriction of the slots: nothing, a mask [b 1 1 s], one per KV head [b k 1 s], lengths [b k],
-        or both.
+      visible: Restriction of the slots: nothing, a mask [b 1 1 s], one per KV head [b k 1 s], one per query
+        position [b 1 q s] (statistics take none), lengths [b k], or both.
     """
 
     batch: int
@@ -19,7 +19,7 @@ class Shape(NamedTuple):
     kv_heads: int
     head: int
     slots: int
-    visible: Literal["all", "keys", "keys per head", "lengths", "both"] = "all"
+    visible: Literal["all", "keys", "keys per head", "keys per query", "lengths", "both"] = "all"
 
 
 SMALL = [  # interpreted on a CPU; the first three in every test run
@@ -37,4 +37,6 @@ DECODING = {  # 32 queries of each sequence
     "llada-8b, MaskKV, batch 8": Shape(8, 32, 32, 32, 128, 1312, "keys per head"),
     "dream-7b, batch 8": Shape(8, 32, 28, 4, 128, 4352, "lengths"),
 }
-MODELS = {**DECODING, "llada-8b, prompt 4096, first step": Shape(1, 4352, 32, 32, 128, 4352)}
+# A finished block of 32 and the next one, which alone may see all of them.
+ENTERING = {"sdar-8b, prompt 4096, entering a block": Shape(1, 64, 32, 8, 128, 4224, "keys per query")}
+MODELS = {**DECODING, **ENTERING, "llada-8b, prompt 4096, first step": Shape(1, 4352, 32, 32, 128, 4352)}

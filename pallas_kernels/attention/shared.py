@@ -21,13 +21,14 @@ def check_supported(
     k: Float[Array, "b s k d"],
     mask: Mask | None,
     lengths: Int[Array, "b k"] | None,
+    masked_queries: int = 1,
     **others: Float[Array, "..."],
 ) -> None:
     """Refuses what a kernel for these head widths does not support.
 
     Raises:
       NotImplementedError: other dtypes than float32 and bfloat16, or two of them; another head width, no
-        slots, no queries, or a mask that differs between query positions.
+        slots, no queries, or a mask that differs between more than `masked_queries` query positions.
       ValueError: shapes that do not go together.
     """
     check_shapes(others["q"], k, mask, lengths)
@@ -42,13 +43,13 @@ def check_supported(
         raise NotImplementedError("no slots")
     if not arrays["q"].shape[1]:
         raise NotImplementedError("no queries")
-    if mask is not None and mask.shape[2] != 1:
+    if mask is not None and mask.shape[2] > masked_queries:
         raise NotImplementedError("the mask differs between query positions")
 
 
 def extent(
     k: Float[Array, "b s k d"], mask: Mask | None, lengths: Int[Array, "b k"] | None
-) -> tuple[Int[Array, "b k"], Int[Array, "b #k 1 s"] | None]:
+) -> tuple[Int[Array, "b k"], Int[Array, "b #k #q s"] | None]:
     """The slots that kernels must look at.
 
     Returns:
@@ -61,7 +62,7 @@ def extent(
     mask = jnp.broadcast_to(mask, (batch, *mask.shape[1:]))
 
     # Tiles beyond the last visible slot are never loaded, whether lengths or a mask hide them.
-    last = jnp.max(jnp.where(mask[:, :, 0], jnp.arange(1, slots + 1), 0), axis=2)
+    last = jnp.max(jnp.where(jnp.any(mask, axis=2), jnp.arange(1, slots + 1), 0), axis=2)
     return jnp.minimum(ends, last).astype(jnp.int32), mask.astype(jnp.int32)
 
 
@@ -130,7 +131,7 @@ class OnlineSoftmax(NamedTuple):
         return cls(jnp.full(column, LOWEST, jnp.float32), zeros(column), zeros(shape))
 
     def add(
-        self, scores: Float[Array, "n t"], visible: Bool[Array, "1 t"], v: Float[Array, "t d"]
+        self, scores: Float[Array, "n t"], visible: Bool[Array, "#n t"], v: Float[Array, "t d"]
     ) -> "OnlineSoftmax":
         """The sums with one more tile of slots.
 
