@@ -11,7 +11,8 @@ tiles there can be at most does not; the programs of those that there are not en
 | `experts_gated` | columns, tile | walks over the tokens' width with its columns of gate and up |
 | `experts_down` | columns, tile | walks over the experts' width with its columns of down |
 
-Right on an H100 with jax 0.11.2 at small shapes (`dllm_jax check --quick`); its speed is not measured.
+Right on an H100 and an H200 with jax 0.11.2 at small shapes (`dllm_jax check --quick`), and faster than XLA's
+form at every measured shape (docs/background/performance.md).
 Pallas' Triton backend is deprecated since jax 0.11, and Mosaic GPU, which replaces it, wants another kernel.
 """
 
