@@ -1,5 +1,8 @@
 """Converts a Hugging Face checkpoint for dllm_jax."""
 
+from dllm_jax.command_line import PATHS, plain_errors, run  # first: Ctrl-C in what follows is one line
+
+# isort: split
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -7,7 +10,6 @@ import tyro
 
 from dllm_jax.checkpoint import convert
 from dllm_jax.checkpoint.dtypes import DtypeName
-from dllm_jax.command_line import PATHS, plain_errors, run
 
 
 def main(

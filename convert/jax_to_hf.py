@@ -1,12 +1,14 @@
 """Writes a converted checkpoint back as a Hugging Face directory, every tensor bit for bit."""
 
+from dllm_jax.command_line import PATHS, plain_errors, run  # first: Ctrl-C in what follows is one line
+
+# isort: split
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from dllm_jax.checkpoint import export
-from dllm_jax.command_line import PATHS, plain_errors, run
 from dllm_jax.options import PositiveFloat, check_argument
 
 

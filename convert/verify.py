@@ -1,5 +1,8 @@
 """Compares a checkpoint with the hashes that were kept of it, or two checkpoints by tensors and logits."""
 
+from dllm_jax.command_line import PATHS, plain_errors, run  # first: Ctrl-C in what follows is one line
+
+# isort: split
 import dataclasses
 import os
 from typing import Annotated, NamedTuple
@@ -17,7 +20,6 @@ from dllm_jax.checkpoint.loading import fill
 from dllm_jax.checkpoint.names.table import own_axes
 from dllm_jax.checkpoint.sharded import Source
 from dllm_jax.checkpoint.source import locate, open_checkpoint, read
-from dllm_jax.command_line import PATHS, plain_errors, run
 from dllm_jax.nn.int8 import HostArray, Int8Matrix, dequantise
 from dllm_jax.nn.model import Model, forward
 from dllm_jax.nn.sharding import OUTPUTS

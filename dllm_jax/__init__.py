@@ -5,11 +5,14 @@ Axes, used in every annotation and einsum: `b` batch, `l` canvas positions, `c` 
 `f` MLP width, `v` vocabulary, `n` layers, `t` denoising steps, `e` experts, `i` an expert's width.
 """
 
+# isort: off
+
+# First of all: Ctrl-C during what follows ends a command in one line
+from dllm_jax import starting as _starting  # noqa: F401
+
 import importlib
 import importlib.metadata
 from typing import TYPE_CHECKING, Any
-
-# isort: off
 
 # Models
 from dllm_jax.checkpoint import load, load_tokenizer, save_hf

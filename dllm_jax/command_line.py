@@ -15,7 +15,9 @@ from typing import NoReturn
 import jax
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-INTERRUPTED, BROKEN_PIPE = 130, 141  # exit status of a program that SIGINT or SIGPIPE ended, as in shells
+from dllm_jax import starting
+
+INTERRUPTED, BROKEN_PIPE = starting.STATUS, 141  # exit status of what SIGINT or SIGPIPE ended, as in shells
 PATHS = ConstructorRegistry()  # `registry` of every tyro.cli: a shell leaves the `~` of --out=~/runs as it is
 
 
@@ -105,6 +107,7 @@ def run(main: Callable[[], object], interrupted: str = "interrupted") -> NoRetur
     """
     try:
         with wrapped_help(), plain_errors(interrupted):
+            starting.raise_again()
             returned = main()
             status = returned if isinstance(returned, int) else 0
         sys.stdout.flush()

@@ -20,7 +20,7 @@ LEFT_OUT: dict[str, str] = {
         test_release.py::test_works_outside_the_checkout
         test_training_mesh.py
         test_training_run.py::test_a_reader_that_stops_ends_a_command_without_a_traceback
-        test_training_run.py::test_an_interrupted_command_ends_without_the_clean_up_that_could_crash
+        test_training_run.py::test_an_interrupted_command_*
         test_watch.py::test_a_browser_*
     """,
     "Runs a page or an example; what it calls has tests of its own.": """
