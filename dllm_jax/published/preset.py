@@ -1,8 +1,11 @@
 """Published settings of decoding and of policies, and the files of the latter (`configs/policies/*.toml`)."""
 
 import dataclasses
+import functools
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from typing_extensions import override
@@ -65,12 +68,13 @@ class Preset(Recipe):
         return {"policy": self.policy, **super().options()}
 
 
-def read(path: Path) -> dict[str, Preset]:
+def read(path: Path) -> Mapping[str, Preset]:
     """Reads the presets of a file, see `parse`."""
     return parse(path.read_text(encoding="utf-8"), path.name)
 
 
-def parse(text: str, name: str) -> dict[str, Preset]:
+@functools.lru_cache(maxsize=64)
+def parse(text: str, name: str) -> Mapping[str, Preset]:
     """Reads the presets of a file's text, by "checkpoint/task".
 
     A file names its paper and holds a list of settings: each has `checkpoints`, fields of `Preset` (policy
@@ -96,7 +100,7 @@ def parse(text: str, name: str) -> dict[str, Preset]:
                 if known in found:
                     raise ValueError(f"{name}: {known} is given twice")
                 found[known] = preset
-    return found
+    return MappingProxyType(found)
 
 
 def _preset(paper: str, fields: dict[str, Any], where: str) -> Preset:

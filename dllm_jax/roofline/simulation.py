@@ -16,6 +16,7 @@ from dllm_jax.nn.mesh import number_modes
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies import D2Cache, Policy
 from dllm_jax.policies.in_blocks import for_model
+from dllm_jax.policies.parts.prompt_eviction import PromptEviction
 from dllm_jax.roofline.steps import Assumed, Setting, Step
 from dllm_jax.roofline.traffic import assumed_statistics, drift_widens, extra_traffic
 from dllm_jax.samplers import Confidence
@@ -23,7 +24,6 @@ from dllm_jax.samplers.free_dave import Drafting
 from dllm_jax.samplers.transfer import even_schedule
 from dllm_jax.state.canvas import Canvas, begin, write
 from dllm_jax.state.layout import Layout
-from dllm_jax.state.selection import best
 
 MOST = 32  # traced numbers of a policy
 
@@ -46,8 +46,9 @@ def schedule(
     drafting = Drafting(assumed.branches, eager=False, subset=False, skips=False)
     drafted = drafted_width(policy, spec, layout, drafting) if assumed.branches > 1 else 0
     counts: dict[Step, float] = collections.defaultdict(int)
+    of_width = functools.cache(lambda selected: at.step(policy, selected))
     for index, selected in enumerate(selected_positions(policy, spec, layout, assumed).tolist()):
-        step = extra_traffic(policy, at, at.step(policy, selected), index)
+        step = extra_traffic(policy, at, of_width(selected), index)
         if selected > drafted:
             counts[step] += 1
         else:
@@ -71,6 +72,12 @@ def selected_positions(policy: Policy, spec: ModelSpec, layout: Layout, assumed:
     # Without a cache every step computes the canvas, and there is nothing to simulate.
     if not policy.stores(spec):
         return np.full(layout.steps, layout.length)
+    # Selections do not depend on what heads keep of a prompt: policies that differ in it share a simulation.
+    usual = {field.name: field.default for field in dataclasses.fields(PromptEviction)}
+    if isinstance(policy, PromptEviction) and not spec.block_size:
+        alike = dataclasses.replace(policy, **usual)
+        if alike != policy:
+            return selected_positions(alike, spec, layout, assumed)
     # Numbers go in as vectors of one length, so that policies that select alike have one program.
     leaves, structure = jax.tree.flatten(policy)
     kinds = [np.zeros(MOST, kind) for kind in (np.int32, np.float32)]
@@ -114,16 +121,18 @@ def _simulate(policy: Policy, spec: ModelSpec, layout: Layout, prompt: Int[Array
     start = begin(tokens[None], position[None] < prompt + layout.length, spec, layout)
 
     def step(canvas: Canvas, _):
+        canvas = advance(canvas, policy, sampler, False)
         # What can be decoded is what the policy offers; the leftmost masks are taken first.
-        leftmost = jnp.where(policy.eligible(canvas), -canvas.position.astype(jnp.float32), -jnp.inf)
-        chosen = best(leftmost, even_schedule(canvas))
-        order = jnp.where(chosen, jnp.cumsum(chosen, axis=1) - 1, -1)
+        eligible = policy.eligible(canvas)
+        rank = jnp.cumsum(eligible, axis=1)
+        chosen = eligible & (rank <= even_schedule(canvas)[:, None])
+        order = jnp.where(chosen, rank - 1, -1)
         selected = canvas.without_final(
             policy.select(cache, dataclasses.replace(canvas, planned_order=order))
         )
-        after = advance(write(canvas, chosen, jnp.full_like(canvas.tokens, word)), policy, sampler, False)
+        after = write(canvas, chosen, jnp.full_like(canvas.tokens, word))
         return after, jnp.sum(selected & canvas.active[:, None])
 
     # A causal pass decodes one token, whatever the schedule wants: a block may take a step more.
     most = layout.scheduled_steps + layout.blocks * spec.causal_context
-    return jax.lax.scan(step, advance(start, policy, sampler, False), length=most)[1]
+    return jax.lax.scan(step, start, length=most)[1]

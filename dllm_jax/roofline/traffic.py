@@ -54,12 +54,17 @@ def _of_the_policy_on_fewer_positions(policy: p.SuffixDropout, shared: Any) -> A
     return assumed_statistics(policy.policy, shared)
 
 
+@functools.lru_cache(maxsize=64)
+def _slots(policy: p.SparseDLLM, at: Setting) -> int:
+    """Slots of the storage, read off its shape, which is the policy's own arithmetic."""
+    made = jax.eval_shape(lambda: policy.init(at.spec, at.layout, 1, jnp.bfloat16))
+    return made.layers.k.shape[2]
+
+
 @extra_traffic.register
 def _sparse(policy: p.SparseDLLM, at: Setting, step: Step, index: int) -> Step:
     """The block attends to what is stored and to itself; full steps read keys for scores, extract pairs."""
-    # The number of kept pairs is read off the shape of the storage, which is the policy's own arithmetic.
-    made = jax.eval_shape(lambda: policy.init(at.spec, at.layout, 1, jnp.bfloat16))
-    slots, block = made.layers.k.shape[2], at.layout.block
+    slots, block = _slots(policy, at), at.layout.block
     stored = slots - block
     if not step.full:
         return Step(False, block, slots, block, block)
