@@ -107,7 +107,8 @@ class _Program:
 
 @functools.lru_cache(maxsize=64)
 def _compiled(program: _Program) -> jax.stages.Compiled:
-    return program.lowered.compile()
+    # It runs for milliseconds and compiles for a second: half of that with optimisations.
+    return program.lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
 
 
 def _simulate(policy: Policy, spec: ModelSpec, layout: Layout, prompt: Int[Array, ""]) -> Int[Array, "t"]:
