@@ -108,7 +108,7 @@ class _Program:
 @functools.lru_cache(maxsize=64)
 def _compiled(program: _Program) -> jax.stages.Compiled:
     # It runs for milliseconds and compiles for a second: half of that with optimisations.
-    return program.lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
+    return program.lowered.compile(compiler_options={"xla_backend_optimization_level": "0"})
 
 
 def _simulate(policy: Policy, spec: ModelSpec, layout: Layout, prompt: Int[Array, ""]) -> Int[Array, "t"]:
