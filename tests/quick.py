@@ -126,6 +126,7 @@ LEFT_OUT: dict[str, str] = {
         test_goldens.py::test_conforms[llada-v-generate/*]
         test_goldens.py::test_conforms[llada2-forward/*]
         test_goldens.py::test_conforms[maskkv-scores/*]
+        test_goldens.py::test_conforms[s2d2-fast-dllm-v2/*]
         test_goldens.py::test_conforms[sdar-forward/*]
     """,
     "Further checks of a policy or a sampler; its recording and test_policies.py check what it does.": """

@@ -15,7 +15,7 @@ from tests.policy_cases import EXHAUSTIVE
 HERE = Path(__file__).parent
 SAME_METHOD = {  # recordings that may be left out, since these others are kept
     "fast-dllm-v2-forward": "fast-dllm-v2-generate", "llada-moe-forward": "llada-moe-generate",
-    "freedave-sdar": "freedave-llada",
+    "freedave-sdar": "freedave-llada", "s2d2-fast-dllm-v2": "fast-dllm-v2-generate",
     "llada-v-generate": "llada-v-vision", "llada2-forward": "llada2-generate", "maskkv-scores": "maskkv",
     "sdar-forward": "sdar-generate",
 }  # fmt: skip
@@ -57,8 +57,8 @@ def test_every_policy_sampler_family_and_recorded_method_is_kept(collected, kept
     assert {type(policy).__name__ for policy in dj.policies.ALL} <= cases(kept, "test_policy")
     kinds = [kind for kind in vars(dj.samplers).values() if isinstance(kind, type)]
     samplers = {kind.__name__ for kind in kinds if issubclass(kind, dj.samplers.Sampler)}
-    # Bases, and those of test_samplers_wino.py, test_samplers_free_dave.py and test_causal_context.py.
-    of_their_own = {"Sampler", "UntilDone", "WINO", "FreeDave", "Autoregressive", "SelfSpeculation"}
+    # Bases, and those of test_causal_context.py and of test_samplers_wino.py, _free_dave.py and _s2d2.py.
+    of_their_own = {"Sampler", "UntilDone", "WINO", "FreeDave", "S2D2", "Autoregressive", "SelfSpeculation"}
     assert samplers - of_their_own <= cases(kept, "test_sampler")
     assert "test_what_every_sampler_owes" in {item.originalname for item in kept}, "WINO"
     methods = lambda items: {

@@ -57,6 +57,7 @@ CASES = [
     (policies.SuffixDropout(keep=policies.UniformDropout(4, 2, seed=3)), samplers.Confidence()),
     (SparseBlocks(0.5, delay=2), samplers.Confidence()),
     (policies.Policy(), samplers.SelfSpeculation(block=4, threshold=0.25)),
+    (policies.Policy(), samplers.S2D2(threshold=0.25, gamma=0.75, temperature=0.7)),
 ]
 OF_ALL_TYPES = 1, 0.75, np.float64(0.25), jnp.float32(0.5), *np.linspace(0, 0.9, 6)
 doubtful = lambda n: samplers.WINO(wide_in=0.0, narrow_out=n, fewest=2)
@@ -71,7 +72,8 @@ def model_of(policy, sampler) -> dj.Model:
     """A model that a case runs on."""
     if sampler.drafts:
         return tiny("nemotron")
-    return tiny("sdar" if isinstance(policy, SparseBlocks) else "llada")
+    blocks = isinstance(policy, SparseBlocks) or sampler.verifies_causally
+    return tiny("sdar" if blocks else "llada")
 
 
 def request(policy, sampler, **options) -> Request:

@@ -213,6 +213,11 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: 
         inputs.warn_of_idle_steps(layout.steps, positions, stacklevel=4)
     if asked.logprobs is not None and asked.logprobs > spec.vocab:
         raise ValueError(f"logprobs={asked.logprobs} must be at most the vocabulary's size, {spec.vocab}")
+    if asked.logprobs is not None and sampler.verifies_causally:
+        raise ValueError(
+            f"logprobs={asked.logprobs} is not supported by {type(sampler).__name__}: a token is drafted "
+            "from one distribution and accepted by another. Use Dynamic()."
+        )
     own = constraints_of(asked.constraints, sampler, spec, layout)
     for options in (policy, sampler, *own):
         check_numbers(options)
@@ -252,7 +257,7 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: 
 
     # Positions as the user counts them, without what a bucket adds on the left; then moved behind that.
     fitting = checked(asked.interventions, spec, batch, layout.length - extra, plan.step_limit)
-    if fitting and (sampler.verifies or asked.drafting is not None):
+    if fitting and (sampler.verifies or sampler.verifies_causally or asked.drafting is not None):
         what, by = ("FreeDave", "drafts") if asked.drafting else (type(sampler).__name__, "a shadow block")
         raise ValueError(
             f"interventions= is not supported by {what}: it verifies tokens by {by}, where they would not "

@@ -7,7 +7,8 @@ branches' residual stream after that of its rows. There are two kinds:
 - Drafts of `FreeDave`: the rows that the step computes, with further tokens unmasked. They share what the
   step attends to and does not compute.
 - WINO's shadow block: the current block, masked. A position attends to all that is read of the canvas except
-  the position that it stands for, so that its output predicts that position's token without seeing it.
+  the position that it stands for, so that its output predicts that position's token without seeing it. That
+  of S2D2 attends to what is in front of it alone, so that its output predicts the token after a draft.
 """
 
 import dataclasses
@@ -38,11 +39,13 @@ class Branches:
       tokens: Their input tokens.
       rows: Canvas positions that each of them stands for.
       blind: Whether a position attends to all of the canvas but itself; else to what is not among the rows.
+      causal: Whether a blind position attends to what is in front of it and to itself alone.
     """
 
     tokens: Int[Array, "b n w"]
     rows: Rows
     blind: bool = False
+    causal: bool = False
 
     @property
     def position(self) -> Int[Array, "b n_w"]:
@@ -77,7 +80,9 @@ class Branches:
         """Keys of the canvas that the positions attend to."""
         if self.blind:
             read = canvas.valid if cache.readable is None else cache.readable
-            return read[:, None, None, :] & (self.rows.index[:, None, :, None] != canvas.position)
+            own = self.rows.index[:, None, :, None]
+            seen = own > canvas.position if self.causal else own != canvas.position
+            return read[:, None, None, :] & seen
         mask, others = cache.attends(self.rows, canvas), ~self.rows.mask()[:, None, None]
         mask = others if mask is None else mask & others
         return mask if mask.shape[2] == 1 else self.each(mask, axis=2)
@@ -85,16 +90,23 @@ class Branches:
     def inside(self, cache: LayerCache, canvas: Canvas) -> Mask | None:
         """Keys of a branch that its own positions attend to; None for all of them."""
         if self.blind:
-            return None
+            alone = jnp.eye(self.tokens.shape[2], dtype=bool)[None, None]
+            return alone if self.causal else None
         return jnp.repeat(self.rows.keys(cache.attends(self.rows, canvas)), self.tokens.shape[1], axis=0)
 
 
 def check_policy(sampler: Sampler, policy: Policy):
-    """Raises ValueError if the sampler verifies tokens and the policy has a layer of its own.
+    """Raises ValueError if the sampler verifies, and the policy does not go with that.
 
+    A draft changes all of the block.
     A shadow position attends to the keys and values that the step itself attends to, which must be those of
     all positions, where the default layer leaves them.
     """
+    if sampler.verifies_causally and policy.reuses:
+        raise ValueError(
+            f"policy={type(policy).__name__}() is not supported by {type(sampler).__name__}: each step reads "
+            "the draft, or the masks in its place, in all of the block. Use Policy()."
+        )
     if sampler.verifies and not policy.only_sets:
         raise ValueError(
             f"{type(sampler).__name__} is not supported by {type(policy).__name__}: it verifies tokens "
@@ -113,13 +125,13 @@ def place_in_shadow(canvas: Canvas, index: Int[Array, "b c"]) -> Int[Array, "b c
     return jnp.clip(index - canvas.block_start[:, None], 0, canvas.layout.block - 1)
 
 
-def shadow_block(canvas: Canvas) -> Branches:
+def shadow_block(canvas: Canvas, causal: bool = False) -> Branches:
     """The current block of each sequence, masked, as its one branch."""
     # Behind the last block, where no sequence is active any more, positions would leave the canvas.
     position = canvas.block_start[:, None] + jnp.arange(canvas.layout.block, dtype=jnp.int32)
     position = jnp.minimum(position, canvas.layout.length - 1)
     masks = jnp.full_like(position, canvas.spec.mask_id)[:, None]
-    return Branches(masks, Rows(position, canvas.layout.length), blind=True)
+    return Branches(masks, Rows(position, canvas.layout.length), blind=True, causal=causal)
 
 
 def over_branches(

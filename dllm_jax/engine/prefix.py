@@ -130,6 +130,11 @@ def refusal(model: Model, policy: Policy, sampler: Sampler) -> str | None:
             f"prefix= is not supported by {type(policy).__name__}: it does not keep the KV pairs of all "
             "positions as the default layer does. Use Policy() or DualCache()"
         )
+    if sampler.verifies_causally:
+        return (
+            f"prefix= is not supported by {type(sampler).__name__}: with causal storage a prompt's keys and "
+            "values are others. Use Dynamic()"
+        )
     if not fixed_at(sampler.cfg_scale, 0):
         return (
             f"prefix= is not supported with cfg_scale={sampler.cfg_scale}: the second stream masks the prompt"

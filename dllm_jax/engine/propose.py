@@ -17,7 +17,11 @@ from dllm_jax.state.rows import Rows, compact, gather
 
 
 def propose(
-    generation: Generation, canvas: Canvas, rows: Rows, hidden: Float[Array, "streams_b q m"]
+    generation: Generation,
+    canvas: Canvas,
+    rows: Rows,
+    hidden: Float[Array, "streams_b q m"],
+    verifying: Bool[Array, "b"] | None = None,
 ) -> tuple[Candidates, Bool[Array, "b"], Bool[Array, "b"] | None, LogProbs | None]:
     """The candidates: scored positions whose predictor was computed, with tokens, scores and logits.
 
@@ -30,7 +34,8 @@ def propose(
       canvas: state before the step.
       rows: Positions that the conditional stream computed.
       hidden: the residual stream after the last layer, of all streams; after it that of the shadow block, if
-        the sampler verifies tokens, which are then candidates too.
+        the sampler verifies tokens, which are then candidates too, or a draft.
+      verifying: Sequences whose draft is verified (`Canvas.verifying`); None if the sampler makes none.
     """
     plan, spec, layout = generation.plan, canvas.spec, canvas.layout
     sampler = plan.sampler
@@ -46,6 +51,8 @@ def propose(
         holds_token = gather(decoded_in_block(canvas), index) & (index < layout.length)
     if sampler.verifies:
         slot = jnp.where(holds_token, rows.index.shape[1] + place_in_shadow(canvas, index), slot)
+    elif verifying is not None and not spec.shifted:
+        slot = jnp.where(verifying[:, None], rows.index.shape[1] + place_in_shadow(canvas, index), slot)
     logits = unembed(generation.model.params, spec, gather(hidden, repeat(slot, plan.streams)))
 
     # Classifier-free guidance: the two streams' logits are combined before anything looks at them.

@@ -179,29 +179,33 @@ def _step(
         return State(after, cache, select_positions(generation, cache, after), record, memory)
     canvas, plan = state.canvas, generation.plan
     policy, sampler = plan.policy, plan.sampler
-    streams = repeat(canvas, plan.streams)
+    read = canvas if plan.drafting is not None else sampler.read_as(canvas, state.memory)
+    streams = repeat(read, plan.streams)
 
     # The network runs over the selected positions; K/V of the others come from the policy's cache.
     rows = computed_rows(state.need, width, canvas.spec)
-    shadow = shadow_block(streams) if sampler.verifies else None
+    shadow = None
+    if sampler.verifies or (sampler.verifies_causally and not canvas.spec.shifted):
+        shadow = shadow_block(streams, sampler.verifies_causally)
     hidden, cache = network(generation, network_inputs(plan, streams), streams, rows, state.cache, shadow)
 
     # Candidates get a token and a score; the sampler decides which of the eligible ones are decoded now. What
     # layers let go has no output, and is no candidate.
     own = dataclasses.replace(rows, index=stream(rows.index, 0, plan.streams))
     ended = own if cache.no_output is None else own.where(~own.take(stream(cache.no_output, 0, plan.streams)))
-    candidates, finite, committed, found = propose(generation, canvas, ended, hidden)
-    index, _, score, _ = candidates
+    candidates, finite, committed, found = propose(generation, canvas, ended, hidden, read.verifying)
+    index, token, score, _ = candidates
     eligible = gather(offered_positions(policy, canvas), index)
     masks = candidates._replace(score=jnp.where(eligible, score, -jnp.inf))
     kept = state.memory if plan.drafting is None else ()
-    chosen, memory, revoked, keeps_block = sampler.decide(masks, kept, canvas, generation.noise)
+    chosen, memory, revoked, keeps_block, other = sampler.decide(masks, kept, canvas, generation.noise)
+    token = token if other is None else other
     if committed is not None:
         chosen |= committed[:, None] & (score > -jnp.inf)
         revoked = None if revoked is None else revoked & ~committed[:, None]
     place = places(index, canvas.layout.length)
     proposal = Proposal(
-        spread(candidates.token, place, canvas.spec.mask_id),
+        spread(token, place, canvas.spec.mask_id),
         spread(score.astype(jnp.float32), place, -jnp.inf),
     )
 

@@ -81,6 +81,10 @@ class Sampler(Options, abc.ABC):
     draft_adapter: ClassVar[bool] = False
     """Whether the model's LoRA adapters act in drafts alone, not in causal passes."""
 
+    verifies_causally: ClassVar[bool] = False
+    """Whether steps that `read_as` marks verify a draft: the logits of a mask are then those of a mask that
+    follows the draft (`engine.branches`), or with a shifted head of the token before it."""
+
     by_score: ClassVar[bool] = False
     """Whether `transfer` decides by the candidates' positions, tokens and scores, the canvas and the noise
     alone, not by their logits, and nothing is remembered: `FreeDave` can then draft its steps."""
@@ -103,6 +107,15 @@ class Sampler(Options, abc.ABC):
         It is in the loop's carry: arrays of fixed shapes, whose first axis is that of the sequences.
         """
         return ()
+
+    def read_as(self, canvas: Canvas, memory: PyTree) -> Canvas:
+        """The canvas as the network reads it in the coming step; the default is the canvas itself.
+
+        Args:
+          canvas: State before the step.
+          memory: State left by the last step's decision.
+        """
+        return canvas
 
     def decide(self, candidates: Candidates, memory: PyTree, canvas: Canvas, noise: Noise | None) -> Decision:
         """The decision of a step; the default is `transfer`, and remembers nothing.

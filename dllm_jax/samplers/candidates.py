@@ -32,9 +32,11 @@ class Decision(NamedTuple):
         else None.
       keeps_block: sequences that stay in the block even if nothing in it is masked, where the sampler edits
         (`Sampler.edits`); else None.
+      token: Tokens of the chosen candidates; None takes those of the candidates.
     """
 
     chosen: Bool[Array, "b c"]
     memory: PyTree
     revoked: Bool[Array, "b c"] | None = None
     keeps_block: Bool[Array, "b"] | None = None
+    token: Int[Array, "b c"] | None = None

@@ -55,6 +55,9 @@ class Canvas:
         edited. None if the sampler does not edit.
       forwards: network forwards each sequence has taken part in, of which one may verify several steps; None
         if each is one step.
+      causal_before: Position in front of which positions attend causally, where a sampler verifies
+        (`Sampler.read_as`); else None.
+      verifying: Sequences whose coming step verifies a draft, there; else None.
     """
 
     tokens: Int[Array, "b l"]
@@ -73,6 +76,8 @@ class Canvas:
     stored: Int[Array, "b"] | None = None
     keeps_block: Bool[Array, "b"] | None = None
     forwards: Int[Array, "b"] | None = None
+    causal_before: Int[Array, "b"] | None = None
+    verifying: Bool[Array, "b"] | None = None
 
     sources, due = Renamed("sources", "predicting_positions"), Renamed("due", "every_n_steps")
 
@@ -328,6 +333,10 @@ class Canvas:
             end = jnp.where(self.causal, rows.index + 1, self.block_end)
             return in_front_of(end, mask, self.layout.length)
         response = self.layout.response_start
+        if self.causal_before is not None:
+            end = block_start(rows.index, real, self.spec, response) + self.spec.block_size
+            end = jnp.where(rows.index < self.causal_before[:, None], rows.index + 1, end)
+            return in_front_of(end, mask, self.layout.length)
         # Padding, whose index is the length, may stand before the first row (`Rows.where`).
         first = jnp.min(rows.index, axis=1, keepdims=True) if rows.in_one_block else rows.index
         return block_causal(mask, self.spec, first, real, self.layout.length, response)

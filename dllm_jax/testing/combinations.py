@@ -34,7 +34,7 @@ SAMPLERS = (
     samplers.EBSampler(), samplers.PCSampler(EVEN), samplers.KLASS(), samplers.WINO(),
     samplers.CertaintyPrior(), samplers.Dynamic(), samplers.Sequential(), samplers.Edit(),
     samplers.DreamSchedule(), samplers.Autoregressive(), samplers.SelfSpeculation(block=6),
-    samplers.FreeDave(),
+    samplers.FreeDave(), samplers.S2D2(),
 )  # fmt: skip
 
 
@@ -94,7 +94,8 @@ def tables() -> str:
         # but those with blocks of their own or drafts, which go with few policies.
         found = {place: number(policy, samplers.RandomOrder(), place) for place in PLACES}
         asked = next(place for place, reason in found.items() if not reason)
-        others = [s for s in SAMPLERS if s.own_block is None and not isinstance(s, samplers.FreeDave)]
+        verifying = samplers.FreeDave | samplers.S2D2
+        others = [s for s in SAMPLERS if s.own_block is None and not isinstance(s, verifying)]
         alone = {_name(s) for s in others if asked != "LLaDA" and number(policies.Policy(), s, asked)}
         other = {_name(s): number(policy, s, asked) for s in others if _name(s) not in alone}
         refused = {name: reason for name, reason in other.items() if reason}

@@ -1,10 +1,11 @@
-"""Drafted and verified decoding: FreeDave."""
+"""Drafted and verified decoding: FreeDave and S2D2."""
 
 import dataclasses
 import functools
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import dllm_jax as dj
@@ -12,6 +13,9 @@ from dllm_jax import policies, samplers
 from dllm_jax.decoding.request import prepare
 from dllm_jax.engine.drafting import draft
 from dllm_jax.engine.generation import Generation
+from dllm_jax.samplers import Candidates
+from dllm_jax.samplers.filters import survivors
+from dllm_jax.samplers.s2d2 import first_run
 from tests.replay.case import Case
 from tests.replay.compare import closely, exactly
 from tests.replay.stepping import State, states, step_logits
@@ -130,4 +134,121 @@ def _with_tokens(state: State, tokens: np.ndarray) -> State:
     return state._replace(canvas=dataclasses.replace(state.canvas, tokens=tokens[None]))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CutVerifier(samplers.S2D2):
+    """Cuts what verifies and routes by top-p, but not what drafts are drawn from (Fast-dLLM v2)."""
+
+    cut: float = 1.0
+
+    def _cut(self, logits):
+        return jnp.where(survivors(logits, self.cut, None), logits, -jnp.inf)
+
+    def chance(self, logits):
+        return super().chance(self._cut(logits))
+
+    def verify(self, draft, log_p, verifier, canvas, noise):
+        return super().verify(
+            draft, log_p, verifier._replace(logits=self._cut(verifier.logits)), canvas, noise
+        )
+
+
+def s2d2(case: Case):
+    """Every draft and what is accepted of it, with recorded draws."""
+    s, arrays, recorded = case.settings, case.arrays, case.arrays["tokens"]
+    prompt, size, n = arrays["prompt"].shape[1], s["block_length"], len(arrays["verified"])
+    s.describes(
+        "gen_length", "nfe_never_verifying", "equals_autoregressive", "models", "temperature", "answer"
+    )
+    sampler, length = _s2d2(s), recorded.shape[2] - prompt
+    per_block = s.get("denoising_steps")
+    options = dict(length=length, sampler=sampler, block=s.get("sub_block", size))
+    options |= {} if per_block is None else dict(steps=per_block * -(-length // size))
+    model = case.model(block_size=size)
+
+    # With a shifted head the first token of a block takes a step of its own, whose token is recorded.
+    starts = np.append(arrays["rows"][:1, 0] if prompt % size else -1, arrays["rows"][:, 0])
+    opens = model.spec.shifted & (starts[1:] != starts[:-1])
+    drafts = np.cumsum(1 + opens + np.append(0, arrays["verified"][:-1])) - 1
+    noise = None if s["greedy"] else _draws(arrays, drafts, prompt + length + size - 1, model.spec.vocab)
+    ran = list(states(model, arrays["prompt"], noise=noise, widths=case.widths, **options))
+
+    shown = recorded.shape[2]
+    exactly("tokens", np.stack([ran[t].canvas.tokens for t in drafts])[..., :shown], recorded[:-1])
+    answer = arrays["answer"] if "answer" in arrays else recorded[-1]
+    last = drafts[-1] + 1 + arrays["verified"][-1]
+    last += answer.shape[1] % size == 1  # which ends with the first token of a block
+    exactly("answer", ran[last].canvas.tokens[:, : answer.shape[1]], answer)
+    denoising = [kind for kind in s["forwards"] if kind in ("draft", "verify")]
+    kinds = [kind for t in arrays["verified"] for kind in ("draft", "verify")[: 1 + t]]
+    exactly("forward passes", kinds, denoising)
+    for t in range(n):
+        before, draft = ran[drafts[t]], ran[drafts[t] + 1]
+        exactly(f"verified in step {t}", bool(draft.memory.verifying[0]), arrays["verified"][t])
+        _compare_draft(t, arrays, before, draft, sampler)
+        if arrays["verified"][t]:
+            _compare_verified(t, arrays, before, draft, ran[drafts[t] + 2], sampler)
+    if "autoregressive" in arrays:
+        out = dj.generate(model, arrays["prompt"], sampler=samplers.Autoregressive(), length=length)
+        exactly("autoregressive", out.tokens, arrays["autoregressive"])
+        exactly("equals autoregressive", (out.tokens == recorded[-1]).all(), s["equals_autoregressive"])
+
+
+def _s2d2(s) -> samplers.S2D2:
+    own = dict(threshold=s["confidence_threshold"], causal_storage=s["causal_storage"])
+    own |= dict(temperature=0.0 if s["greedy"] else 1.0, greedy_drafts=True, estimate=s["estimator"])
+    at, on, off, least = (
+        s[name] for name in ("score_threshold", "threshold_on", "threshold_off", "least_span")
+    )
+    on = on if at is None else at
+    own |= dict(on=on, off=off, cost=s["penalty"] or 0.0, least=least or 1)
+    own |= dict(per="sure" if s["score_kind"] == "dynamic" else "pass")
+    named = {"mask_span_length": on is None, "score_threshold": off is None, "score_hysteresis": True}
+    exactly("routing", named[s["policy"]], True)
+    return samplers.S2D2(**own) if (cut := s["top_p"]) == 1 else CutVerifier(cut=cut, **own)
+
+
+def _draws(arrays, drafts: np.ndarray, length: int, vocab: int) -> samplers.RecordedNoise:
+    """Draws of the verifying passes, each after its draft."""
+    steps = drafts[-1] + 2 + 2 * length
+    order, token = np.ones((steps, 1, length)), np.zeros((steps, 1, length, vocab))
+    rows = iter(arrays["gumbel"])
+    for t in np.flatnonzero(arrays["verified"]):
+        start, end = arrays["rows"][t]
+        order[drafts[t] + 1, 0, start:end] = np.nan_to_num(arrays["uniform"][t], nan=1.0)
+        if (at := arrays["resampled"][t]) >= 0:
+            token[drafts[t] + 1, 0, at] = next(rows)
+    return samplers.RecordedNoise(jnp.asarray(token, jnp.float32), jnp.asarray(order, jnp.float32))
+
+
+def _compare_draft(t: int, arrays, before: State, draft: State, sampler):
+    rows = slice(*arrays["rows"][t])
+    eligible = np.asarray(before.canvas.eligible)[0]
+    masked = eligible[rows]
+    exactly(f"proposed in step {t}", draft.memory.token[0, rows], arrays["proposed"][t], where=masked)
+    closely(f"confidence of step {t}", draft.memory.score[0, rows], arrays["confidence"][t], where=masked)
+    at = np.flatnonzero(eligible)[None]
+    span = np.asarray(first_run(jnp.ones(at.shape, bool), jnp.asarray(at)))
+    exactly(f"span of step {t}", [at[span][0], at[span][-1] + 1], arrays["span"][t])
+    if not np.isnan(arrays["score"][t]):
+        score, logits = draft.memory.score[:, at[0]], draft.memory.log_p[:, : at.shape[1]]
+        candidates = Candidates(jnp.asarray(at), draft.memory.token[:, at[0]], score, logits)
+        closely(f"score of step {t}", sampler.gain(candidates, jnp.asarray(span))[0], arrays["score"][t])
+
+
+def _compare_verified(t: int, arrays, before: State, draft: State, after: State, sampler):
+    first, end = arrays["span"][t]
+    span, tokens = np.arange(first, end), np.asarray(draft.memory.token)[0]
+    reached = np.asarray(after.canvas.tokens)[0, span]
+    accepted, resampled = arrays["accepted"][t], arrays["resampled"][t]
+    exactly(f"accepted in step {t}", reached[:accepted], tokens[span[:accepted]])
+    exactly(f"resampled in step {t}", resampled, first + accepted if accepted < len(span) else -1)
+    if after.memory.log_p.shape[2]:
+        masks = np.flatnonzero(np.asarray(before.canvas.eligible)[0])
+        log_q = after.memory.log_p[0, np.searchsorted(masks, span)]
+        log_q = log_q if not isinstance(sampler, CutVerifier) else sampler._cut(log_q[None])[0]
+        q = np.asarray(jax.nn.softmax(log_q, axis=-1))[np.arange(len(span)), tokens[span]]
+        closely(f"verifier of step {t}", q, arrays["verifier"][t][span - arrays["rows"][t][0]])
+
+
 METHODS = dict.fromkeys(("freedave-llada", "freedave-sdar"), free_dave)
+METHODS |= dict.fromkeys(("s2d2-sdar", "s2d2-fast-dllm-v2"), s2d2)
