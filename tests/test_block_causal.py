@@ -224,6 +224,12 @@ def test_policies_of_blocks_refuse_models_without(policy):
         dj.generate(tiny("llada"), prompts(tiny("llada"))[0], length=4, policy=policy)
 
 
+@pytest.mark.parametrize("policy", [*OF_BLOCKS[1:], *(CASES[kind].policy for kind in SELECTING)], ids=short)
+def test_policies_of_finished_blocks_refuse_a_causal_context(policy):
+    with pytest.raises(ValueError, match=rf"{short(policy)} does not support a causal context \(nemotron\)"):
+        dj.generate(tiny("nemotron"), prompts(tiny("nemotron"))[0], length=4, policy=policy)
+
+
 def test_samplers_that_mean_nothing_there_refuse():
     shifted = tiny("sdar", block_size=4, shifted=True)
     for model, sampler, reason in (

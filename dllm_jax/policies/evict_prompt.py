@@ -14,7 +14,6 @@ from typing_extensions import override
 from dllm_jax import eviction
 from dllm_jax.eviction.pair_store import PairStore
 from dllm_jax.nn.layer import Layer
-from dllm_jax.nn.mask import require_blocks
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
@@ -104,8 +103,6 @@ class EvictPrompt(PromptEviction):
         """Raises ValueError for options that evict nothing on this kind of model."""
         if not self.policy.stores(spec):
             raise ValueError(f"policy={self.policy!r} recomputes the prompt in every step: nothing to evict")
-        if spec.causal_context:
-            require_blocks(spec, type(self).__name__, "Use Policy()")
         if spec.block_size and self.reselect:  # `in_blocks` has taken those over `Policy`
             raise ValueError(
                 f"reselect=True is not supported by EvictPrompt on block-causal models ({spec.family}): "

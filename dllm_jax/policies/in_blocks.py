@@ -3,6 +3,7 @@
 import functools
 
 from dllm_jax.eviction import EvenHeads, UniformLayers
+from dllm_jax.nn.mask import require_blocks
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
 from dllm_jax.policies.evict_prompt import EvictPrompt
@@ -13,8 +14,16 @@ from dllm_jax.policies.sparse_dllm import SparseDLLM
 
 
 def for_model(policy: Policy, spec: ModelSpec) -> Policy:
-    """Returns the policy that runs on a model: itself, unless the method means something else there."""
-    return in_blocks(policy) if spec.block_size and not spec.causal_context else policy
+    """Returns the policy that runs on a model: itself, unless the method means something else there.
+
+    Raises:
+      ValueError: the model's context is causal, where the method means nothing; or options that have no
+        meaning on block-causal models.
+    """
+    if not spec.block_size or in_blocks.dispatch(type(policy)) is in_blocks.dispatch(object):
+        return policy
+    require_blocks(spec, type(policy).__name__, "Use Policy()")
+    return in_blocks(policy)
 
 
 @functools.singledispatch
