@@ -56,14 +56,16 @@ def frequencies(vocab: int = spec("llada").vocab) -> dj.samplers.TokenFrequencie
 
 
 def in_int8(model: dj.Model) -> dj.Model:
-    """The same stacked model with its matrices in int8."""
+    """The same model with its matrices in int8."""
 
     def held(path, array):
         name = path[-1].key
         if name not in OUTPUTS:
             return array
-        layers = "n" * (path[0].key == "layers")  # every layer has channels of its own
-        return jax.tree.map(jnp.asarray, quantise(np.asarray(array), AXES[name], layers + OUTPUTS[name]))
+        # Every layer has channels of its own, in stacked ones too.
+        stacked = "n" * (path[0].key == "layers" and not model.layers_are_separate)
+        axes = stacked + AXES[name].removeprefix("n")
+        return jax.tree.map(jnp.asarray, quantise(np.asarray(array), axes, stacked + OUTPUTS[name]))
 
     return dataclasses.replace(model, params=jax.tree_util.tree_map_with_path(held, model.params))
 

@@ -60,7 +60,11 @@ CASES = [
     *(("sdar", case.policy, SOME, {}) for case in BLOCK_CASES.values()),
     ("sdar", P.SparseDLLM(keep=0.3), SOME, {}),
     ("sdar", P.MaskKV(budget=3), SOME, {}),
+    ("a2d-qwen3", P.MAGE(keep=0.3), SOME, {}),
+    ("a2d-qwen3", P.FOCUS(), SOME, {}),
 ]
+# Of blocks that are shorter than the prompts, so that earlier ones are stored.
+SHORT_BLOCKS = {"sdar": dict(block_size=4), "a2d-qwen3": dict(block_size=4)}
 
 
 @pytest.mark.parametrize(
@@ -68,7 +72,8 @@ CASES = [
 )
 def test_every_request_is_what_it_is_alone(family, policy, sampler, more):
     options = SHORT | dict(policy=policy, sampler=sampler, trace=True, widths=None) | more
-    all_alone(tiny(family), some_prompts(7), slots=3, **dict(key=KEY) if sampler.draws else {}, **options)
+    model = tiny(family, **SHORT_BLOCKS.get(family, {}))
+    all_alone(model, some_prompts(7), slots=3, **dict(key=KEY) if sampler.draws else {}, **options)
 
 
 @matrix("form", (separate, in_int8), today=[(separate,)])

@@ -76,26 +76,30 @@ def test_a_mesh_gives_what_one_device_gives(policy, sampler, family, mesh):
     assert_same(run(on_mesh(alone, mesh_of(mesh))), run(alone))
 
 
+SURE = samplers.Threshold(0.3)
 OF_BLOCKS = [
-    ("sdar", BLOCK_CASES[policies.MAGE].policy, samplers.Threshold(0.3)),
-    ("nemotron", policies.Policy(), samplers.SelfSpeculation(block=4)),
-    *(("sdar", case.policy, samplers.Threshold(0.3)) for case in BLOCK_CASES.values()),
-    ("sdar", policies.SparseDLLM(keep=0.3), samplers.Threshold(0.3)),
-    ("sdar", policies.MaskKV(budget=3), samplers.Threshold(0.3)),
-    ("nemotron", policies.Policy(), samplers.Autoregressive()),
-    ("nemotron", policies.DKVDecode(refresh_every=2), samplers.Threshold(0.4)),
+    ("a2d-qwen3", BLOCK_CASES[policies.MAGE].policy, SURE, BOTH),
+    ("nemotron", policies.Policy(), samplers.SelfSpeculation(block=4), BOTH),
+    *(("sdar", case.policy, SURE, DP) for case in BLOCK_CASES.values()),
+    ("sdar", policies.SparseDLLM(keep=0.3), SURE, TP),
+    ("a2d-qwen3", policies.MaskKV(budget=3), SURE, TP),
+    ("a2d-qwen3", BLOCK_CASES[policies.FOCUS].policy, SURE, TP),
+    ("nemotron", policies.Policy(), samplers.Autoregressive(), BOTH),
+    ("nemotron", policies.DKVDecode(refresh_every=2), samplers.Threshold(0.4), BOTH),
 ]
 
 
-@pytest.mark.parametrize(("family", "policy", "sampler"), OF_BLOCKS if EXHAUSTIVE else OF_BLOCKS[:2], ids=str)
-def test_chosen_pairs_and_drafts_are_those_of_one_device(family, policy, sampler):
+@pytest.mark.parametrize(
+    ("family", "policy", "sampler", "mesh"), OF_BLOCKS if EXHAUSTIVE else OF_BLOCKS[:2], ids=str
+)
+def test_chosen_pairs_and_drafts_are_those_of_one_device(family, policy, sampler, mesh):
     """KV heads are split, and with them the pairs that each of them chooses."""
     alone = separate(tiny(family, kv_heads=4, heads=8, vocab=64, block_size=4))
     prompt, mask = prompts(alone, (9, 6, 8))
     block = {} if sampler.own_block else dict(block=4)
     options = dict(length=8, policy=policy, sampler=sampler, trace=True, widths=WIDE, **block)
     run = lambda model: dj.generate(model, prompt, prompt_mask=mask, **options)
-    assert_same(run(on_mesh(alone, mesh_of(BOTH))), run(alone))
+    assert_same(run(on_mesh(alone, mesh_of(mesh))), run(alone))
 
 
 @matrix(
