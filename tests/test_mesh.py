@@ -18,6 +18,7 @@ from dllm_jax.engine.group import choose_group, full_step_batch
 from dllm_jax.engine.loop import begin, denoise
 from dllm_jax.nn.mesh import ReplicationWarning
 from dllm_jax.testing.runs import compilations
+from dllm_jax.training import Batch, masked_diffusion_loss
 from tests import refuses
 from tests.checkpoints import tiny as tiny_spec
 from tests.checkpoints import write_hf
@@ -197,6 +198,9 @@ def test_full_passes_and_likelihoods_over_a_mesh(types):
     )
     np.testing.assert_allclose(score(model, sharded), score(alone, prompt), rtol=1e-4)
     assert score(model, sharded).sharding.spec == PartitionSpec("dp")
+    learnt = lambda prompt: Batch(prompt=prompt, answer=answer, prompt_mask=mask)
+    loss = lambda model, prompt: masked_diffusion_loss(model, learnt(prompt), KEY)[0]
+    np.testing.assert_allclose(loss(model, sharded), loss(alone, prompt), rtol=1e-4)
     with jax.debug_nans(True):  # nor do sequences that only fill a mesh divide by zero
         np.testing.assert_allclose(score(model, prompt[:3]), score(alone, prompt[:3]), rtol=1e-4)
 

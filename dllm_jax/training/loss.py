@@ -3,17 +3,19 @@
 For block-causal models it is the block-diffusion objective (arXiv:2503.09573): a noise level for each block.
 """
 
+import functools
 from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from annotated_types import MinLen
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from dllm_jax.nn.answers import answer_logits
 from dllm_jax.nn.keys import one_key
 from dllm_jax.nn.mask import Mask, block_start, require_full_attention
-from dllm_jax.nn.mesh import number_modes
+from dllm_jax.nn.mesh import number_modes, over_mesh
 from dllm_jax.nn.model import LayerPass, Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, NonNegativeFloat, PositiveInt, check_argument
@@ -132,9 +134,28 @@ def masked_diffusion_loss(
     blocks = check_argument("blocks", blocks, Blocks | None)
     causal_weight = check_argument("causal_weight", causal_weight, NonNegativeFloat)
     check_causal(model.spec, causal_weight)
-    drawn = draw(checked(batch, model.spec), one_key(key), model.spec, prompt_isolation, blocks)
-    loss, counts = masked_loss(model, drawn, remat, causal_weight=causal_weight)
+    ours = checked(batch, model.spec), one_key(key)
+    loss, counts = _drawn_loss(model, *ours, remat, prompt_isolation, blocks, causal_weight)
     return loss, counts.metrics()
+
+
+@functools.partial(jax.jit, static_argnames=("remat", "prompt_isolation", "blocks", "causal_weight"))
+def _drawn_loss(
+    model: Model,
+    batch: Checked,
+    key: Key[Array, ""],
+    remat: bool,
+    prompt_isolation: float,
+    blocks: tuple[int, ...] | None,
+    causal_weight: float,
+) -> tuple[Float[Array, ""], Counts]:
+    """The loss of masks drawn for a checked batch, over the model's mesh if it has one."""
+
+    def run(model: Model, batch: Checked, key: Key[Array, ""]) -> tuple[Float[Array, ""], Counts]:
+        drawn = draw(batch, key, model.spec, prompt_isolation, blocks)
+        return masked_loss(model, drawn, remat, causal_weight=causal_weight)
+
+    return over_mesh(run, model, batch, key, out=PartitionSpec())
 
 
 def draw(
