@@ -47,11 +47,11 @@ def test_requests_and_ends_are_those_of_a_call_alone():
     plain = [dj.generate(model, [one], key=k, **options) for one, k in zip(ids, keys, strict=True)]
     assert {int(out.stats.nfe[0]) for out in plain} != {13}, "nothing was verified"
     ends = model.replace_spec(eos_id=int(plain[0].tokens[0, -4]))
-    many = dj.generate_many(ends, ids, slots=2, key=key, stop_at_eos=True, **options)
+    found = dict(dj.generate_many(ends, ids, slots=2, key=key, stop_at_eos=True, **options))
     for i, one in enumerate(ids):
         alone = dj.generate(ends, [one], key=keys[i], stop_at_eos=True, **options)
-        np.testing.assert_array_equal(many[i].tokens, alone.tokens)
-        np.testing.assert_array_equal(many[i].stats.nfe, alone.stats.nfe)
+        np.testing.assert_array_equal(found[i].tokens, alone.tokens)
+        np.testing.assert_array_equal(found[i].stats.nfe, alone.stats.nfe)
 
 
 def test_what_is_accepted_or_drawn_instead_follows_the_verifier():
