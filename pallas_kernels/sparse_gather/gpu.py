@@ -1,7 +1,7 @@
 """`sparse_gather` for NVIDIA GPUs (Pallas, Triton): a program makes 64 copies of a head's keys and values.
 
-Right on an H100 and an H200 with jax 0.11.2 at small shapes (`dllm_jax check --quick`). Pallas' Triton backend is
-deprecated since jax 0.11, and Mosaic GPU, which replaces it, wants another kernel.
+Right on an H100 and an H200 with jax 0.11.2 at small shapes (`dllm_jax check --quick`). Pallas' Triton
+backend is deprecated since jax 0.11, and Mosaic GPU, which replaces it, wants another kernel.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """`topk_evict` for NVIDIA GPUs (Pallas, Triton): one program per head, whose scores stay in registers.
 
-Right on an H100 and an H200 with jax 0.11.2 at small shapes (`dllm_jax check --quick`). Pallas' Triton backend is
-deprecated since jax 0.11.
+Right on an H100 and an H200 with jax 0.11.2 at small shapes (`dllm_jax check --quick`). Pallas' Triton
+backend is deprecated since jax 0.11.
 """
 
 import functools
