@@ -18,14 +18,14 @@ from dllm_jax.nn.sharding import default_device, warn_of_replicas
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument, shown
 from dllm_jax.published.presets import presets
-from pallas_kernels import Implementation
+from pallas_kernels import Choice
 
 
 def abstract(
     shape: ModelSpec | str | os.PathLike[str],
     dtype: Any = None,
     mesh: Mesh | None = None,
-    implementation: Implementation | None = None,
+    implementation: Choice = None,
     separate_layers: bool | None = None,
     weights: Weights | None = None,
     rules: MeshRules = MeshRules(),
