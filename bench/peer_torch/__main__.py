@@ -58,6 +58,7 @@ class Options:
         scheduled.
       steps: Number of denoising steps. Default: one per token.
       repeats: Number of interleaved runs; medians are reported.
+      stores: Whether the peer of LLaDA2 stores finished blocks, which its authors' loop does not.
       compiled: Whether to use `torch.compile`. Default: on GPUs only.
       json: File of the results.
     """
@@ -73,6 +74,7 @@ class Options:
     threshold: tuple[float, ...] = (1.0,)
     steps: int | None = None
     repeats: int = 5
+    stores: bool = False
     compiled: bool | None = None
     json: runner.JsonFile = None
 
@@ -96,12 +98,12 @@ def runs_of(options: Options, spec: dj.ModelSpec) -> Iterator[Run]:
         yield Run(prompt, options.batch, options.length, block, steps, policy, sampler)
 
 
-def rows(model: dj.Model, theirs: Twin, run: Run, repeats: int) -> Iterator[runner.Row]:
+def rows(model: dj.Model, theirs: Twin, run: Run, repeats: int, stores: bool = False) -> Iterator[runner.Row]:
     """A generation's row; of an exact decoder without a cache also that of a single forward, first."""
     prompt, policy = run.prompt, run.policy
     if model.spec.block_size:
         model = model.replace_spec(block_size=run.block)
-    request, decoder = run.request(model), peer(theirs, policy)
+    request, decoder = run.request(model), peer(theirs, policy, stores)
     case = {"policy": repr(policy) if policy.reuses else EXACT, "prompt": prompt, "block": run.block}
     if isinstance(run.chosen, dj.samplers.Dynamic):
         case["threshold"] = run.chosen.threshold
@@ -143,7 +145,7 @@ def measure(options: Options, dtype: str) -> Iterator[runner.Row]:
             theirs.torch.set_num_threads(len(os.sched_getaffinity(0)))  # as many as XLA takes
         fixed = {"shape": shape, "their_device": str(theirs.network.device), "how": theirs.how}
         for one in runs_of(options, model.spec):
-            yield from (fixed | row for row in rows(model, theirs, one, options.repeats))
+            yield from (fixed | row for row in rows(model, theirs, one, options.repeats, options.stores))
 
 
 COLUMNS: runner.Columns = {

@@ -139,14 +139,17 @@ class BlockCausal(Exact):
 
     A finished block takes one more forward, which stores its K/V, the last block too. The vocabulary head is
     applied in denoising steps only. With a shifted head (Fast-dLLM v2) what stores a block also predicts the
-    next one's first token. LLaDA2's loop stores nothing: a step computes all that came before, too.
+    next one's first token. LLaDA2's loop stores nothing: a step computes all that came before, too; `stores`
+    has it store blocks all the same.
     """
+
+    stores: bool = False
 
     def generate(self, tokens: Any, run: Run) -> Any:
         """Decodes `tokens` [b l], whole blocks at least, in place by the run's `Dynamic` sampler."""
         steps, cache, last = run.steps * run.block // run.length, [], tokens
         assert isinstance(run.sampler, dj.samplers.Dynamic)
-        stores, threshold = self.twin.spec.family != "llada2-moe", float(run.sampler.threshold)
+        stores, threshold = self.stores or self.twin.spec.family != "llada2-moe", float(run.sampler.threshold)
         if (whole := run.prompt // run.block * run.block) and stores:
             last = self._beginning(tokens[:, :whole], run.block, cache)
         for start in range(whole, run.prompt + run.length, run.block):
@@ -200,8 +203,8 @@ PEERS: dict[type[dj.policies.Policy], type[Exact]] = {
 }
 
 
-def peer(twin: Twin, policy: dj.policies.Policy) -> Exact:
-    """The torch decoder that does what the policy does.
+def peer(twin: Twin, policy: dj.policies.Policy, stores: bool = False) -> Exact:
+    """The torch decoder that does what the policy does; `stores` is `BlockCausal`'s.
 
     Raises:
       ValueError: a policy without a peer, or settings of it that the torch decoder does not know.
@@ -212,4 +215,5 @@ def peer(twin: Twin, policy: dj.policies.Policy) -> Exact:
     if type(policy) not in peers:
         names = ", ".join(kind.__name__ for kind in peers)
         raise ValueError(f"{policy!r} has no peer in torch: {names} of this model have; see bench.generate")
-    return peers[type(policy)](twin, policy)
+    more = (stores,) if twin.spec.block_size else ()
+    return peers[type(policy)](twin, policy, *more)
