@@ -1,4 +1,4 @@
-"""Which steps of a model's block read everything, and which of them chooses what the others read."""
+"""Steps of a model's block that read everything, and the one that chooses what the others read."""
 
 import dataclasses
 from typing import NamedTuple
