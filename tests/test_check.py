@@ -143,10 +143,14 @@ def test_what_was_recorded_decides_where_load_says_nothing(cache):
         dj.load(path)
 
 
-def test_evidence_that_is_wrong_here_is_not_believed(cache, monkeypatch):
+def without_backend(*arrays, interpret=False):
+    raise ModuleNotFoundError("No module named 'jax.experimental.pallas.triton'")
+
+
+@pytest.mark.parametrize("broken", [kernel(1e-3), without_backend], ids=["off", "no backend"])
+def test_evidence_that_is_wrong_here_is_not_believed(broken, cache, monkeypatch):
     operations.record((ON_CPUS,), cache)
-    broken = with_kernel(kernel(1e-3))
-    monkeypatch.setattr(evidence, "FAMILIES", [broken])
+    monkeypatch.setattr(evidence, "FAMILIES", [with_kernel(broken)])
     with pytest.warns(
         evidence.ImplementationWarning,
         match="pallas attention failed its correctness check .* using XLA instead",
