@@ -131,7 +131,7 @@ def test_bfloat16_reaches_both_sides_and_the_rotary_frequencies_stay_float32(cap
 def test_tokens_that_differ_are_counted(monkeypatch):
     """Theirs with another policy than ours."""
     model = tiny("llada")
-    exact = lambda theirs, policy: peer(theirs, dj.policies.Policy())
+    exact = lambda theirs, *_: peer(theirs, dj.policies.Policy())
     monkeypatch.setattr(peer_torch, "peer", exact)
     run = Run(9, 1, 12, 6, 12, dj.policies.DualCache(), dj.samplers.Confidence())
     (row,) = peer_torch.rows(model, twin(model), run, 1)
