@@ -43,8 +43,8 @@ def test_conforms(case):
 
 def test_a_clone_alone_covers_every_supported_method():
     shipped = {case.method for case in find(HERE)}
-    # The megabyte of SDAR-MoE's weights has the attention of SDAR and the experts of LLaDA-MoE. That of an SDAR
-    # with a head of its own shows S2D2's shadow block, of which tests/test_samplers_s2d2.py has exact limits.
+    # The megabyte of SDAR-MoE's weights has the attention of SDAR and the experts of LLaDA-MoE. That of an
+    # untied SDAR shows S2D2's shadow block, of which tests/test_samplers_s2d2.py has exact limits.
     assert set(METHODS) <= shipped | {"sdar-moe-forward", "sdar-moe-generate", "s2d2-sdar"}
     conform = {case.method for case in find(HERE) if case.status == "conform"}
     assert set(METHODS) & shipped - conform <= {"sampler-factor"}, "it has no case with status conform"
