@@ -118,7 +118,7 @@ def explicit(shape: Shape, q, k, v, weight, mask, lengths, idle=False):
 
 def test_tiles_of_which_nothing_is_seen_are_not_loaded():
     """Behind the last visible slot, before the first, and between two the tile of another step stays."""
-    seen = np.zeros((2, 2, 1, 1500), np.int32)
+    seen = np.zeros((2, 2, 1, 1500), bool)
     seen[0, 0, 0, 100:300] = seen[0, 0, 0, 1200:1300] = 1
     seen[0, 1, 0, 600:700] = 1
     seen[1, 1] = 1

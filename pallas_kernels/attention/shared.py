@@ -49,7 +49,7 @@ def check_supported(
 
 def extent(
     k: Float[Array, "b s k d"], mask: Mask | None, lengths: Int[Array, "b k"] | None
-) -> tuple[Int[Array, "b k"], Int[Array, "b #k #q s"] | None]:
+) -> tuple[Int[Array, "b k"], Bool[Array, "b #k #q s"] | None]:
     """The slots that kernels must look at.
 
     Returns:
@@ -63,7 +63,7 @@ def extent(
 
     # Tiles beyond the last visible slot are never loaded, whether lengths or a mask hide them.
     last = jnp.max(jnp.where(jnp.any(mask, axis=2), jnp.arange(1, slots + 1), 0), axis=2)
-    return jnp.minimum(ends, last).astype(jnp.int32), mask.astype(jnp.int32)
+    return jnp.minimum(ends, last).astype(jnp.int32), mask
 
 
 def by_kv_head(q: Float[Array, "b q h d"], kv_heads: int) -> Float[Array, "b k n d"]:

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention.shared import (
     OnlineSoftmax,
@@ -79,7 +79,7 @@ def attention(
         own = int(visible.shape[1] > 1)
         line = lambda b, h, i, j, _, loaded: (b, h * own, 0, loaded[at(b, h, j)])
         specs.append(pl.BlockSpec((1, 1, 1, tile), line))
-        operands.append(visible)
+        operands.append(visible.astype(jnp.int32))
     sums = jax.eval_shape(functools.partial(OnlineSoftmax.empty, (query_tile, head)))
     out, lse = pl.pallas_call(
         functools.partial(_attention, tile=tile, at=at),
@@ -103,7 +103,7 @@ def attention(
 
 
 def loaded_tiles(
-    ends: Int[Array, "b #k"], visible: Int[Array, "b #k 1 s"] | None, tile: int, tiles: int
+    ends: Int[Array, "b #k"], visible: Bool[Array, "b #k 1 s"] | None, tile: int, tiles: int
 ) -> Int[Array, "b #k {tiles}"]:
     """The slot tile that lies in VMEM at each step over slot tiles.
 
@@ -115,7 +115,7 @@ def loaded_tiles(
     seen = number * tile < ends[..., None]
     if visible is not None:
         batch, heads, _, slots = visible.shape
-        padded = jnp.pad(visible[:, :, 0] != 0, ((0, 0), (0, 0), (0, tiles * tile - slots)))
+        padded = jnp.pad(visible[:, :, 0], ((0, 0), (0, 0), (0, tiles * tile - slots)))
         seen &= jnp.any(padded.reshape(batch, heads, tiles, tile), axis=3)
     latest = jax.lax.cummax(jnp.where(seen, number, -1), axis=2)
     first = jnp.argmax(seen, axis=2).astype(jnp.int32)[..., None]
@@ -188,7 +188,7 @@ def received(
         # Which of these slots are visible, as a line of lanes; one line for all kv heads, or one for each.
         own = int(visible.shape[1] > 1)
         specs.append(block((1, 1, 1, tile), lambda b, h, j, i: (b, h * own, 0, j)))
-        operands.append(visible)
+        operands.append(visible.astype(jnp.int32))
     found = pl.pallas_call(
         functools.partial(_received, tile=tile),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -259,7 +259,7 @@ def head_mean(
         # Which of these slots are visible, as a line of lanes; one line for all kv heads, or one for each.
         own = int(visible.shape[1] > 1)
         specs.append(block((1, 1, 1, tile), lambda b, i, j, h: (b, h * own, 0, j)))
-        operands.append(visible)
+        operands.append(visible.astype(jnp.int32))
     return pl.pallas_call(
         functools.partial(_head_mean, tile=tile, heads=q.shape[2]),
         grid_spec=pltpu.PrefetchScalarGridSpec(
