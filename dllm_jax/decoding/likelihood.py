@@ -14,7 +14,7 @@ from dllm_jax.decoding.options import shows
 from dllm_jax.decoding.placement import by_sequence, divisible, numbers, part
 from dllm_jax.interrupts import uninterrupted
 from dllm_jax.nn.answers import answer_logits, passes_at_once
-from dllm_jax.nn.arithmetic import guided
+from dllm_jax.nn.arithmetic import guided, of_token
 from dllm_jax.nn.keys import one_key
 from dllm_jax.nn.mesh import constrain, current_mesh, number_modes, over_mesh
 from dllm_jax.nn.model import Model
@@ -305,8 +305,7 @@ def token_cross_entropy(
         hidden_prompt = jnp.full_like(prompt, model.spec.mask_id)
         unconditional = _answer_logits(model, hidden_prompt, noised, answer, padding, real)
         logits = guided(logits, unconditional, cfg_scale)
-    truth = jnp.take_along_axis(logits, answer[..., None], axis=-1)[..., 0]
-    return jax.nn.logsumexp(logits, axis=-1) - truth
+    return jax.nn.logsumexp(logits, axis=-1) - of_token(logits, answer)
 
 
 def _answer_logits(model: Model, prompt, noised, answer, padding, real) -> Float[Array, "b r v"]:

@@ -12,7 +12,7 @@ from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.placement import numbers
 from dllm_jax.engine.trace import Trace
 from dllm_jax.nn.answers import passes_at_once
-from dllm_jax.nn.arithmetic import divided
+from dllm_jax.nn.arithmetic import divided, of_token
 from dllm_jax.nn.layer import unembed
 from dllm_jax.nn.mesh import current_mesh, number_modes, over_mesh
 from dllm_jax.nn.model import Model, encode
@@ -197,7 +197,7 @@ def _sum_over_steps(
         hidden = encode(model, before, padding, remat)
         logits = unembed(model.params, model.spec, gather(hidden, gather(predictor, index)))
         logits = divided(logits.astype(jnp.float32), temperature)
-        chosen = jnp.take_along_axis(logits, gather(after, index)[..., None], axis=-1)[..., 0]
+        chosen = of_token(logits, gather(after, index))
         found = scatter(jnp.zeros((batch, length)), index, chosen - jax.nn.logsumexp(logits, axis=-1))
 
         # Too small a bound would leave tokens out without a word.

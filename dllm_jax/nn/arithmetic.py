@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax.lax import Precision
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from dllm_jax.nn.int8 import Int8Matrix
 from dllm_jax.nn.low_rank import LowRankMatrix
@@ -13,6 +13,11 @@ from dllm_jax.traced import Number
 def precision(dtype: jnp.dtype) -> Precision:
     """Full precision for float32 (no TF32, no bf16 passes); the hardware's default for narrower types."""
     return Precision.HIGHEST if dtype == jnp.float32 else Precision.DEFAULT
+
+
+def of_token(values: Float[Array, "*b v"], token: Int[Array, "*b"]) -> Float[Array, "*b"]:
+    """The value of the given token at each position, of logits or log-probabilities."""
+    return jnp.take_along_axis(values, token[..., None], axis=-1)[..., 0]
 
 
 def einsum(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
+from dllm_jax.nn.arithmetic import of_token
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NoneMeans, PositiveInt, TracedFraction, TracedPositiveFloat
 from dllm_jax.samplers import scores
@@ -246,11 +247,6 @@ class S2D2(UntilDone):
     def max_steps(self, layout: Layout) -> int:
         """A draft and its verification for each token at worst."""
         return 2 * layout.response
-
-
-def of_token(logits: Float[Array, "b c v"], token: Int[Array, "b c"]) -> Float[Array, "b c"]:
-    """Value of the given token of each position."""
-    return jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
 
 
 def first_run(offered: Bool[Array, "b c"], index: Int[Array, "b c"]) -> Bool[Array, "b c"]:

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dllm_jax.nn.arithmetic import of_token
+
 
 def probability(logits: Float[Array, "b c v"], token: Int[Array, "b c"]) -> Float[Array, "b c"]:
     """Probability of the token, softmax(logits)[token], in [0, 1]."""
-    chosen = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
-    return jnp.exp(chosen - jax.nn.logsumexp(logits, axis=-1))
+    return jnp.exp(of_token(logits, token) - jax.nn.logsumexp(logits, axis=-1))
 
 
 def margin(logits: Float[Array, "b c v"], mask_id: int | None) -> Float[Array, "b c"]:

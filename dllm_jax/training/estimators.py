@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Key
 
 from dllm_jax.nn.answers import answer_logits, passes_at_once
+from dllm_jax.nn.arithmetic import of_token
 from dllm_jax.nn.keys import one_key
 from dllm_jax.nn.mesh import current_mesh, number_modes, over_mesh
 from dllm_jax.nn.model import Model
@@ -218,8 +219,7 @@ def _mean_over_draws(model: Model, batch: Checked, masks: Masks, chunk: int, rem
         # Tokens that are not masked count in no gradient, whatever the head says there.
         logits = jnp.where(draw.answer[..., None], logits, 0.0)
         # The log-softmax of the true tokens alone: the others' [b r v] are never stored.
-        truth = jnp.take_along_axis(logits, answer[..., None], axis=-1)[..., 0]
-        log_prob = truth - jax.nn.logsumexp(logits, axis=-1)
+        log_prob = of_token(logits, answer) - jax.nn.logsumexp(logits, axis=-1)
         return jnp.where(draw.answer, draw.weight[:, None] * log_prob, 0.0)
 
     # Activations of a draw are computed again in the backward pass; a single one may as well keep them.
