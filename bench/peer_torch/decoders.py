@@ -6,6 +6,7 @@ mask for such a model's prompt alone.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import dllm_jax as dj
@@ -211,9 +212,9 @@ def peer(twin: Twin, policy: dj.policies.Policy, stores: bool = False) -> Exact:
     """
     if isinstance(policy, dj.policies.SparseDLLM) and policy.side != "both":
         raise ValueError(f"{policy!r}: side={policy.side!r} must be 'both' beside torch")
-    peers = {dj.policies.Policy: BlockCausal} if twin.spec.block_size else PEERS
+    of_blocks = functools.partial(BlockCausal, stores=stores)
+    peers = {dj.policies.Policy: of_blocks} if twin.spec.block_size else PEERS
     if type(policy) not in peers:
         names = ", ".join(kind.__name__ for kind in peers)
         raise ValueError(f"{policy!r} has no peer in torch: {names} of this model have; see bench.generate")
-    more = (stores,) if twin.spec.block_size else ()
-    return peers[type(policy)](twin, policy, *more)
+    return peers[type(policy)](twin, policy)

@@ -179,7 +179,7 @@ def _step(
         return State(after, cache, select_positions(generation, cache, after), record, memory)
     canvas, plan = state.canvas, generation.plan
     policy, sampler = plan.policy, plan.sampler
-    read = canvas if plan.drafting is not None else sampler.read_as(canvas, state.memory)
+    read = sampler.read_as(canvas, state.memory)
     streams = repeat(read, plan.streams)
 
     # The network runs over the selected positions; K/V of the others come from the policy's cache.

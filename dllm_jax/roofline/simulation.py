@@ -73,8 +73,8 @@ def selected_positions(policy: Policy, spec: ModelSpec, layout: Layout, assumed:
     if not policy.stores(spec):
         return np.full(layout.steps, layout.length)
     # Selections do not depend on what heads keep of a prompt: policies that differ in it share a simulation.
-    usual = {field.name: field.default for field in dataclasses.fields(PromptEviction)}
     if isinstance(policy, PromptEviction) and not spec.block_size:
+        usual = {field.name: field.default for field in dataclasses.fields(PromptEviction)}
         alike = dataclasses.replace(policy, **usual)
         if alike != policy:
             return selected_positions(alike, spec, layout, assumed)
