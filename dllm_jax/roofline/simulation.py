@@ -26,6 +26,14 @@ from dllm_jax.state.canvas import Canvas, begin, write
 from dllm_jax.state.layout import Layout
 
 MOST = 32  # traced numbers of a policy
+# A simulation runs for milliseconds and compiles for a second, a third of it without what these leave out. Since
+# jaxlib 0.11 the older emitters are gone.
+OLDER_EMITTERS = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
+FAST_COMPILE = {
+    "xla_backend_optimization_level": "0",
+    "xla_llvm_disable_expensive_passes": True,
+    **OLDER_EMITTERS,
+}
 
 
 def schedule(
@@ -107,8 +115,7 @@ class _Program:
 
 @functools.lru_cache(maxsize=64)
 def _compiled(program: _Program) -> jax.stages.Compiled:
-    # It runs for milliseconds and compiles for a second: half of that with optimisations.
-    return program.lowered.compile(compiler_options={"xla_backend_optimization_level": "0"})
+    return program.lowered.compile(compiler_options=FAST_COMPILE)
 
 
 def _simulate(policy: Policy, spec: ModelSpec, layout: Layout, prompt: Int[Array, ""]) -> Int[Array, "t"]:

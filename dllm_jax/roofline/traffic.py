@@ -87,6 +87,7 @@ class StoreCost:
     refresh: Step
 
 
+@functools.lru_cache(maxsize=64)
 def evicted_store(policy: PromptEviction, at: Setting, dense: int) -> StoreCost:
     """Kept pairs are unpacked in chunks, every head padded to the widest of its layer.
 
