@@ -116,7 +116,7 @@ def demonstration(arguments: Arguments) -> int:
             _first_answer(console, name, model, tokenizer)
         with console.status(f"{name}: compiling {len(POLICIES)} programs, then running them in turns"):
             questions = examples(Chain(), arguments.seed, STEPS, arguments.prompts, "held_out")
-            rows = measure(model, tokenizer, questions, list(POLICIES), repeats=3, length=LENGTH, block=BLOCK)
+            rows = measure(model, tokenizer, questions, list(POLICIES), repeats=2, length=LENGTH, block=BLOCK)
         measured[name] = rows
         tables.append(_report(name, model, rows))
     prompts = f"{arguments.prompts} held-out prompts, {LENGTH} new tokens, block length {BLOCK}"

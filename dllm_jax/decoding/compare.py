@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -30,7 +31,8 @@ class Compared(NamedTuple):
       computed: positions fed through the network, summed over forwards.
       seconds: median wall time of the whole batch, compilation excluded.
       speed_up: Speed relative to the first row.
-      compile_seconds: wall time of tracing and compiling; near 0 if the program was cached on disk.
+      compile_seconds: wall time of tracing and compiling, beside the other programs except on GPUs; near 0
+        if the program was cached on disk.
       memory: bytes that the program needs besides arguments and results, as the compiler reports them; -1 if
         it does not.
       output: Output of `generate`.
@@ -107,7 +109,7 @@ def compare(
     repeats = check_argument("repeats", repeats, PositiveInt)
     check_names("compare", options, (*StreamOptions.__annotations__, "repeats"))
     named = _named(policies, options)
-    runs = [compiled(model, prompt, own) for _, own in named]
+    runs = compiled(model, [(prompt, own) for _, own in named])
     first = [_timed(run) for run in runs]  # not counted: a program's first run may load it
 
     # In turns, so that what slows the machine for a while slows all of them; the median leaves out the rest.
@@ -157,12 +159,25 @@ def _named(policies: Any, options: Mapping[str, Any]) -> list[tuple[str, dict[st
     return [(title(name, own), {**options, **own}) for name, own in both]
 
 
-def compiled(model: Model, prompt: Any, options: dict[str, Any]) -> Run:
-    """A generation's program, compiled for the shapes of a prompt."""
-    placed = place(model, prepare(model, prompt, **options), prompt)
-    start = time.perf_counter()
-    program = denoise.lower(placed.model, placed.inputs, placed.plan).compile()
-    return Run(placed, program, time.perf_counter() - start, temporary_bytes(program))
+def compiled(model: Model, asked: Sequence[tuple[Any, dict[str, Any]]]) -> list[Run]:
+    """Compiles generations for the shapes of a prompt and options each, all at once except on GPUs.
+
+    There XLA times kernels while it compiles, which other programs would disturb.
+    """
+
+    def lowered(prompt: Any, options: dict[str, Any]) -> tuple[Placed, jax.stages.Lowered, float]:
+        placed = place(model, prepare(model, prompt, **options), prompt)
+        start = time.perf_counter()
+        return placed, denoise.lower(placed.model, placed.inputs, placed.plan), time.perf_counter() - start
+
+    def run(placed: Placed, program: jax.stages.Lowered, seconds: float) -> Run:
+        start = time.perf_counter()
+        made = program.compile()
+        return Run(placed, made, seconds + time.perf_counter() - start, temporary_bytes(made))
+
+    programs = [lowered(*one) for one in asked]
+    with ThreadPoolExecutor(1 if jax.default_backend() == "gpu" else None) as pool:
+        return list(pool.map(run, *zip(*programs, strict=True)))
 
 
 def temporary_bytes(program: jax.stages.Compiled) -> int:

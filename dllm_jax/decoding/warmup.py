@@ -1,6 +1,7 @@
 """Compiles ahead of time what a ladder of prompt lengths will need."""
 
 import time
+from collections.abc import Sequence
 from typing import NamedTuple, Unpack
 
 import numpy as np
@@ -20,7 +21,7 @@ class Compiled(NamedTuple):
     Attributes:
       prompt: prompt positions, a rung of the ladder.
       batch: sequences, or slots.
-      seconds: wall time of tracing and compiling it; near 0 if it was ready before.
+      seconds: wall time of tracing and compiling it, maybe beside others; near 0 if it was ready before.
       temporary: bytes the program needs besides arguments and results, as the compiler reports them.
     """
 
@@ -65,16 +66,16 @@ def warmup(
         raise ValueError("buckets= is the second argument of warmup: warmup(model, ladder, ...)")
     check_names("warmup", options, (*WarmupOptions.__annotations__, "batch", "slots"))
     if slots is None:
-        return [_compile(model, rung, batch, {**options}) for rung in ladder.rungs]
+        return _compile(model, ladder.rungs, batch, {**options})
     count = check_argument("slots", slots, PositiveInt)
     return [_compile_slots(model, rung, count, {**options}) for rung in ladder.rungs]
 
 
-def _compile(model: Model, rung: int, batch: int, options: dict) -> Compiled:
+def _compile(model: Model, rungs: Sequence[int], batch: int, options: dict) -> list[Compiled]:
     # Programs depend on the prompt's shape alone, so that any ids will do.
-    prompt = np.full((batch, rung), model.spec.eos_id, np.int32)
-    run = compiled(model, prompt, options | {"buckets": Ladder((rung,))})
-    return Compiled(rung, batch, run.seconds, run.memory)
+    prompt = lambda rung: np.full((batch, rung), model.spec.eos_id, np.int32)
+    runs = compiled(model, [(prompt(rung), options | {"buckets": Ladder((rung,))}) for rung in rungs])
+    return [Compiled(rung, batch, run.seconds, run.memory) for rung, run in zip(rungs, runs, strict=True)]
 
 
 def _compile_slots(model: Model, rung: int, count: int, options: dict) -> Compiled:

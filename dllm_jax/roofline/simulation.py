@@ -26,8 +26,8 @@ from dllm_jax.state.canvas import Canvas, begin, write
 from dllm_jax.state.layout import Layout
 
 MOST = 32  # traced numbers of a policy
-# A simulation runs for milliseconds and compiles for a second, a third of it without what these leave out. Since
-# jaxlib 0.11 the older emitters are gone.
+# A simulation runs for milliseconds and compiles for a second, a third of it without what these leave out.
+# Newer versions of jax have no other emitters.
 OLDER_EMITTERS = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
 FAST_COMPILE = {
     "xla_backend_optimization_level": "0",
