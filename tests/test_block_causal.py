@@ -14,8 +14,8 @@ import dllm_jax as dj
 from dllm_jax import eviction, policies, samplers
 from dllm_jax.decoding import request
 from dllm_jax.eviction.profile import importance
-from dllm_jax.nn.layer import embed
-from dllm_jax.nn.mask import block_causal, key_mask
+from dllm_jax.nn.layer import Layer, embed
+from dllm_jax.nn.mask import block_causal, key_mask, segments
 from dllm_jax.nn.rope import grown, rope_of
 from dllm_jax.policies.in_blocks import for_model
 from dllm_jax.state.rows import compact_rows, full_rows
@@ -109,6 +109,37 @@ def test_a_canvas_gives_each_computed_row_its_part_of_the_mask():
     np.testing.assert_array_equal(one[:, 0, 0], valid & np.asarray(first))
     read = of.attends(rows, jnp.asarray(valid & (np.arange(LENGTH) != 8)))
     np.testing.assert_array_equal(read[..., 8], False)
+
+
+@pytest.mark.parametrize("blocks_from", ["sequence", "response"])
+def test_rows_in_place_attend_to_nothing_beyond_their_lookahead(blocks_from):
+    valid = np.asarray([np.arange(LENGTH) >= pad for pad in PADS])
+    of = canvas(np.zeros(valid.shape), prompt=7, family="sdar", valid=valid)
+    of = dataclasses.replace(of, spec=dataclasses.replace(of.spec, blocks_from=blocks_from, block_size=4))
+    rows = full_rows(jnp.asarray(valid))
+    ahead = np.arange(LENGTH) - np.arange(LENGTH)[:, None]  # of key and query
+    seen = np.asarray(of.attends(rows))[:, 0] & valid[:, :, None]
+    assert max(ahead[one].max() for one in seen) == of.lookahead(rows) - 1
+    assert of.lookahead(compact_rows(jnp.asarray(valid), LENGTH)) is None
+    assert dataclasses.replace(of, spec=spec("nemotron")).lookahead(rows) is None
+    assert dataclasses.replace(of, spec=spec("llada")).lookahead(rows) is None
+
+
+def test_segments_of_a_prompt_attend_as_the_whole_does(monkeypatch):
+    monkeypatch.setattr("dllm_jax.nn.mask.SEGMENT", 128)
+    described, length, pads = spec("sdar"), 400, jnp.array([[0], [150]])
+    cuts = segments(length, length, described.block_size)
+    assert cuts == [(0, 256, 384), (256, length, length)]
+    q, k, v = (jax.random.normal(jax.random.key(i), (2, length, 2, 16)) for i in range(3))
+    position, valid = jnp.arange(length)[None], jnp.arange(length) >= pads
+    mask = block_causal(key_mask(valid), described, position, valid, length)
+    layer = Layer({}, described, rope_of(described, length), 0)
+    whole = layer.attention(q, k, v, mask)
+    for a, b in zip(whole, layer.attention(q, k, v, mask, described.block_size), strict=True):
+        a, b = (np.moveaxis(x, 1, -1)[np.asarray(valid)] if x.ndim == 3 else x[valid] for x in (a, b))
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    # A bound too low shows.
+    assert not np.allclose(whole[0][0], layer.attention(q, k, v, mask, -120)[0][0])
 
 
 def test_no_mask_is_made_where_all_see_all():

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from dllm_jax.nn.arithmetic import einsum, rms_norm
 from dllm_jax.nn.kernels import BY_DEFAULT, Kernels
-from dllm_jax.nn.mask import Mask
+from dllm_jax.nn.mask import Mask, segments
 from dllm_jax.nn.memory import apart_on_cuda, heads_first_on_tpu
 from dllm_jax.nn.mlp import dense, mixture
 from dllm_jax.nn.parameters import Params
@@ -71,14 +71,33 @@ class Layer:
         k: Float[Array, "b s k d"],
         v: Float[Array, "b s k d"],
         mask: Mask | None = None,
+        lookahead: int | None = None,
     ) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
         """Attention and its log-sum-exp, see `pallas_kernels.attention.xla.attention`.
 
         The log-sum-exp takes the place of attention weights, which no implementation returns: `received` and
         `head_mean` recompute from it what a policy reads. Kernels support masks that are the same for all
         queries of a sequence, which all policies have except in padded batches of Dream.
+
+        Args:
+          q: Rotated queries.
+          k: Keys.
+          v: Values.
+          mask: True where a query may attend; None means everywhere.
+          lookahead: Bound on the mask: query i attends to no key from i + lookahead on. A thousand queries
+            and more are then computed in segments, which do not read the keys behind them. None: no bound.
         """
-        return self.kernels.run(ATTENTION, *self._in_order(q, k, v), mask, None)
+        run = lambda q, k, v, mask: self.kernels.run(ATTENTION, *self._in_order(q, k, v), mask, None)
+        cuts = [] if lookahead is None else segments(q.shape[1], k.shape[1], lookahead)
+        if len(cuts) < 2:
+            return run(q, k, v, mask)
+        found = []
+        for first, end, seen in cuts:
+            of_queries = mask if mask is None or mask.shape[2] == 1 else mask[:, :, first:end]
+            part = None if of_queries is None else of_queries[..., :seen]
+            found.append(run(q[:, first:end], k[:, :seen], v[:, :seen], part))
+        o, lse = zip(*found, strict=True)
+        return jnp.concatenate(o, axis=1), jnp.concatenate(lse, axis=2)
 
     def received(
         self,

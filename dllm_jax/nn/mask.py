@@ -4,12 +4,18 @@ A mask is a boolean array that broadcasts to [b k q s]; None in its place means 
 without one are shorter and faster. So nothing here makes a mask where a model and a request need none.
 """
 
+import itertools
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from dllm_jax.nn.spec import ModelSpec
 from pallas_kernels.attention.xla import Mask as Mask
 from pallas_kernels.attention.xla import length_mask as length_mask
+
+SEGMENT = 1024  # queries of a segment, at least: fewer keep no GPU busy
+TILE = 128  # positions, of which segments have whole numbers
+SEGMENTS = 8  # at most, as each adds attention to the program; 16 take 5 % less time on an H200
 
 
 def key_mask(valid: Bool[Array, "b s"]) -> Mask:
@@ -67,6 +73,21 @@ def in_front_of(end: Int[Array, "b #q"], mask: Mask | None, length: int) -> Mask
     """The mask without keys from a position on, which each query has of its own."""
     seen = (jnp.arange(length) < end[..., None])[:, None]
     return seen if mask is None else mask & seen
+
+
+def segments(queries: int, slots: int, lookahead: int) -> list[tuple[int, int, int]]:
+    """Cuts queries into segments: the first query, the end, and the number of keys that they may attend to.
+
+    Args:
+      queries: Number of queries.
+      slots: Number of keys.
+      lookahead: Bound of `Layer.attention`.
+    """
+    parts = max(1, min(SEGMENTS, queries // SEGMENT))
+    # Whole tiles of kernels, which read no line of a mask that begins between two words.
+    tiles = lambda count: TILE * -(-count // TILE)
+    cuts = [*range(0, queries, tiles(-(-queries // parts))), queries]
+    return [(first, end, min(tiles(end - 1 + lookahead), slots)) for first, end in itertools.pairwise(cuts)]
 
 
 def with_noisy_copy(

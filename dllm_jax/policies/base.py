@@ -91,7 +91,7 @@ class Policy(Options):
 
         # Keys of all positions lie in canvas order, stored or new; the mask leaves the readable ones.
         mask = cache.attends(rows, canvas)
-        o, _ = layer.attention(q, now.k, now.v, mask)
+        o, _ = layer.attention(q, now.k, now.v, mask, canvas.lookahead(rows))
         return layer.finish(x, o), cache
 
     def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:

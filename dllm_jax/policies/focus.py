@@ -90,7 +90,8 @@ class FOCUS(DelayedCache):
             part = where.take(x)
             q, k = of_trip.qk(part, some.index)
             cache, now = cache.update(some, KV(k, of_trip.value(part)))
-            o, _ = of_trip.attention(q, now.k, now.v, canvas.attends(some, cache.shared.read))
+            mask = canvas.attends(some, cache.shared.read)
+            o, _ = of_trip.attention(q, now.k, now.v, mask, canvas.lookahead(some))
             return where.put(x, of_trip.finish(part, o)), cache
 
         # In the width of the step or, where that gathers rows, half a block less.

@@ -215,8 +215,10 @@ def cost(step: Step, spec: ModelSpec, batch: int, itemsize: int) -> Cost:
     value = n * m * spec.kv_heads * spec.head_dim
     products = step.rows * kernels_size(spec, per_token) + step.valued * value + step.candidates * v * m
     routers = 2 * mixtures(spec) * step.rows * m * count
-    # Two products, q k^T and weights v, of 2 FLOPs a multiply-add; all query heads, grouped or not.
-    scores = 4 * n * step.rows * step.slots * spec.heads * spec.head_dim
+    # Two products, q k^T and weights v, of 2 FLOPs a multiply-add; all query heads, grouped or not. Rows of a
+    # block-causal canvas attend to its first block, to two, and so on up to all of them.
+    seen = (step.slots + spec.block_size) / 2 if step.full and spec.block_size else step.slots
+    scores = 4 * n * step.rows * seen * spec.heads * spec.head_dim
     # Everything that a sequence has of its own counts `batch` times: this is where batching stops to be free.
     return Cost(
         weights=itemsize * (streamed + batch * step.rows * m),

@@ -341,6 +341,15 @@ class Canvas:
         first = jnp.min(rows.index, axis=1, keepdims=True) if rows.in_one_block else rows.index
         return block_causal(mask, self.spec, first, real, self.layout.length, response)
 
+    def lookahead(self, rows: Rows) -> int | None:
+        """Bounds what the rows attend to: row i to no position from i + lookahead on; None without a bound.
+
+        It holds for rows that are computed in place on the canvas of a block-causal model. In a causal
+        context they may all attend to the current block.
+        """
+        in_place = rows.full and not rows.before
+        return self.spec.block_size or None if in_place and not self.spec.causal_context else None
+
 
 def begin(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec, layout: Layout) -> Canvas:
     """The canvas before its first step; a sequence of padding alone is done and never computes anything."""

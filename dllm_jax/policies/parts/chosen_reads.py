@@ -82,7 +82,7 @@ class ChosenReads(ChoosingSteps, BlockScores):
         """Attention to all pairs, the new ones among them; and the choice, where it is time for it."""
         cache = cache.write(rows, dense=new)
         dense = cache.read().dense
-        o, lse = layer.attention(q, dense.k, dense.v, canvas.attends(rows))
+        o, lse = layer.attention(q, dense.k, dense.v, canvas.attends(rows), canvas.lookahead(rows))
 
         # What the block's steps will read, where it is time to choose.
         score = self.stored_scores(layer, q, dense.k, lse, rows, canvas)

@@ -181,7 +181,7 @@ class PromptEviction(Policy):
             return attend_to_kept(layer, q, pairs, elsewhere, self.budget, widest, readable), pairs
 
         # A full step is a first one: it computes everything, and the block's rows vote, or the prompt's.
-        o, lse = layer.attention(q, new.k, new.v, mask)
+        o, lse = layer.attention(q, new.k, new.v, mask, canvas.lookahead(rows))
         block, size = canvas.in_model_block, canvas.spec.block_size
         if not self.votes.of_prompt and size < rows.index.shape[1]:
             rows, q, lse = queries_of_block(q, lse, rows, canvas)

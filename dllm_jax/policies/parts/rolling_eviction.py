@@ -94,7 +94,7 @@ class RollingEviction(Policy):
 
         # The best candidates stay where a block is entered, and room for its own pairs behind them.
         keys, values = placed.pairs
-        o, lse = layer.attention(q, keys, values, mask)
+        o, lse = layer.attention(q, keys, values, mask, canvas.lookahead(rows))
         own, queries, lse = queries_of_block(q, lse, rows, canvas)
         score = mean_attention(self.votes, layer, queries, keys, lse, key_mask(seen), own, canvas)
         score = jnp.where(candidates[:, None], score, -jnp.inf)
