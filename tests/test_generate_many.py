@@ -91,7 +91,7 @@ def test_any_prompts_of_any_responses(lengths, responses, seed):
     rng = np.random.default_rng(seed)
     asked = [rng.integers(0, 40, size=n).tolist() for n in lengths]
     each = [dict(prompt=p, length=n) for p, n in zip(asked, responses, strict=False)]
-    all_alone(tiny("llada"), each, slots=3, **SHORT | dict(policy=P.DualCache()))
+    all_alone(tiny("llada"), each, **SHORT | dict(policy=P.DualCache()))
 
 
 def test_requests_have_options_of_their_own():
@@ -152,9 +152,9 @@ def test_the_device_runs_for_those_who_need_it():
 
 def test_no_program_is_compiled_for_the_hundredth_request():
     model, options = tiny("llada"), SHORT | dict(policy=P.DualCache())
-    dj.warmup(model, LADDER, slots=3, **{k: v for k, v in options.items() if k != "buckets"})
+    dj.warmup(model, LADDER, slots=2, **{k: v for k, v in options.items() if k != "buckets"})
     with compilations() as compiled:
-        assert len(list(dj.generate_many(model, some_prompts(100), slots=3, **options))) == 100
+        assert len(list(dj.generate_many(model, some_prompts(100), slots=2, **options))) == 100
     assert not compiled
 
 
@@ -178,7 +178,7 @@ def test_a_rare_length_is_not_starved():
 
 def test_shorter_prompts_fill_slots_that_would_be_idle():
     with mock.patch.object(generate_many, "Slots", side_effect=slots.Slots) as of_a_rung:
-        all_alone(tiny("llada"), [list(range(9)), [1], [2], [3]], slots=4, **SHORT)
+        all_alone(tiny("llada"), [list(range(9)), [1]], **SHORT)
     assert of_a_rung.call_count == 1
 
 
@@ -226,13 +226,13 @@ def test_options_that_no_request_could_have_are_refused_at_the_call(options, err
 def test_a_sequence_without_finite_logits_ends_alone():
     model, asked = poisoned("llada"), [[1, 2], [POISON, 3], [4]]
     with pytest.warns(NonFiniteWarning):
-        found = dict(dj.generate_many(model, asked, slots=3, **SHORT))
+        found = dict(dj.generate_many(model, asked, slots=2, **SHORT))
     assert [bool(found[i].stats.finite[0]) for i in range(3)] == [True, False, True]
     returned = dict(dj.generate_many(model, asked, slots=2, nonfinite="raise", errors="return", **SHORT))
     assert isinstance(returned[1], FloatingPointError)
     np.testing.assert_array_equal(returned[2].tokens, found[2].tokens)
     with pytest.raises(FloatingPointError, match="request 1: "):
-        list(dj.generate_many(model, asked, nonfinite="raise", **SHORT))
+        list(dj.generate_many(model, asked, slots=2, nonfinite="raise", **SHORT))
 
 
 @pytest.mark.parametrize("where", ["prepare", "enter", "until_one_ends", "vacant", "output"])
@@ -277,7 +277,7 @@ def test_a_request_is_taken_back():
 
 
 def test_the_bar_counts_answers(capsys):
-    list(dj.generate_many(tiny("llada"), some_prompts(3, longest=6), progress=True, **SHORT))
+    list(dj.generate_many(tiny("llada"), some_prompts(3, longest=6), slots=2, progress=True, **SHORT))
     assert "3/3" in capsys.readouterr().err
 
 

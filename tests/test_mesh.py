@@ -95,7 +95,7 @@ OF_BLOCKS = [
 )
 def test_chosen_pairs_and_drafts_are_those_of_one_device(family, policy, sampler, mesh):
     """KV heads are split, and with them the pairs that each of them chooses."""
-    alone = separate(tiny(family, kv_heads=4, heads=8, vocab=64, block_size=4))
+    alone = tiny(family, kv_heads=4, heads=8, vocab=64, block_size=4)
     prompt, mask = prompts(alone, (9, 6, 8))
     block = {} if sampler.own_block else dict(block=4)
     options = dict(length=8, policy=policy, sampler=sampler, trace=True, widths=WIDE, **block)
@@ -118,8 +118,8 @@ def test_each_device_runs_a_group_of_its_own(policy, mesh):
     assert_same(ours, want)
 
     # One of each device's neighbours: who needs a full step, and has made the fewest steps.
-    placed = with_auto_axes(place(model, prepare(model, prompt, group=1, **options)))
-    state = begin(placed.model, placed.inputs, placed.plan)
+    placed = place(model, prepare(model, prompt, group=1, **options))
+    state = begin(*with_auto_axes(placed)[:3])
     ways, batch = placed.plan.shares, len(prompt)
     part = jnp.arange(batch) % 2 == 1
     assert choose_group(part, state.canvas, placed.plan).tolist() == list(range(1, batch, 2))

@@ -30,7 +30,7 @@ mesh = jax.make_mesh((2, 4), ("dp", "tp"))
 prompt = np.arange(20, dtype=np.int32).reshape(4, 5)
 where = NamedSharding(mesh, PartitionSpec("dp"))
 sharded = jax.make_array_from_callback(prompt.shape, where, lambda index: prompt[index])
-options = dict(length=4, block=2, policy=dj.policies.DualCache(), trace=True)
+options = dict(length=4, block=2, policy=dj.policies.DualCache(), trace=True, widths=(10**6,))
 options |= dict(sampler=dj.samplers.Threshold(0.3, temperature=0.5), key=jax.random.key(3))
 score = dict(draws=16, key=jax.random.key(1))
 for path in paths:

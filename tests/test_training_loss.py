@@ -181,18 +181,20 @@ def unequal() -> Batch:
 def block_by_block(model: Model, tokens, batch: Batch) -> np.ndarray:
     """Log-probabilities [b r] of the answers: a pass for each block, behind what is before it as it is."""
     out, size, known = np.zeros(batch.answer.shape), model.spec.block_size, np.asarray(batch.learnt)
+    reach = PROMPT + ANSWER
     for row, pad in enumerate(PADS):
         noised, length = np.asarray(tokens)[row, pad:], PROMPT - pad + known[row].sum()
         clean = np.concatenate([noised[: PROMPT - pad], batch.answer[row]])
         first = PROMPT - pad if model.spec.blocks_from == "response" else 0
         for start in range(first, length, size):
             end = min(start + size, length)
-            # Padded on the right, so that all passes have one shape.
-            seen = np.pad(np.concatenate([clean[:start], noised[start:end]]), (0, PROMPT + ANSWER - end))
-            valid = np.arange(len(seen)) < end
+            # Padded on both sides, so that all passes have one shape, and responses begin at one place.
             begins = start if model.spec.causal_context else PROMPT - pad
-            logits = forward(model, seen[None], valid[None], response=begins)
-            log_p = np.asarray(jax.nn.log_softmax(logits[0]))
+            seen = np.concatenate([clean[:start], noised[start:end]])
+            seen = np.pad(seen, (reach - begins, reach + begins - end))
+            at = np.arange(2 * reach) - (reach - begins)
+            logits = forward(model, seen[None], ((at >= 0) & (at < end))[None], response=reach)
+            log_p = np.asarray(jax.nn.log_softmax(logits[0]))[reach - begins :]
             for i in range(max(start, PROMPT - pad), end):
                 out[row, i + pad - PROMPT] = log_p[max(i - int(model.spec.shifted), 0), clean[i]]
     return out

@@ -232,9 +232,16 @@ def _stack(
 ) -> tuple[dict[str, Any], Callable[..., Any]]:
     """Stacked layers of zeros, and the program that fills one of them in place: no stack is held twice."""
     where = {leaf: placement(leaf, stacked=True) for leaf in shapes}
-    empty = lambda: jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), shapes)
+    (arrays, tree), (places, of_places) = jax.tree.flatten(shapes), jax.tree.flatten(where)
     put = jax.jit(_set_layer, donate_argnames="layers", out_shardings=where)
-    return jax.jit(empty, out_shardings=where)(), put
+    return _empty(tree, tuple(arrays), of_places, tuple(places))(), put
+
+
+@functools.lru_cache(maxsize=32)
+def _empty(tree: Any, arrays: tuple[Any, ...], of_places: Any, places: tuple[Any, ...]) -> Callable[..., Any]:
+    """The program that makes arrays of zeros, one for all checkpoints of a shape."""
+    zeros = lambda: tree.unflatten([jnp.zeros(array.shape, array.dtype) for array in arrays])
+    return jax.jit(zeros, out_shardings=of_places.unflatten(places))
 
 
 def _set_layer(layers: dict[str, Any], new: dict[str, Any], layer: Int[Array, ""]) -> dict[str, Any]:

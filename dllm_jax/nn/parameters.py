@@ -13,11 +13,13 @@ stack; those of which some have experts and others an MLP do not stack at all. T
 (`is_small`) are stacked everywhere: their copies take microseconds, and one layer compiles faster than many.
 """
 
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
@@ -35,13 +37,17 @@ def abstract(
     spec: ModelSpec, dtype: Any = jnp.float32, weights: Weights | None = None
 ) -> PyTree[jax.ShapeDtypeStruct]:
     """Shapes and dtypes of the parameters without allocating any; what a loader has to fill."""
+    stacked = not spec.layers_differ
+    held = lambda path, leaf: int8.abstract(spec, path[-1].key, leaf.dtype, weights, stacked)
+    return jax.tree_util.tree_map_with_path(held, _of_modules(spec, jnp.dtype(dtype)))
+
+
+@functools.cache
+def _of_modules(spec: ModelSpec, dtype: np.dtype) -> PyTree[jax.ShapeDtypeStruct]:
     from dllm_jax.nn.modules import initialise  # Flax is slow to import
 
     # By a trace of the modules, which make them by the table of axes (`dllm_jax.nn.sharding`).
-    params = jax.eval_shape(lambda: initialise(spec, jax.random.key(0), dtype))
-    stacked = not spec.layers_differ
-    held = lambda path, leaf: int8.abstract(spec, path[-1].key, leaf.dtype, weights, stacked)
-    return jax.tree_util.tree_map_with_path(held, params)
+    return jax.eval_shape(lambda: initialise(spec, jax.random.key(0), dtype))
 
 
 def abstract_vision(spec: ModelSpec, dtype: Any = jnp.float32) -> Params | None:

@@ -108,4 +108,4 @@ def _weight(path: str, shape: tuple[int, ...]) -> Array:
         of_layer = shape if re.search(r"\d", path) else shape[1:]  # separate layers have numbers
         inputs = math.prod(of_layer[:-1]) if "'o'" in path else of_layer[-2 if "expert" in path else 0]
         drawn = 1.5 * drawn / math.sqrt(inputs)
-    return jnp.asarray(drawn, jnp.float32)
+    return jnp.asarray(drawn.astype(np.float32))  # by numpy, as jax would compile it for each shape

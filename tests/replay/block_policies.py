@@ -9,7 +9,6 @@ import numpy as np
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
-from dllm_jax.engine.loop import recorded_steps
 from dllm_jax.engine.trace import Trace
 from dllm_jax.nn.attention import attention
 from dllm_jax.nn.layer import embed, walk
@@ -21,7 +20,7 @@ from dllm_jax.state.rows import Rows, full_rows
 from tests.replay.block import compare_stopped
 from tests.replay.case import Case
 from tests.replay.compare import closely, exactly
-from tests.replay.stepping import State, states, step_logits
+from tests.replay.stepping import State, states, step_logits, trace_of
 
 
 def mage(case: Case):
@@ -82,9 +81,7 @@ def _decoded(case: Case, policy: Policy) -> tuple[dj.Model, Trace, list[State]]:
     # In the width of a block and in that of two, which small models have alone.
     asked = options | dict(policy=policy, widths=case.widths or (size, 2 * size), trace=True)
     ran = list(states(model, arrays["prompt"], **asked))[: steps + 1]
-    trace = Trace(*map(np.asarray, recorded_steps(ran[-1])))
-    cut = lambda array: array[: steps + 1, :, :whole]
-    trace = trace._replace(**{name: cut(getattr(trace, name)) for name in trace._fields[:5]})
+    trace = trace_of(ran)
     exactly("tokens", trace.tokens, recorded)
 
     # Candidates of each step's block.

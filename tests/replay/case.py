@@ -11,9 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import dllm_jax as dj
-from dllm_jax.decoding.placement import collect, place
-from dllm_jax.decoding.request import prepare
-from dllm_jax.engine.loop import denoise
 
 
 class UnknownSetting(ValueError):
@@ -137,12 +134,10 @@ class Case:
             return np.arange(prompt.shape[1]) >= np.asarray(pads)[:, None]
         return prompt != s["pad_id"] if s.get("left_pad") else None
 
-    def generate(self, model: dj.Model, *, together: bool = False, **options) -> dj.Output:
-        """Of the case's prompts, with a trace; `together` runs full steps of the batch, never of groups."""
+    def generate(self, model: dj.Model, **options) -> dj.Output:
+        """Of the case's prompts, with a trace."""
         options |= {"prompt_mask": self.prompt_mask, "widths": self.widths, "trace": True}
-        placed = place(model, prepare(model, self.arrays["prompt"], **options))
-        plan = dataclasses.replace(placed.plan, group=None) if together else placed.plan
-        return collect(placed, *denoise(placed.model, placed.inputs, plan))
+        return dj.generate(model, self.arrays["prompt"], **options)
 
     def noise(self) -> dj.samplers.RecordedNoise | None:
         """The case's draws: Gumbel noise for tokens, uniform or Gumbel noise for the order."""

@@ -14,11 +14,11 @@ from dllm_jax.state.selection import best, certainty_density
 from tests.replay.case import Case
 from tests.replay.compare import closely, compare_steps, exactly
 from tests.replay.research import research_sampler
-from tests.replay.stepping import states
+from tests.replay.stepping import states, trace_of
 
 
 def d2cache(case: Case):
-    """One run through the public API, and one step by step for the internals."""
+    """A run step by step, with its internals."""
     s, d = case.settings, case.settings["decoding"]
     model, policy = case.model(), _policy(case)
     # [MASK] may win, as in the reference: one case has a position that it wins for many steps.
@@ -27,11 +27,11 @@ def d2cache(case: Case):
     s["cache"].only("type", "d2cache")
     s.describes("pad_id", "steps")
     options = dict(policy=policy, sampler=sampler, length=d["gen_length"], block=d["block_length"])
-    # What tops up one sequence depends on the others, which must be at the same step.
-    trace, prompt = case.generate(model, together=True, **options).trace, case.arrays["prompt"]
-    compare_steps(case, trace, predicted="predicted", computed="recomputed")
-    _, *after = states(model, prompt, widths=(prompt.shape[1] + d["gen_length"],), **options)
-    _compare_selection(case, policy, after)
+    options |= dict(prompt_mask=case.prompt_mask, widths=case.widths, trace=True)
+    # In steps of the whole batch: what tops up one sequence depends on the others.
+    ran = list(states(model, case.arrays["prompt"], **options))
+    compare_steps(case, trace_of(ran), predicted="predicted", computed="recomputed")
+    _compare_selection(case, policy, ran[1:])
 
 
 def _policy(case: Case) -> dj.policies.D2Cache:

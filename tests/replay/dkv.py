@@ -8,7 +8,7 @@ from dllm_jax.nn.layer import unembed
 from dllm_jax.samplers.transfer import dream_times
 from tests.replay.case import Case
 from tests.replay.compare import closely, exactly
-from tests.replay.stepping import log_of, logged, states
+from tests.replay.stepping import log_of, logged, states, trace_of
 
 POLICIES = {
     "dkv-decode": dj.policies.DKVDecode,
@@ -30,8 +30,9 @@ def dkv(case: Case):
             jnp.float32(0), jnp.asarray(arrays["random_draw"][arrays["block_index"]])
         )
     options = dict(length=h["gen_length"], block=case.settings["block_length"], steps=h["steps"])
-    options |= dict(sampler=sampler_of(case), noise=noise)
-    trace = case.generate(model, policy=policy, **options).trace
+    options |= dict(sampler=sampler_of(case), noise=noise, prompt_mask=case.prompt_mask, widths=case.widths)
+    run = list(states(model, arrays["prompt"], policy=logged(policy), trace=True, **options))
+    trace = trace_of(run)
     if "timesteps" in arrays:
         closely("timesteps", dream_times(h["steps"], h["eps"]), arrays["timesteps"], tolerance=0)
     exactly("tokens", trace.tokens, arrays["tokens"])
@@ -45,8 +46,6 @@ def dkv(case: Case):
     closely("cache ratio", reused.mean(), case.settings["cache_ratio_paper"], tolerance=1e-6)
 
     # Stored logits of cached steps: `logits_step{t}` [b n v] at `logits_positions_step{t}` [b n].
-    options |= dict(policy=logged(policy), prompt_mask=case.prompt_mask, widths=case.widths)
-    run = list(states(model, arrays["prompt"], **options))
     for name in [name for name in arrays if name.startswith("logits_step")]:
         state, index = run[int(name[11:]) + 1], arrays[name.replace("_step", "_positions_step")][..., None]
         hidden = jnp.take_along_axis(log_of(state).hidden, index, axis=1)

@@ -1,4 +1,4 @@
-"""Elastic-Cache: the run through `generate`; its drift state by taking the engine's steps one by one."""
+"""Elastic-Cache: the engine's steps one by one, with the drift state of each."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from dllm_jax.engine.step import State
 from dllm_jax.policies.parts.drift import members
 from tests.replay.case import Case
 from tests.replay.compare import closely, exactly
-from tests.replay.stepping import states
+from tests.replay.stepping import states, trace_of
 
 TESTS = {"code": dj.policies.HeadCosine(), "paper": dj.policies.KeyCosine()}
 
@@ -25,14 +25,14 @@ def elastic(case: Case):
     model = case.model(**({"eos_id": s["stop_token"]} if stops else {}))
     prompt, length = arrays["prompt"], s["gen_length"]
     shape = dict(length=length, steps=length // (each or 1))
-    options = dict(policy=policy, sampler=sampler, stop_at_eos=stops, **shape)
-    trace = case.generate(model, **options).trace
+    options = dict(policy=policy, sampler=sampler, stop_at_eos=stops, widths=case.widths, trace=True)
+    seen = list(states(model, prompt, **options, **shape))
+    trace = trace_of(seen)
     exactly("tokens", trace.tokens, arrays["tokens"])
     exactly("queried", trace.computed[:, 0], arrays["queried"])
     known, score = np.isfinite(arrays["confidence"]), np.asarray(trace.score)[:, 0]
     exactly("window", np.isfinite(score), known)
     closely("confidence", score, arrays["confidence"], where=known)
-    seen = list(states(model, prompt, widths=(prompt.shape[1] + length,), **options))
     _compare_drift(case, policy, seen)
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -75,11 +76,12 @@ def vision(case: Case):
     case.settings.describes(*DESCRIPTION.split(), "weights")
     params, spec = separate(model.vision), model.spec.vision
     pixels = jnp.asarray(normalised(arrays["pixels_u8"].transpose(0, 2, 3, 1)))
-    x = tower.patch_embeddings(params, spec, pixels)
+    x = jax.jit(tower.patch_embeddings, static_argnums=1)(params, spec, pixels)
+    layer = jax.jit(tower.encoder_layer, static_argnums=1)
     rows = arrays["rows"]
     closely("embeddings", x[:, rows], arrays["embeddings_rows"])
     for i, weights in enumerate(params["layers"]):
-        x = tower.encoder_layer(weights, spec, x)
+        x = layer(weights, spec, x)
         closely(f"layer {i}", x[:, rows], arrays[f"layer{i}_rows"])
     closely("features", tower.encode(params, spec, pixels), arrays["features"])
     closely("projected", tower.project(params, x), arrays["projected"])

@@ -9,7 +9,6 @@ from typing_extensions import override
 
 import dllm_jax as dj
 from dllm_jax import eviction
-from dllm_jax.engine.loop import recorded_steps
 from dllm_jax.nn.attention import attention
 from dllm_jax.nn.layer import embed, unembed, walk
 from dllm_jax.nn.mask import key_mask
@@ -19,7 +18,7 @@ from dllm_jax.state.rows import full_rows
 from pallas_kernels.topk_evict import topk_evict
 from tests.replay.case import Case
 from tests.replay.compare import closely, exactly
-from tests.replay.stepping import log_of, logged, states
+from tests.replay.stepping import log_of, logged, states, trace_of
 
 VOTERS = {
     "mask_vote": eviction.MaskVotes(),
@@ -83,7 +82,7 @@ def maskkv(case: Case):
     stale = np.stack([log.stale for log in logs])
     exactly("response_rows", stale[..., layout.prompt :], arrays["response_rows"])
     exactly("refresh_prompt", stale[:, 0, 0, 0], arrays["refresh_prompt"])
-    score = np.asarray(recorded_steps(run[-1]).score)[: len(run), :, layout.prompt :]
+    score = trace_of([begun, *run]).score[..., layout.prompt :]
     eligible = np.isfinite(arrays["confidence"]) & np.isfinite(score)
     closely("confidence", score, arrays["confidence"], where=eligible)
     for which, at in enumerate(arrays["selection_steps"]):

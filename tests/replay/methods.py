@@ -31,7 +31,7 @@ from tests.replay import (
 from tests.replay.case import Case
 from tests.replay.compare import Skipped, bf16_closely, closely, compare_logits, compare_steps, exactly
 from tests.replay.research import only_its_settings, research_sampler
-from tests.replay.stepping import states
+from tests.replay.stepping import states, trace_of
 
 
 def forward(case: Case):
@@ -143,13 +143,14 @@ def klass(case: Case):
     rule = dict(confidence_threshold=d["threshold"], divergence=d["kl_threshold"])
     sampler = samplers.KLASS(history=d["kl_history_length"], **rule)
     options = dict(length=d["gen_length"], block=d["block_length"], sampler=sampler)
-    compare_steps(case, case.generate(model, **options).trace, predicted="predicted", computed="recomputed")
+    options |= dict(prompt_mask=case.prompt_mask, trace=True)
+    ran = list(states(model, arrays["prompt"], **options))
+    compare_steps(case, trace_of(ran), predicted="predicted", computed="recomputed")
     compare_logits(case, model)
 
     # What is remembered after each step, where it predicted: the first prediction has nothing to differ from.
-    _, *after = states(model, arrays["prompt"], **options)
     masked = arrays["tokens"][:-1, :, arrays["prompt"].shape[1] :] == case.mask_id
-    divergences = np.stack([state.memory.divergences for state in after])
+    divergences = np.stack([state.memory.divergences for state in ran[1:]])
     later = masked & (np.arange(len(masked)) > 0)[:, None, None]
     closely("divergences", divergences[..., 0], arrays["kl"], where=later)
     stable = (divergences < d["kl_threshold"]).all(axis=-1)

@@ -7,14 +7,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
 import dllm_jax as dj
 from dllm_jax.decoding.request import prepare
 from dllm_jax.engine.generation import Generation
-from dllm_jax.engine.loop import begin, next_variant
+from dllm_jax.engine.loop import begin, next_variant, recorded_steps
 from dllm_jax.engine.plan import Inputs, Plan
 from dllm_jax.engine.step import State, computed_rows, network, step
+from dllm_jax.engine.trace import Trace
 from dllm_jax.nn.arithmetic import cosine
 from dllm_jax.nn.layer import unembed
 from dllm_jax.policies.evicted import evicted
@@ -102,6 +104,16 @@ def states(model: dj.Model, prompt, **options) -> Iterator[State]:
         width = None if variant == len(plan.widths) else plan.widths[variant]
         state = _step(model, inputs, plan, width, state)
         yield state
+
+
+def trace_of(ran: list[State]) -> Trace:
+    """The trace of all states of a run, which `states` was asked for, as `generate` returns it."""
+    trace, shown = jax.tree.map(np.asarray, recorded_steps(ran[-1])), ran[-1].canvas.layout.shown
+    steps = int(trace.steps)
+    cut = {
+        name: getattr(trace, name)[:steps, :, :shown] for name in ("computed", "read", "proposed", "score")
+    }
+    return trace._replace(tokens=trace.tokens[: steps + 1, :, :shown], active=trace.active[:steps], **cut)
 
 
 @functools.partial(jax.jit, static_argnames="width")

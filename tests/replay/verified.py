@@ -16,6 +16,7 @@ from dllm_jax.engine.generation import Generation
 from dllm_jax.samplers import Candidates
 from dllm_jax.samplers.filters import survivors
 from dllm_jax.samplers.s2d2 import first_run
+from dllm_jax.state.rows import compact, gather
 from tests.replay.case import Case
 from tests.replay.compare import closely, exactly
 from tests.replay.stepping import State, states, step_logits
@@ -83,7 +84,7 @@ def free_dave(case: Case):
     shown = slice(1, None) if dream else slice(None)
     closely("last logits", ours[shown] / scale, arrays["last_logits"][shown] / scale)
 
-    out = dj.generate(model, arrays["prompt"], sampler=alone, logprobs=0, **options)
+    out = dj.generate(model, arrays["prompt"], sampler=alone, logprobs=0, widths=case.widths, **options)
     exactly("sequential", out.tokens[:, : recorded.shape[2]], arrays["sequential"])
     exactly("sequential step", out.logprobs.decoded_at, arrays["sequential_step"])
     equal = bool((arrays["sequential"] == recorded[-1]).all())
@@ -221,18 +222,27 @@ def _draws(arrays, drafts: np.ndarray, length: int, vocab: int) -> samplers.Reco
 
 
 def _compare_draft(t: int, arrays, before: State, draft: State, sampler):
-    rows = slice(*arrays["rows"][t])
-    eligible = np.asarray(before.canvas.eligible)[0]
-    masked = eligible[rows]
-    exactly(f"proposed in step {t}", draft.memory.token[0, rows], arrays["proposed"][t], where=masked)
-    closely(f"confidence of step {t}", draft.memory.score[0, rows], arrays["confidence"][t], where=masked)
-    at = np.flatnonzero(eligible)[None]
-    span = np.asarray(first_run(jnp.ones(at.shape, bool), jnp.asarray(at)))
+    rows, memory = slice(*arrays["rows"][t]), jax.tree.map(np.asarray, draft.memory)
+    eligible, at, span, gain = map(np.asarray, _expected(before, draft, sampler))
+    masked = eligible[0, rows]
+    exactly(f"proposed in step {t}", memory.token[0, rows], arrays["proposed"][t], where=masked)
+    closely(f"confidence of step {t}", memory.score[0, rows], arrays["confidence"][t], where=masked)
     exactly(f"span of step {t}", [at[span][0], at[span][-1] + 1], arrays["span"][t])
     if not np.isnan(arrays["score"][t]):
-        score, logits = draft.memory.score[:, at[0]], draft.memory.log_p[:, : at.shape[1]]
-        candidates = Candidates(jnp.asarray(at), draft.memory.token[:, at[0]], score, logits)
-        closely(f"score of step {t}", sampler.gain(candidates, jnp.asarray(span))[0], arrays["score"][t])
+        closely(f"score of step {t}", gain[0], arrays["score"][t])
+
+
+@functools.partial(jax.jit, static_argnames="sampler")
+def _expected(before: State, draft: State, sampler: samplers.S2D2):
+    """A draft's masks, in one width for all steps, their first run, and what its verification promises."""
+    eligible, memory = before.canvas.eligible, draft.memory
+    at = compact(eligible, memory.log_p.shape[1])
+    offered = at < eligible.shape[1]
+    span = first_run(offered, at)
+    score = jnp.where(offered, gather(memory.score, at), -jnp.inf)
+    candidates = Candidates(at, gather(memory.token, at), score, memory.log_p)
+    gain = sampler.gain(candidates, span) if memory.log_p.shape[2] else jnp.full(1, jnp.nan)
+    return eligible, at, span, gain
 
 
 def _compare_verified(t: int, arrays, before: State, draft: State, after: State, sampler):
@@ -243,11 +253,17 @@ def _compare_verified(t: int, arrays, before: State, draft: State, after: State,
     exactly(f"accepted in step {t}", reached[:accepted], tokens[span[:accepted]])
     exactly(f"resampled in step {t}", resampled, first + accepted if accepted < len(span) else -1)
     if after.memory.log_p.shape[2]:
-        masks = np.flatnonzero(np.asarray(before.canvas.eligible)[0])
-        log_q = after.memory.log_p[0, np.searchsorted(masks, span)]
-        log_q = log_q if not isinstance(sampler, CutVerifier) else sampler._cut(log_q[None])[0]
-        q = np.asarray(jax.nn.softmax(log_q, axis=-1))[np.arange(len(span)), tokens[span]]
+        masks, q = map(np.asarray, _verifier(before, after, sampler))
+        q = q[np.searchsorted(np.flatnonzero(masks), span), tokens[span]]
         closely(f"verifier of step {t}", q, arrays["verifier"][t][span - arrays["rows"][t][0]])
+
+
+@functools.partial(jax.jit, static_argnames="sampler")
+def _verifier(before: State, after: State, sampler: samplers.S2D2):
+    """Where the masks are before a verification, and the distribution of each in it."""
+    log_q = after.memory.log_p
+    log_q = sampler._cut(log_q) if isinstance(sampler, CutVerifier) else log_q
+    return before.canvas.eligible[0], jax.nn.softmax(log_q, axis=-1)[0]
 
 
 METHODS = dict.fromkeys(("freedave-llada", "freedave-sdar"), free_dave)
