@@ -43,9 +43,8 @@ SEPARATE = "convert_crash", "bundled", "export", "llada_v_checkpoint", "readme",
 SMALL = "bundled", "readme", "release"
 # Files whose partial steps gather what they compute, at the policy's own widths.
 NARROW = (
-    *("bench", "block_causal", "buckets", "check", "compiled", "engine", "explain"),
-    *("generate_many", "goldens"),
-    *("group", "mesh", "policies", "policy_reads", "roofline", "testing", "trajectory"),
+    *("bench", "block_causal", "check", "compiled", "engine", "explain", "generate_many"),
+    *("group", "mesh", "policies", "policy_reads", "roofline", "testing"),
 )
 
 # Arrays lie on the first of these unless a test makes a mesh.

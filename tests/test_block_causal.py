@@ -282,12 +282,13 @@ PLACES += [(policy, "nemotron") for policy in daily((p for p in EVERY if p in AD
 
 
 class InOneWidth(Subject):
-    """With one kind of narrow steps: of a model's block, or of half of it where rows leave."""
+    """With one kind of narrow steps, of a block or of half of it, and with none for exact decoding."""
 
     def run(self, prompt=None, mask=None, **options):
-        widths = (6,) if isinstance(self.policy, policies.FOCUS) else (12,)
-        if options.get("widths") is None and self.family == "sdar" and not EXHAUSTIVE:
-            options["widths"] = widths
+        if options.get("widths") is None and not EXHAUSTIVE:
+            half = self.family == "nemotron" or isinstance(self.policy, policies.FOCUS)
+            exact = type(options.get("policy")) is policies.Policy
+            options["widths"] = WIDE if exact else (6,) if half else (12,)
         return super().run(prompt, mask, **options)
 
 

@@ -73,7 +73,7 @@ SHORT_BLOCKS = {"sdar": dict(block_size=4), "a2d-qwen3": dict(block_size=4)}
 def test_every_request_is_what_it_is_alone(family, policy, sampler, more):
     options = SHORT | dict(policy=policy, sampler=sampler, trace=True, widths=None) | more
     model = tiny(family, **SHORT_BLOCKS.get(family, {}))
-    all_alone(model, some_prompts(7), slots=3, **dict(key=KEY) if sampler.draws else {}, **options)
+    all_alone(model, some_prompts(7, longest=6), slots=3, **dict(key=KEY) if sampler.draws else {}, **options)
 
 
 @matrix("form", (separate, in_int8), today=[(separate,)])
@@ -285,7 +285,7 @@ def test_the_bar_counts_answers(capsys):
 def test_slots_are_split_over_devices(axes):
     from tests.test_mesh import mesh_of, on_mesh, one_device
 
-    model, asked = one_device("llada"), some_prompts(5)
+    model, asked = one_device("llada"), some_prompts(5, longest=6)
     placed, options = on_mesh(model, mesh_of(axes)), SHORT | dict(policy=P.DualCache())
     found = dict(dj.generate_many(placed, asked, slots=3, **options))
     with compilations() as compiled:

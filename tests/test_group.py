@@ -14,7 +14,7 @@ from dllm_jax.engine import step
 from dllm_jax.engine.group import group_size, next_variant, takes_part
 from dllm_jax.testing.runs import assert_same_run, assert_same_stats, of_sequence
 from tests.kernel_cases import some
-from tests.models import prompts, separate, tiny
+from tests.models import WIDE, prompts, separate, tiny
 from tests.policy_cases import short
 from tests.replay.stepping import states
 
@@ -39,7 +39,8 @@ def test_sequences_in_groups_are_what_they_are_alone(policy, sampler, size):
     batch = dj.generate(model, prompt, prompt_mask=mask, group=size, **draws(slice(None)), **options)
     assert len(set(batch.stats.nfe.tolist())) > 1 or isinstance(sampler, ALIKE)
     for i, width in enumerate(mask.sum(axis=1)):
-        alone = dj.generate(model, prompt[i : i + 1, -width:], **draws(slice(i, i + 1)), **options)
+        own = draws(slice(i, i + 1)) | dict(widths=WIDE)
+        alone = dj.generate(model, prompt[i : i + 1, -width:], **own, **options)
         assert_same_run(of_sequence(batch.trace, i, width + LENGTH), alone.trace, computed=True)
         assert_same_stats(batch.stats, alone.stats, sequence=i)
 

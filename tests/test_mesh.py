@@ -73,8 +73,8 @@ def test_a_mesh_gives_what_one_device_gives(policy, sampler, family, mesh):
     if isinstance(sampler, dj.samplers.PCSampler):  # this model has another vocabulary
         sampler = dataclasses.replace(sampler, frequencies=frequencies(alone.spec.vocab))
     options = dict(length=8, block=4, policy=policy, sampler=suited(policy, sampler), key=KEY, trace=True)
-    run = lambda model: dj.generate(model, prompt, prompt_mask=mask, **options)
-    assert_same(run(on_mesh(alone, mesh_of(mesh))), run(alone))
+    run = lambda model, **more: dj.generate(model, prompt, prompt_mask=mask, **options, **more)
+    assert_same(run(on_mesh(alone, mesh_of(mesh))), run(alone, widths=WIDE))
 
 
 SURE = samplers.Threshold(0.3)
@@ -114,8 +114,8 @@ def test_each_device_runs_a_group_of_its_own(policy, mesh):
     sampler = samplers.Threshold(0.25, cfg_scale=1.5)
     options = dict(prompt_mask=mask, length=8, block=4, policy=policy, sampler=sampler, trace=True)
     model = on_mesh(alone, mesh_of(mesh))
-    ours, want = dj.generate(model, prompt, group=1, **options), dj.generate(alone, prompt, **options)
-    assert_same(ours, want)
+    ours = dj.generate(model, prompt, group=1, **options)
+    assert_same(ours, dj.generate(alone, prompt, widths=WIDE, **options))
 
     # One of each device's neighbours: who needs a full step, and has made the fewest steps.
     placed = place(model, prepare(model, prompt, group=1, **options))
@@ -162,7 +162,7 @@ explicit_every_day = pytest.mark.parametrize(
 @explicit_every_day
 def test_a_sharded_prompt_stays_so(types):
     """Eager, under jit and under set_mesh; of the mesh that the user made, Auto or Explicit."""
-    alone, mesh = one_device("dream"), mesh_of(BOTH, TYPES[types])
+    alone, mesh = one_device("dream", apart=False), mesh_of(BOTH, TYPES[types])
     model = on_mesh(alone, mesh)
     prompt, _ = prompts(alone, (9, 9, 9, 9))
     sharded = jax.device_put(prompt, NamedSharding(mesh, PartitionSpec("dp")))
@@ -272,8 +272,8 @@ def test_work_per_device_falls_with_the_batch_it_holds(optimised):
 
 
 def test_warmup_compiles_what_a_batch_over_a_mesh_needs():
-    model = on_mesh(one_device("llada"), mesh_of(BOTH))
-    options = dict(length=8, block=4, policy=policies.DualCache())
+    model = on_mesh(one_device("llada", apart=False), mesh_of(BOTH))
+    options = dict(length=8, block=4, policy=policies.DualCache(), widths=WIDE)
     ladder = dj.buckets.Ladder((16,))
     prompt, _ = prompts(model, (9, 9, 9))
     dj.warmup(model, ladder, batch=3, **options)

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from dllm_jax import forward, lora, token_log_likelihoods
-from dllm_jax.nn.model import Model, encode
+from dllm_jax.nn import model as network
+from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ExpertSpec
 from dllm_jax.training import (
     Batch,
@@ -20,11 +21,12 @@ from dllm_jax.training import (
 )
 from dllm_jax.training import loss as losses
 from dllm_jax.training.batch import T_MIN, checked
-from dllm_jax.training.loss import draw_blocks, draw_masks, isolation_mask, masked_loss, model_blocks
+from dllm_jax.training.loss import draw_blocks, draw_masks, isolation_mask, model_blocks
 from tests import refuses
 from tests.models import FAMILIES, families, tiny
 
 loss_of = jax.jit(masked_diffusion_loss, static_argnames="remat")
+encode, masked_loss = jax.jit(network.encode), jax.jit(losses.masked_loss)
 gradient_of = jax.jit(jax.value_and_grad(masked_diffusion_loss, has_aux=True), static_argnames="remat")
 
 
@@ -117,10 +119,9 @@ def test_isolation_is_drawn_for_each_example_and_counts_in_the_loss(family):
 
     # The loss is the mean over isolated and other examples, each with their own mask.
     loss = lambda rows, isolated: masked_loss(
-        model, jax.tree.map(lambda a: a[rows], drawn._replace(isolated=jnp.full(400, isolated)))
+        model, jax.tree.map(lambda a: np.asarray(a)[rows], drawn._replace(isolated=np.full(400, isolated)))
     )[0]
-    alone = drawn.isolated.nonzero()[0]
-    rest = (~drawn.isolated).nonzero()[0]
+    alone, rest = (np.flatnonzero(drawn.isolated == isolated) for isolated in (True, False))
     wanted = (len(alone) * loss(alone, True) + len(rest) * loss(rest, False)) / 400
     np.testing.assert_allclose(masked_loss(model, drawn)[0], wanted, rtol=1e-5)
     assert abs(loss(alone, True) - loss(alone, False)) > 1e-4
