@@ -292,6 +292,7 @@ LEFT_OUT: dict[str, str] = {
         test_prefix.py::test_a_prefix_goes_on_where_another_one_differs
         test_prefix.py::test_every_way_to_ask_takes_a_prefix
         test_prefix.py::test_prompts_that_begin_alike_are_answered_as_whole_ones but separate
+        test_prefix.py::test_what_is_final_is_reused_whatever_reads_it but MAGE
         test_presets.py::test_every_preset_can_begin_on_its_model but d2cache or sparse-dllm
         test_presets.py::test_every_recipe_is_a_request_of_its_model[llada2-mini]
         test_presets.py::test_model_shapes_have_the_published_number_of_parameters[llada2-mini-*]

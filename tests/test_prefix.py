@@ -10,6 +10,7 @@ import rich.console
 import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.demo import chatting
+from dllm_jax.engine.prefix import reads_causally
 from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.eval.run.settings import Decoding
 from tests.models import random_tokens, separate, tiny
@@ -59,6 +60,29 @@ def test_prompts_that_begin_alike_are_answered_as_whole_ones(changes, policy, fo
     assert_same(dj.generate(model, [[]], prefix=even, **options), alone, reused=4 if changes else 8)
 
 
+@pytest.mark.parametrize(("model", "policy", "sampler", "length", "reused"), [
+    (tiny("sdar", **SPEC), P.MAGE(2), S.Threshold(0.1), 9, [8, 8, 8]),
+    (tiny("sdar", **SPEC), P.MAGE(2), S.Threshold(0.1), 1, [8, 8, 8, 4]),
+    (tiny("sdar", **SPEC), P.FOCUS(), S.Threshold(0.1), 9, [8, 8, 8]),
+    (tiny("sdar", **SPEC), P.Policy(), S.Autoregressive(), 9, [11, 11, 11]),
+    (tiny("sdar", **SPEC), P.Policy(), S.S2D2(on=None), 9, [8, 8, 8]),
+    (tiny("nemotron"), P.Policy(), S.SelfSpeculation(block=4), 9, [11, 10, 11]),
+], ids=["MAGE", "MAGE-one-token", "FOCUS", "Autoregressive", "S2D2", "SelfSpeculation"])  # fmt: skip
+def test_what_is_final_is_reused_whatever_reads_it(model, policy, sampler, length, reused):
+    options = dict(length=length, policy=policy, sampler=sampler)
+    beginning, rests = BEGINNING, RESTS
+    if len(reused) == 4:  # the first step of the last prompt has only its block to compute
+        beginning, rests = BEGINNING[:8], [[1, 2], [*BEGINNING[:4]], [3] * 5, []]
+    prefix = dj.prefill(model, beginning, causal=reads_causally(model.spec, sampler))
+    ours = dj.generate(model, rests, prefix=prefix, **options)
+    whole = dj.generate(model, [beginning + rest for rest in rests], **options)
+    np.testing.assert_array_equal(ours.tokens, whole.tokens)
+    np.testing.assert_array_equal(ours.stats.nfe, whole.stats.nfe)
+    np.testing.assert_array_equal(whole.stats.computed_tokens - ours.stats.computed_tokens, reused)
+    np.testing.assert_array_equal(ours.stats.reused_tokens, reused)
+    assert (ours.stats.executed_tokens < whole.stats.executed_tokens).all()
+
+
 def test_every_way_to_ask_takes_a_prefix():
     model = tiny("sdar", **SPEC)
     prefix = dj.prefill(model, BEGINNING, buckets=LADDER)
@@ -102,7 +126,10 @@ def test_requests_of_an_evaluation_share_their_beginning():
     assert ready._asked(*pairs[2], shared)["prompt"] == (*BEGINNING[8:], 3, *RESTS[2])
     assert ready._asked(*pairs[2], None)["prompt"] == pairs[2][1].prompt
     assert ready._shared(pairs[:1]) is None
-    for decoding in (Decoding(sampler=S.Threshold(cfg_scale=1.0)), Decoding(policy=P.MAGE())):
+    by_token = Runner(lm, Decoding(sampler=S.Autoregressive()))._shared(pairs)
+    assert by_token.tokens == tuple(BEGINNING)
+    assert by_token.stored.causal
+    for decoding in (Decoding(sampler=S.Threshold(cfg_scale=1.0)), Decoding(policy=P.MaskKV())):
         assert Runner(lm, decoding)._shared(pairs) is None
     lm.model = tiny("llada")
     assert Runner(lm, Decoding())._shared(pairs) is None
@@ -143,8 +170,19 @@ def test_what_cannot_reuse_a_prefix_says_why():
             lambda: dj.prefill(model, BEGINNING, prefix=3),
             "prefix=3 must be a Prefix, which dj.prefill returns",
         ),
-        (lambda: ask(policy=P.MAGE()), "not supported by MAGE: it does not keep the KV pairs"),
-        (lambda: ask(policy=P.SparseDLLM()), "not supported by SparseDLLM: it does not keep the KV pairs"),
+        (lambda: ask(policy=P.MaskKV()), "not supported by MaskKV: it does not keep the KV pairs"),
+        (lambda: ask(policy=P.EvictPrompt(reselect=False)), "not supported by EvictPrompt: it does not keep"),
+        (
+            lambda: ask(sampler=S.Autoregressive()),
+            r"in front of them alone here. Use prefill\(.., causal=True",
+        ),
+        (lambda: ask(sampler=S.S2D2()), "computed with causal=False, but its tokens attend"),
+        (
+            lambda: dj.prefill(model, BEGINNING, prefix=prefix, causal=True),
+            "computed with causal=False",
+        ),
+        (lambda: dj.prefill(model, BEGINNING, causal=1), "causal=1 must be"),
+        (lambda: ask(sampler=S.SelfSpeculation(draft_adapter=True)), "draft_adapter=True: adapters act"),
         (lambda: ask(sampler=S.Threshold(cfg_scale=0.5)), "cfg_scale=0.5: the second stream"),
         (
             lambda: ask(interventions=[dj.Intervention.patch("residual", np.zeros(32))]),

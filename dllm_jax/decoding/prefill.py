@@ -14,6 +14,7 @@ from dllm_jax.engine.prefix import (
     compute_prefix,
     empty,
     model_refusal,
+    reads_causally,
     refusal,
     resized,
 )
@@ -25,7 +26,12 @@ from dllm_jax.state.inputs import Prompts
 
 
 def prefill(
-    model: Model, prompt: inputs.Ids, *, prefix: Prefix | None = None, buckets: Ladder | None = None
+    model: Model,
+    prompt: inputs.Ids,
+    *,
+    prefix: Prefix | None = None,
+    causal: bool = False,
+    buckets: Ladder | None = None,
 ) -> Prefix:
     """Computes the keys and values of a text that several prompts begin with.
 
@@ -40,6 +46,8 @@ def prefill(
       prompt: Token ids of one sequence.
       prefix: Earlier prefix; what `prompt` shares with its tokens is not computed again. The next turn of a
         chat begins with the last one.
+      causal: Whether each token attends only to those in front of it, as `Autoregressive` and
+        `S2D2(causal_storage=True)` read prompts. In a causal context (Nemotron-Labs-Diffusion) each does.
       buckets: Bucket lengths to which the storage is padded, so that prefixes of all lengths share few
         programs. Default: a program per length.
 
@@ -47,17 +55,20 @@ def prefill(
       ValueError: The model is not block-causal, or an argument breaks a rule.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
-    if (reason := model_refusal(model)) is not None:
+    causal = check_argument("causal", causal, bool) or model.spec.causal_context
+    if (reason := model_refusal(model, causal)) is not None:
         raise ValueError(reason)
     if prefix is not None:
-        check_prefix(prefix, model)
+        check_prefix(prefix, model, causal)
     if buckets is not None:
         check_ladder("buckets", buckets)
     ids = inputs.token_ids(prompt, model.spec, "prompt")
     if host.stays_on_devices(ids) or len(ids) != 1:
         raise ValueError(f"prompt has shape {ids.shape}: a prefix is one sequence of known tokens")
     inputs.no_masks(ids, model.spec)
-    tokens, size = tuple(ids[0].tolist()), model.spec.block_size
+    # Attention by token is that of blocks of one.
+    runs = model.replace_spec(block_size=1) if causal else model
+    tokens, size = tuple(ids[0].tolist()), runs.spec.block_size
     end = len(tokens) // size * size
     start = 0 if prefix is None else min(common(tokens, prefix.tokens), end) // size * size
 
@@ -73,8 +84,8 @@ def prefill(
         new = np.zeros((1, width), np.int32)
         new[0, : end - start] = tokens[start:end]
         with uninterrupted():
-            kv = compute_prefix(model, kv, jnp.asarray(new), np.int32(start), np.int32(end))
-    stored = StoredPrefix(kv, jnp.asarray(end, jnp.int32), least)
+            kv = compute_prefix(runs, kv, jnp.asarray(new), np.int32(start), np.int32(end))
+    stored = StoredPrefix(kv, jnp.asarray(end, jnp.int32), least, causal)
     return Prefix(tokens, end - start, stored, model.spec)
 
 
@@ -84,14 +95,20 @@ def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
-def check_prefix(prefix: Any, model: Model):
-    """Raises ValueError for what is no prefix, or one of another model."""
+def check_prefix(prefix: Any, model: Model, causal: bool):
+    """Raises ValueError for what is no prefix, or one of another model or attention."""
     check_argument("prefix", prefix, Prefix, ", which dj.prefill returns")
     held = jax.tree.leaves(prefix.stored.kv)[0]
     form = isinstance(prefix.stored.kv, list) == model.layers_are_separate
     if prefix.spec != model.spec or held.dtype != model.dtype or not form:
         raise ValueError(
             "prefix was computed by another model: its keys and values fit the weights that made them"
+        )
+    if prefix.stored.causal != causal:
+        raise ValueError(
+            f"prefix was computed with causal={not causal}, but its tokens attend to "
+            f"{'those in front of them alone' if causal else 'all of their block'} here. "
+            f"Use prefill(.., causal={causal})"
         )
 
 
@@ -106,7 +123,7 @@ def with_prefix(asked: Asked, prompts: Prompts, model: Model) -> Prompts:
         return prompts
     if (reason := refusal(model, asked.policy, asked.sampler)) is not None:
         raise ValueError(reason)
-    check_prefix(prefix, model)
+    check_prefix(prefix, model, reads_causally(model.spec, asked.sampler))
     for name, given, reason in (
         ("interventions", len(asked.interventions), "the prefix was computed without them"),
         ("prompt_embeds", prompts.embeds is not None, "its inputs are token ids"),

@@ -236,7 +236,7 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: 
     prefix = None if asked.prefix is None else asked.prefix.stored
     widths = step_widths(policy, spec, layout, asked.widths)
     if prefix is not None and asked.widths is None:
-        widths = tuple(sorted({*widths, layout.length - prefix.reused(spec)}))
+        widths = tuple(sorted({*widths, prefix.first_width(policy, spec, layout)}))
     if asked.drafting is not None:
         widths = tuple(sorted({*widths, *drafting_widths(policy, spec, layout, asked.drafting)}))
     plan = Plan(

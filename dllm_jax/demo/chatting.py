@@ -34,7 +34,7 @@ from dllm_jax.decoding.prefill import prefill
 from dllm_jax.decoding.stream import Snapshot, stream
 from dllm_jax.decoding.watch.grid import END
 from dllm_jax.decoding.watch.recording import harmless, pieces
-from dllm_jax.engine.prefix import Prefix, refusal
+from dllm_jax.engine.prefix import Prefix, reads_causally, refusal
 from dllm_jax.nn.int8 import Weights
 from dllm_jax.nn.model import Model
 from dllm_jax.options import NonNegativeInt, Options, PositiveInt
@@ -161,7 +161,8 @@ class Conversation:
         """
         prompt, mask = encode_chats(self.tokenizer, [messages], self.model.spec.eos_id, self.template)
         if self.reuses:
-            prefix = prefill(self.model, prompt, prefix=prefix, buckets=buckets.DEFAULT)
+            causal = reads_causally(self.model.spec, self.options["sampler"])
+            prefix = prefill(self.model, prompt, prefix=prefix, causal=causal, buckets=buckets.DEFAULT)
 
         # The first answer is that of `generate` with this seed; later turns draw anew.
         key = jax.random.key(self.seed) if turn == 0 else jax.random.fold_in(jax.random.key(self.seed), turn)

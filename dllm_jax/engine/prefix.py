@@ -1,7 +1,8 @@
 """Keys and values of a computed prefix, which several prompts of a block-causal model begin with.
 
 Finished blocks attend to earlier ones alone: what a prompt begins with has the same keys and values whatever
-follows. Keys are stored before rotation, since left padding moves a prefix on the canvas.
+follows. Where prompts attend causally, this holds for each token. Keys are stored before rotation, since left
+padding moves a prefix on the canvas.
 """
 
 import dataclasses
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from dllm_jax.nn.layer import Layer, embed, walk
 from dllm_jax.nn.mask import block_causal, key_mask
@@ -19,6 +20,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.rope import Rope, rope_of, rotate
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
+from dllm_jax.policies.dense_pairs import dense_pairs
 from dllm_jax.policies.in_blocks import for_model
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.state.cache import KV, Cache, LayerCache
@@ -31,22 +33,28 @@ from dllm_jax.traced import fixed_at
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StoredPrefix:
-    """Keys and values of a prefix's whole blocks; a pytree.
+    """Keys and values of a prefix's whole blocks, or of all of its tokens if they attend causally; a pytree.
 
     Attributes:
       kv: Keys before rotation and values of one sequence, with room for more: one KV [s k d] per layer, or
         one KV [n s k d], in the form of the model's parameters.
       count: Number of stored positions, whole blocks.
       least: Lower bound of `count` (static), by which programs know how much a first step computes at most.
+      causal: Whether each token attends to those in front of it alone (static).
     """
 
     kv: KV | list[KV]
     count: Int[Array, ""]
     least: int = dataclasses.field(metadata={"static": True})
+    causal: bool = dataclasses.field(metadata={"static": True})
 
-    def reused(self, spec: ModelSpec) -> int:
-        """Lower bound of the positions that a sequence does not compute."""
-        return max(self.least - spec.block_size, 0) if spec.shifted else self.least
+    def first_width(self, policy: Policy, spec: ModelSpec, layout: Layout) -> int:
+        """Upper bound of the positions that a first step computes of a sequence."""
+        spec = layout.fitted(spec)
+        size = _unit(spec)
+        least = self.least // size * size
+        least = max(least - size, 0) if _computes_last(policy, spec, layout) else least
+        return max((layout.prompt if spec.causal_context else layout.length) - least, 1)
 
     @property
     def slots(self) -> int:
@@ -61,7 +69,7 @@ class Prefix:
     Attributes:
       tokens: Token ids of the prefix.
       computed_tokens: Number of tokens that `prefill` computed for it.
-      stored: Keys and values of its whole blocks; the rest is computed with each prompt.
+      stored: Its keys and values; the rest is computed with each prompt.
       spec: Description of the model that computed it.
     """
 
@@ -121,20 +129,17 @@ def _not_rotated(rope: Rope) -> Rope:
 
 def refusal(model: Model, policy: Policy, sampler: Sampler) -> str | None:
     """Why a model, policy or sampler cannot reuse a prefix; None if they can."""
-    if (reason := model_refusal(model)) is not None:
+    if (reason := model_refusal(model, reads_causally(model.spec, sampler))) is not None:
         return reason
     runs = for_model(policy, model.spec)
     layers = jax.eval_shape(lambda: runs.init(model.spec, Layout.of(8, 8), 1, model.dtype)).layers
-    if not runs.only_sets or not isinstance(layers, KV):
+    if dense_pairs(runs, layers) is None:
         return (
             f"prefix= is not supported by {type(policy).__name__}: it does not keep the KV pairs of all "
-            "positions as the default layer does. Use Policy() or DualCache()"
+            "positions as the default layer does. Use Policy() or MAGE()"
         )
-    if sampler.verifies_causally:
-        return (
-            f"prefix= is not supported by {type(sampler).__name__}: with causal storage a prompt's keys and "
-            "values are others. Use Dynamic()"
-        )
+    if sampler.draft_adapter:
+        return "prefix= is not supported with draft_adapter=True: adapters act in a prefix. Use False"
     if not fixed_at(sampler.cfg_scale, 0):
         return (
             f"prefix= is not supported with cfg_scale={sampler.cfg_scale}: the second stream masks the prompt"
@@ -142,15 +147,20 @@ def refusal(model: Model, policy: Policy, sampler: Sampler) -> str | None:
     return None
 
 
-def model_refusal(model: Model) -> str | None:
-    """Why no prefix of a model can be computed; None if one can."""
+def reads_causally(spec: ModelSpec, sampler: Sampler) -> bool:
+    """Whether a prompt's tokens attend to those in front of them alone, not to their whole block."""
+    return spec.block_size > 0 and (spec.causal_context or sampler.own_block == 1 or sampler.stores_causally)
+
+
+def model_refusal(model: Model, causal: bool) -> str | None:
+    """Why no prefix of a model can be computed, whose tokens attend causally or not; None if one can."""
     spec = model.spec
     if not spec.block_size:
         return (
             f"prefill does not support full attention ({spec.family}): prompt tokens attend to the response, "
             "so that their keys and values change with it. Use a block-causal model, or a cache policy"
         )
-    if spec.blocks_from == "response":
+    if spec.blocks_from == "response" and not causal:
         return (
             f"prefill does not support {spec.family}: its blocks are counted from the response, and move "
             "with the length of the prompt"
@@ -162,36 +172,56 @@ def model_refusal(model: Model) -> str | None:
     return None
 
 
+def _unit(spec: ModelSpec) -> int:
+    """Number of positions that are reused together: those of a block, or one in a causal context."""
+    return 1 if spec.causal_context else spec.block_size
+
+
+def _computes_last(policy: Policy, spec: ModelSpec, layout: Layout) -> bool:
+    """Whether a first step computes the last position of the prompt, even if the prefix holds it.
+
+    It may predict the first token of the response. A layer of one's own tells a step that enters a block by
+    the width: it takes more than one.
+    """
+    one_block = not policy.only_sets and layout.response <= spec.block_size
+    return spec.shifted or spec.causal_context or one_block
+
+
 def reuse(
-    cache: Cache, canvas: Canvas, stored: StoredPrefix, model: Model, rope: Rope
+    cache: Cache, canvas: Canvas, stored: StoredPrefix, model: Model, rope: Rope, policy: Policy
 ) -> tuple[Cache, Canvas]:
     """The cache with the prefix's keys and values in every sequence, and the canvas that knows of them."""
-    spec, count = canvas.spec, jnp.broadcast_to(stored.count, canvas.step.shape)
-    if spec.shifted:
-        # The position that predicts the response's first token is computed.
+    spec, size = canvas.spec, _unit(canvas.spec)
+    count = jnp.broadcast_to(stored.count, canvas.step.shape) // size * size
+    if _computes_last(policy, spec, canvas.layout):
         prompt = jnp.sum(canvas.prompt, axis=1, dtype=jnp.int32)
-        count = jnp.minimum(count, jnp.maximum(prompt - 1, 0) // spec.block_size * spec.block_size)
+        count = jnp.minimum(count, jnp.maximum(prompt - 1, 0) // size * size)
     first = jnp.argmax(canvas.valid, axis=1).astype(jnp.int32)
     slot = jnp.arange(stored.slots, dtype=jnp.int32)
     position = jnp.where(slot < count[:, None], first[:, None] + slot, canvas.layout.length)
 
-    def filled(own: KV, new: KV) -> KV:
+    def filled(storage: PyTree, new: KV) -> PyTree:
+        own = dense_pairs(policy, storage)
+        assert own is not None, "a policy that `refusal` lets pass"
         every = lambda a: jnp.broadcast_to(a[None], (len(first), *a.shape))
         keys = rotate(every(new.k), rope, position, spec.rope_in_f32)
-        return KV(scatter(own.k, position, keys), scatter(own.v, position, every(new.v)))
+        now = KV(scatter(own.k, position, keys), scatter(own.v, position, every(new.v)))
+        is_own = lambda part: part is own
+        return jax.tree.map(lambda part: now if is_own(part) else part, storage, is_leaf=is_own)
 
     if isinstance(stored.kv, list):
         layers = [filled(own, new) for own, new in zip(cache.layers, stored.kv, strict=True)]
     else:
         layers = jax.lax.map(lambda both: filled(*both), (cache.layers, stored.kv))
-    return cache._replace(layers=layers), dataclasses.replace(canvas, stored=first + count + spec.block_size)
+    begun = 0 if spec.causal_context else size
+    return cache._replace(layers=layers), dataclasses.replace(canvas, stored=first + count + begun)
 
 
 def reused_of(canvas: Canvas, model: Model) -> tuple[Int[Array, "b"], Float[Array, "b"]]:
     """Tokens of each sequence whose keys and values are there before the first step, and their bytes."""
-    spec = model.spec
+    spec, begun = model.spec, 0 if model.spec.causal_context else canvas.spec.block_size
     assert canvas.stored is not None, "a block-causal model"
-    known = canvas.valid & (canvas.position < canvas.stored[:, None] - spec.block_size)
+    known = canvas.valid & (canvas.position < canvas.stored[:, None] - begun)
     count = jnp.sum(known, axis=1, dtype=jnp.int32)
     per_token = 2.0 * spec.layers * spec.kv_heads * spec.head_dim * np.dtype(model.dtype).itemsize
     return count, count * jnp.float32(per_token)

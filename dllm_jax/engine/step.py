@@ -60,7 +60,7 @@ def initial_state(generation: Generation, inputs: Inputs) -> State:
     if cache.no_output is not None:
         check_outputs(plan)
     if plan.prefix is not None:
-        cache, canvas = reuse(cache, canvas, plan.prefix, model, generation.rope)
+        cache, canvas = reuse(cache, canvas, plan.prefix, model, generation.rope, plan.policy)
         streams = canvas
     x = embed(model.params, network_inputs(plan, streams), generation.embeds)
     cache = plan.policy.before_first_step(cache, streams, model, x)

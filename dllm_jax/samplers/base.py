@@ -201,6 +201,11 @@ class Sampler(Options, abc.ABC):
         """The block length that the sampler decodes in; None leaves it to `generate(block=)`."""
         return None
 
+    @property
+    def stores_causally(self) -> bool:
+        """Whether keys and values of the prompt are stored from causal attention, token by token."""
+        return False
+
     def check_model(self, spec: ModelSpec):
         """Raises ValueError if the sampler does not go with a model."""
         if outside := [i for i in self.suppress_tokens or () if i >= spec.vocab]:

@@ -103,6 +103,11 @@ class S2D2(UntilDone):
         if self.off is not None and (self.on is None or self.off > self.on):
             raise ValueError(f"off={self.off} must be at most on={self.on}")
 
+    @property
+    @override
+    def stores_causally(self) -> bool:
+        return self.causal_storage
+
     @override
     def check_model(self, spec: ModelSpec):
         super().check_model(spec)

@@ -22,7 +22,7 @@ from dllm_jax.decoding.buckets import Ladder
 from dllm_jax.decoding.chat import decode_answers
 from dllm_jax.decoding.generate_many import generate_many
 from dllm_jax.decoding.prefill import common, prefill
-from dllm_jax.engine.prefix import Prefix, refusal
+from dllm_jax.engine.prefix import Prefix, reads_causally, refusal
 from dllm_jax.eval.results.schema import Decoded, Entry
 from dllm_jax.eval.run.answering import NOT_FINITE, Answering, failure
 from dllm_jax.eval.run.settings import rounded_up
@@ -225,9 +225,10 @@ class Runner(Answering[Request]):
         decoding, model = self.decoding, self.lm.model
         if not others or refusal(model, decoding.policy, decoding.sampler) is not None:
             return None
-        length = min(common(first, other) for other in others)
-        whole = length // model.spec.block_size * model.spec.block_size
-        return prefill(model, first[:whole]) if whole else None
+        causal = reads_causally(model.spec, decoding.sampler)
+        length, size = min(common(first, other) for other in others), 1 if causal else model.spec.block_size
+        whole = length // size * size
+        return prefill(model, first[:whole], causal=causal) if whole else None
 
     def _asked(self, key: str, request: Request, prefix: Prefix | None) -> dict[str, Any]:
         """A request as `generate_many` takes it, without a prefix that it shares with others."""
