@@ -302,6 +302,7 @@ LEFT_OUT: dict[str, str] = {
         test_roofline.py::test_every_policy_is_cheaper_* but DualCache
         test_roofline.py::test_experts_are_read_as_far_as_positions_are_sent_to_them but llada-moe-7b-*
         test_roofline.py::test_maskkv_reads_what_its_widest_head_keeps but 3-3-4096
+        test_samplers_s2d2.py::test_a_template_*
         test_stream.py::test_a_bar_counts_tokens_and_changes_nothing
         test_stream.py::test_embeddings_guidance_ends_and_suffixes_are_as_at_once
         test_stream.py::test_the_cache_is_written_in_place_from_piece_to_piece

@@ -12,7 +12,7 @@ from dllm_jax import policies as P
 from dllm_jax import samplers as S
 from dllm_jax.samplers.s2d2 import first_run
 from tests import refuses
-from tests.models import canvas, prompts, tiny
+from tests.models import canvas, prompts, random_tokens, tiny
 
 ALWAYS = S.S2D2(on=None)
 NEVER = S.S2D2(least=1000, causal_storage=False, threshold=0.3)
@@ -35,6 +35,15 @@ def test_it_equals_its_limits(sampler, limit, shifted):
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     if sampler is NEVER:
         np.testing.assert_array_equal(found.stats.nfe, expected.stats.nfe)
+
+
+def test_a_template_is_filled_as_by_its_limit_even_from_its_first_position_on():
+    """With a shifted head nothing stands in front of the first mask: it predicts itself, causally."""
+    model = tiny("sdar", block_size=4, shifted=True)
+    template = random_tokens(model.spec, 2, 14, seed=3)
+    template[:, 0] = template[0, [5, 6]] = template[1, [2, 3, 8, 13]] = model.spec.mask_id
+    found, expected = (dj.infill(model, template, sampler=s).tokens for s in (ALWAYS, S.Autoregressive()))
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.exhaustive

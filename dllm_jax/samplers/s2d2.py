@@ -129,7 +129,10 @@ class S2D2(UntilDone):
     def read_as(self, canvas: Canvas, memory: Draft) -> Canvas:
         """The canvas, with the draft in the place of masks where it is verified, and attending causally."""
         verified, masks = memory.verifying[:, None], canvas.masked
-        known = first_of(masks, canvas.layout.length) if self.causal_storage else jnp.zeros_like(canvas.step)
+        known = jnp.zeros_like(canvas.step)
+        if self.causal_storage:
+            # With a shifted head, the first mask of a sequence predicts itself.
+            known = first_of(masks, canvas.layout.length) + canvas.opens_model_block[:, 0]
         return dataclasses.replace(
             canvas,
             tokens=jnp.where(verified & masks & canvas.block, memory.token, canvas.tokens),
