@@ -84,7 +84,7 @@ def prefill(
         new = np.zeros((1, width), np.int32)
         new[0, : end - start] = tokens[start:end]
         with uninterrupted():
-            kv = compute_prefix(runs, kv, jnp.asarray(new), np.int32(start), np.int32(end))
+            kv = compute_prefix(runs, kv, jnp.asarray(new), np.int32(start), np.int32(end), not start)
     stored = StoredPrefix(kv, jnp.asarray(end, jnp.int32), least, causal)
     return Prefix(tokens, end - start, stored, model.spec)
 

@@ -6,6 +6,7 @@ padding moves a prefix on the canvas.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -79,9 +80,9 @@ class Prefix:
     spec: ModelSpec = dataclasses.field(repr=False)
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="whole")
 def compute_prefix(
-    model: Model, stored: KV | list[KV], tokens: Int[Array, "1 q"], start, end
+    model: Model, stored: KV | list[KV], tokens: Int[Array, "1 q"], start, end, whole: bool
 ) -> KV | list[KV]:
     """The keys and values with those of positions `start` .. `end` - 1, which attend to what is stored.
 
@@ -91,6 +92,7 @@ def compute_prefix(
       tokens: Ids from position `start` on; those from `end` on are padding.
       start: int32, the beginning of a block.
       end: int32, the end of a block.
+      whole: Whether `start` is 0.
     """
 
     def computed(model: Model, stored, tokens, start, end):
@@ -108,7 +110,7 @@ def compute_prefix(
             _, k = dataclasses.replace(layer, rope=_not_rotated(rope)).qk(x, rows.index)
             view, now = view.update(rows, KV(k, layer.value(x)))
             keys = rotate(now.k, rope, every, spec.rope_in_f32)
-            o, _ = layer.attention(q, keys, now.v, mask)
+            o, _ = layer.attention(q, keys, now.v, mask, spec.block_size if whole else None)
             return layer.finish(x, o), view.into(cache, layer.index)
 
         # One sequence: an axis of length 1 in front of the slots.
