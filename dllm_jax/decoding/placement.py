@@ -25,7 +25,6 @@ from dllm_jax.engine.nonfinite import NonFinite
 from dllm_jax.engine.plan import Inputs, Plan
 from dllm_jax.engine.stats import Stats
 from dllm_jax.engine.trace import Trace
-from dllm_jax.engine.widths import compiles_longer_than_it_runs
 from dllm_jax.interrupts import uninterrupted
 from dllm_jax.nn.mesh import AnyMesh, context_mesh, current_mesh, over_mesh, replicated
 from dllm_jax.nn.model import Model
@@ -85,7 +84,7 @@ def place(model: Model, request: Request, prompt: Any = None) -> Placed:
     split = by_sequence(model, mesh, arrays, axes)
     plan = request.plan if _described(model) else numbers(request.plan, mesh)
     group = plan.group
-    if group is None and not compiles_longer_than_it_runs(model.spec, plan.layout):
+    if group is None and not plan.layout.compiles_longer_than_it_runs(model.spec):
         group = group_size(plan.policy, plan.layout, _platform(model))
     plan = dataclasses.replace(plan, group=group, shares=model.rules.batch_ways(mesh))
     without = dataclasses.replace(model, vision=None)

@@ -11,6 +11,7 @@ from dllm_jax.engine.logprobs import LogProbs, of_candidates
 from dllm_jax.engine.plan import Plan
 from dllm_jax.nn.arithmetic import guided
 from dllm_jax.nn.layer import unembed
+from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.samplers.candidates import Candidates
 from dllm_jax.state.canvas import Canvas, repeat, stream
 from dllm_jax.state.rows import Rows, compact, gather
@@ -42,8 +43,11 @@ def propose(
     index = _positions(plan, canvas, rows, verify=sampler.verifies)
 
     # Logits of each candidate are computed from its predictor's entry in `hidden`.
-    padded = jnp.pad(canvas.predictor, ((0, 0), (0, 1)), constant_values=layout.length)
-    slot = rows.slot(jnp.take_along_axis(padded, index, axis=1))
+    predictor = index
+    if not predicts_itself(spec):
+        padded = jnp.pad(canvas.predictor, ((0, 0), (0, 1)), constant_values=layout.length)
+        predictor = jnp.take_along_axis(padded, index, axis=1)
+    slot = rows.slot(predictor)
 
     # A token to be verified takes its logits from its shadow: a position is a mask or holds one, never both.
     holds_token = jnp.zeros_like(index, bool)
@@ -92,13 +96,20 @@ def propose(
     return proposed._replace(score=score, token=token), finite, committed, found
 
 
+def predicts_itself(spec: ModelSpec) -> bool:
+    """Whether each position's own output predicts it in every step (`Canvas.predictor`)."""
+    return not spec.shifted and not spec.causal_context
+
+
 def _positions(plan: Plan, canvas: Canvas, rows: Rows, verify: bool) -> Int[Array, "b c"]:
     """The positions that are candidates, compacted to a static number: only they meet the vocabulary."""
     policy, sampler, layout = plan.policy, plan.sampler, canvas.layout
 
     # A position can be predicted if its predictor (with Dream's shifted head, its left neighbour) was
     # computed.
-    predicted = jnp.take_along_axis(rows.mask(), canvas.predictor, axis=1)
+    predicted = rows.mask()
+    if not predicts_itself(canvas.spec):
+        predicted = jnp.take_along_axis(predicted, canvas.predictor, axis=1)
     rule = sampler.early_commit
     response_scored = "response" in (policy.scored, sampler.scored) or rule is not None
     response_scored |= plan.drafting is not None and plan.drafting.eager

@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from dllm_jax.nn import parameters
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.policies.base import Policy
@@ -45,21 +44,12 @@ def step_widths(
     chosen = own if override is None else override
     widths = {int(width) for width in chosen if width < layout.length}
 
-    if override is None and widths and compiles_longer_than_it_runs(spec, layout):
+    if override is None and widths and layout.compiles_longer_than_it_runs(spec):
         widths = {max(widths)}
     if not policy.only_sets:
         widest = min(max(own, default=layout.length), layout.length)
         widths |= {widest} if widest > max(widths, default=0) else set()
     return tuple(sorted(widths))
-
-
-def compiles_longer_than_it_runs(spec: ModelSpec, layout: Layout) -> bool:
-    """Whether a generation saves less time by a narrower width, or by groups, than they take to compile.
-
-    A step of a small model over 512 positions takes a CPU some ten milliseconds, a width a second or more of
-    compilation.
-    """
-    return parameters.is_small(spec) and layout.length <= 512
 
 
 def narrowest(widths: tuple[int, ...], need: Bool[Array, "b l"]) -> Int[Array, ""]:

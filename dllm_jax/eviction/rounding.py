@@ -48,24 +48,27 @@ def round_to_total(target: Vector, total, cap) -> Vector:
     floor = xp.floor(filled + slack)
     missing = total - xp.sum(floor, axis=-1, keepdims=True)
     remainder = xp.where(floor < cap, filled - floor, -1)
-    rank = xp.argsort(xp.argsort(-remainder, axis=-1, stable=True), axis=-1)
+    rank = xp.sum(_ahead(xp, remainder), axis=-1)
     return (floor + (rank < missing)).astype(xp.int32)
+
+
+def _ahead(xp, values):
+    """Pairs [... i j] of entries in which the j-th is larger, or equal and before the i-th."""
+    mine, other, index = values[..., :, None], values[..., None, :], xp.arange(values.shape[-1])
+    return (other > mine) | ((other == mine) & (index[None, :] < index[:, None]))
 
 
 def _water_fill(xp, target, total, cap):
     """Scales the targets to `total` after setting the m largest to the cap, for the least possible m."""
-    # Sorted, so that the m largest are the first m.
-    n = target.shape[-1]
-    order = xp.argsort(-target, axis=-1, stable=True)
-    descending = xp.take_along_axis(target, order, axis=-1)
+    # Of each entry its rank m, and the sum of all but the m entries ahead of it. A sort would be several
+    # kernels, for few numbers.
+    n, ahead = target.shape[-1], _ahead(xp, target)
+    rank = xp.sum(ahead, axis=-1)
+    rest = xp.sum(xp.where(ahead, 0, target[..., None, :]), axis=-1)
 
     # With the m largest at the cap, the others are scaled by scale[m]; it fits if the largest stays below.
-    rest = xp.flip(xp.cumsum(xp.flip(descending, -1), axis=-1), -1)  # the sum of all but the m largest
-    scale = (total - xp.arange(n) * cap) / rest
-    fits = descending * scale <= (cap * (1 + 1e-6) if xp is jnp else cap)
-    at_cap = xp.where(xp.any(fits, axis=-1), xp.argmax(fits, axis=-1), n)[..., None]
-
-    # Back in the original order: the rank tells which entries are at the cap.
-    factor = xp.take_along_axis(scale, xp.minimum(at_cap, n - 1), axis=-1)
-    rank = xp.argsort(order, axis=-1)
+    scale = (total - rank * cap) / rest
+    fits = target * scale <= (cap * (1 + 1e-6) if xp is jnp else cap)
+    at_cap = xp.min(xp.where(fits, rank, n), axis=-1, keepdims=True)
+    factor = xp.sum(xp.where(rank == xp.minimum(at_cap, n - 1), scale, 0), axis=-1, keepdims=True)
     return xp.where(rank < at_cap, cap, target * factor)

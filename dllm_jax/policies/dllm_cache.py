@@ -151,9 +151,10 @@ class DLLMCache(Policy):
             return cache, places.put(attended, attention_branch), places.put(mlp, mlp_branch)
 
         # Two widths: what a partial update holds, the position before the response included, and all of them.
-        # With a long prompt, which is rarely due, the first saves too little to compile it.
+        # With a long prompt, which is rarely due, or a small model the first saves too little to compile it.
         stored, every = cache.read(), x.shape[1]
-        partial = [every - response + int(response * ratio) for ratio in self.ratios_of_widths]
+        ratios = () if canvas.layout.compiles_longer_than_it_runs(layer.spec) else self.ratios_of_widths
+        partial = [every - response + int(response * ratio) for ratio in ratios]
         widths = (*(few for few in partial if 0 < 2 * few <= every), every)
         carry = cache, tail.take(stored.attention), tail.take(stored.mlp)
         cache, attended, mlp = run_narrowest(stale, widths, rows, refresh, carry)

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Annotated
 
+from dllm_jax.nn import parameters
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NoneMeans, NonNegativeInt, Options, PositiveInt, check_argument
 from dllm_jax.state.sliding import Sliding
@@ -153,3 +154,11 @@ class Layout(Options):
           shifted: whether the head is shifted, so that the position before the response is among them.
         """
         return min(self.response + shifted, self.length)
+
+    def compiles_longer_than_it_runs(self, spec: ModelSpec) -> bool:
+        """Whether a generation saves less time by a narrower width, or by groups, than they take to compile.
+
+        A step of a small model over 512 positions takes a CPU some ten milliseconds, a width a second or more
+        of compilation.
+        """
+        return parameters.is_small(spec) and self.length <= 512

@@ -8,6 +8,9 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Shaped
 
 from dllm_jax.nn.mask import Mask
+from pallas_kernels.topk_evict.xla import listed
+
+FEW = 32  # entries of a list that are compared with each position: XLA makes a single loop of them
 
 
 @jax.tree_util.register_dataclass
@@ -77,7 +80,8 @@ class Rows:
         if self.full:
             own = gather(self.mask(), position) & (position < self.length)
             return jnp.where(own, position + self.before, q)
-
+        if q <= FEW:
+            return jnp.where(position < self.length, _place_by_comparison(self.index, position), q)
         return jnp.where(position < self.length, gather(places(self.index, self.length), position), q)
 
     def where(self, chosen: Bool[Array, "b q"]) -> "Rows":
@@ -111,21 +115,15 @@ def order_of(mask: Bool[Array, "b l"]) -> Int[Array, "b l"]:
 
 def compact(mask: Bool[Array, "b l"], width: int) -> Int[Array, "b {width}"]:
     """The first `width` True positions of each sequence in ascending order, padded with l."""
-    # A position's rank among the True ones is its place; those beyond the width share a column that is cut
-    # off.
-    b, length = mask.shape
-    rank = order_of(mask)
-    target = jnp.where(mask & (rank < width), rank, width)
-    index = jnp.full((b, width + 1), length, jnp.int32)
-    position = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), mask.shape)
-    return index.at[jnp.arange(b)[:, None], target].set(position)[:, :width]
+    return listed(mask, width)
 
 
 def gather(x: Shaped[Array, "b l *d"], index: Int[Array, "b q"]) -> Shaped[Array, "b q *d"]:
     """Reads positions; padding (index l) reads the last one, a value that must not be used."""
     # Out of bounds, `take_along_axis` would give NaN, which no mask hides from a sum.
     index = jnp.minimum(index, x.shape[1] - 1)
-    return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)
+    index = index.reshape(*index.shape, *[1] * (x.ndim - 2))
+    return jnp.take_along_axis(x, index, axis=1, mode="promise_in_bounds")
 
 
 def scatter(
@@ -138,8 +136,16 @@ def scatter(
 def places(index: Int[Array, "b q"], length: int) -> Int[Array, "b {length}"]:
     """The place of each position in `index`, q if it is not there: its inverse."""
     b, q = index.shape
+    if q <= FEW:
+        return _place_by_comparison(index, jnp.arange(length, dtype=jnp.int32)[None])
     own = jnp.broadcast_to(jnp.arange(q, dtype=jnp.int32), index.shape)
     return scatter(jnp.full((b, length), q, jnp.int32), index, own)
+
+
+def _place_by_comparison(index: Int[Array, "b q"], position: Int[Array, "#b c"]) -> Int[Array, "b c"]:
+    """The place of each position in a short list, q elsewhere: one kernel where a scatter has four."""
+    own = jnp.arange(index.shape[1], dtype=jnp.int32)[:, None]
+    return jnp.min(jnp.where(index[:, :, None] == position[:, None], own, index.shape[1]), axis=1)
 
 
 def marked(position: Int[Array, "b ..."], length: int) -> Bool[Array, "b {length}"]:
