@@ -175,9 +175,10 @@ def compiled(model: Model, asked: Sequence[tuple[Any, dict[str, Any]]]) -> list[
         made = program.compile()
         return Run(placed, made, seconds + time.perf_counter() - start, temporary_bytes(made))
 
-    programs = [lowered(*one) for one in asked]
+    # The first is compiled while the second is traced, which stays in this thread for its configuration.
     with ThreadPoolExecutor(1 if jax.default_backend() == "gpu" else None) as pool:
-        return list(pool.map(run, *zip(*programs, strict=True)))
+        runs = [pool.submit(run, *lowered(*one)) for one in asked]
+        return [run.result() for run in runs]
 
 
 def temporary_bytes(program: jax.stages.Compiled) -> int:
