@@ -17,6 +17,7 @@ from dllm_jax.eviction.pair_store import PairStore
 from dllm_jax.nn.attention import attention
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.rope import rope_table
+from dllm_jax.state.cache import KV
 from tests.models import families, generated, prompts, spec, tiny
 
 HEADS, WIDTH = 3, 10
@@ -176,7 +177,8 @@ def test_chunks_give_what_all_pairs_give(kept, layer, chunk):
         )
     )
     weights = Layer({}, spec("llada"), rope_table(9, 8, 1e4), jnp.int32(layer))
-    ours = jax.jit(lambda q, k, v: attend_to_kept(weights, q, kept, attention(q, k, v), chunk, 9, smallest=1))
+    visible = jnp.ones((2, 1, 1, 6), bool)
+    ours = jax.jit(lambda q, *kv: attend_to_kept(weights, q, kept, KV(*kv), visible, chunk, 9, smallest=1))
     np.testing.assert_allclose(ours(q, k, v), everything(kept, layer, q, k, v), atol=2e-6)
 
 

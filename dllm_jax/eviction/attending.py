@@ -2,7 +2,8 @@
 
 Kept pairs are read in chunks of slots per head. Heads keep different numbers of pairs; unpacked to one static
 width, all heads would be as wide as the widest one may be, which is the full prompt if one head can win a
-layer's budget. With chunks, the head that is actually the widest decides at run time.
+layer's budget. With chunks, the head that is actually the widest decides at run time. Where a single chunk
+holds what any head may keep, it is read beside the dense pairs.
 """
 
 import jax
@@ -11,6 +12,8 @@ from jaxtyping import Array, Bool, Float
 
 from dllm_jax.eviction.pair_store import PairStore
 from dllm_jax.nn.layer import Layer, LayerIndex
+from dllm_jax.nn.mask import Mask
+from dllm_jax.state.cache import KV
 from dllm_jax.state.rows import Rows, scatter
 
 SMALLEST_CHUNK = 128  # slots: fewer would not fill the hardware
@@ -20,19 +23,21 @@ def attend_to_kept(
     layer: Layer,
     q: Float[Array, "b q h d"],
     pairs: PairStore,
-    elsewhere: tuple[Float[Array, "b q h d"], Float[Array, "b h q"]],
+    dense: KV,
+    visible: Mask,
     budget: int,
     widest: int,
     readable: Bool[Array, "b l"] | None = None,
     smallest: int = SMALLEST_CHUNK,
 ) -> Float[Array, "b q h d"]:
-    """Attention of the queries to a layer's kept pairs and to the pairs of `elsewhere`.
+    """Attention of the queries to a layer's kept pairs, and to the dense ones that are visible.
 
     Args:
       layer: this layer's weights, which compute the attention.
       q: rotated queries.
       pairs: the kept pairs of all layers.
-      elsewhere: output and log-sum-exp of attention to other pairs.
+      dense: other keys and values, of all heads [b t k d].
+      visible: dense pairs that may be attended to [b #k #q t].
       budget: pairs of a head on average, and the size of a chunk.
       widest: upper bound of the pairs of a head.
       readable: positions whose pairs may be attended to; None for all.
@@ -41,8 +46,15 @@ def attend_to_kept(
     Returns:
       the attention output, in the dtype of q.
     """
-    # The loop ends with the longest run of any head and sequence, known at run time only.
     chunk, index = slots_of_chunk(budget, widest, smallest), layer.index
+    if chunk == widest:
+        k, v, kept = pairs.read(index, chunk, readable=readable)
+        shape = jnp.broadcast_shapes(kept.shape[:3], visible.shape[:3])
+        mask = jnp.concatenate([jnp.broadcast_to(m, (*shape, m.shape[3])) for m in (kept, visible)], axis=3)
+        k, v = (jnp.concatenate(parts, axis=1) for parts in ((k, dense.k), (v, dense.v)))
+        return layer.attention(q, k, v, mask)[0]
+
+    # The loop ends with the longest run of any head and sequence, known at run time only.
     longest = jnp.max(pairs.length[index])
 
     def add(state):
@@ -53,7 +65,7 @@ def attend_to_kept(
         return done + chunk, *merge_by_lse((o, lse), (part.astype(jnp.float32), part_lse))
 
     # Sums over chunks are float32 at any dtype, so the number of chunks does not change the precision.
-    o, lse = elsewhere
+    o, lse = layer.attention(q, dense.k, dense.v, visible)
     start = jnp.int32(0), o.astype(jnp.float32), lse
     return jax.lax.while_loop(lambda state: state[0] < longest, add, start)[1].astype(q.dtype)
 

@@ -13,10 +13,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax import eviction
-from dllm_jax.eviction.attending import attend_to_kept, prompt_pairs, slots_of_chunk
+from dllm_jax.eviction.attending import attend_to_kept, prompt_pairs
 from dllm_jax.eviction.pair_store import PairStore, empty
 from dllm_jax.nn.layer import Layer
-from dllm_jax.nn.mask import Mask, block_start
+from dllm_jax.nn.mask import block_start
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt
@@ -122,7 +122,8 @@ class PromptEviction(Policy):
 
         # Between refreshes (prompt-state exclusion): the response and the kept pairs.
         if due is None:
-            return self._attend_without_prompt(layer, q, pairs, dense, real, canvas, readable), pairs
+            widest = self.widest_head(canvas.spec, canvas.layout)
+            return attend_to_kept(layer, q, pairs, dense, real, self.budget, widest, readable), pairs
 
         # At a refresh (of some sequences at least): the full prompt where it is due, kept pairs elsewhere.
         prompt = canvas.prompt if readable is None else canvas.prompt & readable
@@ -171,7 +172,8 @@ class PromptEviction(Policy):
         assert mask is not None, "block-causal"
         if not rows.full or not layout.prompt:
             visible = (mask & ~evictable[:, None, None])[..., layout.length - dense.k.shape[1] :]
-            return self._attend_without_prompt(layer, q, pairs, dense, visible, canvas, readable), pairs
+            widest = self.widest_head(canvas.spec, layout)
+            return attend_to_kept(layer, q, pairs, dense, visible, self.budget, widest, readable), pairs
 
         # A full step is a first one: it computes everything, and the block's rows vote, or the prompt's.
         o, lse = layer.attention(q, new.k, new.v, mask, canvas.lookahead(rows))
@@ -186,28 +188,6 @@ class PromptEviction(Policy):
         prompt = new.k[:, : layout.prompt], new.v[:, : layout.prompt]
         first = canvas.first_step & canvas.active[:, None]
         return o, self.keep_best(layer, pairs, seen, prompt, first, first, canvas)
-
-    def _attend_without_prompt(
-        self,
-        layer: Layer,
-        q: Float[Array, "b w h d"],
-        pairs: PairStore,
-        dense: KV,
-        visible: Mask,
-        canvas: Canvas,
-        readable: Bool[Array, "b l"] | None,
-    ) -> Float[Array, "b w h d"]:
-        """Attention to the kept pairs, and to the dense ones that are `visible`."""
-        widest = self.widest_head(canvas.spec, canvas.layout)
-        if slots_of_chunk(self.budget, widest) != widest:
-            # In chunks, merged by their log-sum-exp.
-            elsewhere = layer.attention(q, dense.k, dense.v, visible)
-            return attend_to_kept(layer, q, pairs, elsewhere, self.budget, widest, readable)
-        k, v, kept = pairs.read(layer.index, widest, readable=readable)
-        shape = jnp.broadcast_shapes(kept.shape[:3], visible.shape[:3])
-        mask = jnp.concatenate([jnp.broadcast_to(m, (*shape, m.shape[3])) for m in (kept, visible)], axis=3)
-        k, v = (jnp.concatenate(parts, axis=1) for parts in ((k, dense.k), (v, dense.v)))
-        return layer.attention(q, k, v, mask)[0]
 
     def keep_best(
         self,
