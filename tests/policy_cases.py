@@ -144,11 +144,11 @@ CASES: dict[type[policies.Policy], PolicyCase] = {
     ),
     policies.WindowDiffusion: PolicyCase(
         policies.WindowDiffusion(window=4, active=3, refresh_every=4),
-        policies.WindowDiffusion(window=2, active=3, refresh_every=1), ONE_TOKEN_PER_STEP,
+        policies.WindowDiffusion(window=2, active=2, refresh_every=1), ONE_TOKEN_PER_STEP,
         policies.WindowDiffusion(active=4), family="dream",
     ),
     policies.SlidingCache: PolicyCase(
-        policies.SlidingCache(window=2), policies.SlidingCache(window=2), ONE_STEP_PER_BLOCK,
+        policies.SlidingCache(window=2), policies.SlidingCache(), ONE_STEP_PER_BLOCK,
         policies.SlidingCache(window=2),
     ),
     policies.SuffixDropout: PolicyCase(
