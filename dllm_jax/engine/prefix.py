@@ -141,7 +141,10 @@ def refusal(model: Model, policy: Policy, sampler: Sampler) -> str | None:
             "positions as the default layer does. Use Policy() or MAGE()"
         )
     if sampler.draft_adapter:
-        return "prefix= is not supported with draft_adapter=True: adapters act in a prefix. Use False"
+        return (
+            "prefix= is not supported with draft_adapter=True: adapters act in the prefix too. "
+            "Use draft_adapter=False"
+        )
     if not fixed_at(sampler.cfg_scale, 0):
         return (
             f"prefix= is not supported with cfg_scale={sampler.cfg_scale}: the second stream masks the prompt"

@@ -14,7 +14,7 @@ from pallas_kernels.attention.xla import Mask as Mask
 from pallas_kernels.attention.xla import length_mask as length_mask
 
 SEGMENT = 1024  # queries of a segment, at least: fewer keep no GPU busy
-TILE = 128  # positions, of which segments have whole numbers
+TILE = 128  # queries and keys of a segment are multiples of it, except at the end
 SEGMENTS = 8  # at most, as each adds attention to the program; 16 take 5 % less time on an H200
 
 
@@ -84,7 +84,7 @@ def segments(queries: int, slots: int, lookahead: int) -> list[tuple[int, int, i
       lookahead: Bound of `Layer.attention`.
     """
     parts = max(1, min(SEGMENTS, queries // SEGMENT))
-    # Whole tiles of kernels, which read no line of a mask that begins between two words.
+    # Kernels read whole tiles, and lines of a mask whose length is odd are not aligned in memory.
     tiles = lambda count: TILE * -(-count // TILE)
     cuts = [*range(0, queries, tiles(-(-queries // parts))), queries]
     return [(first, end, min(tiles(end - 1 + lookahead), slots)) for first, end in itertools.pairwise(cuts)]

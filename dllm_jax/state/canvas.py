@@ -347,8 +347,9 @@ class Canvas:
         It holds for rows that are computed in place on the canvas of a block-causal model. In a causal
         context they may all attend to the current block.
         """
-        in_place = rows.full and not rows.before
-        return self.spec.block_size or None if in_place and not self.spec.causal_context else None
+        if not rows.full or rows.before or self.spec.causal_context:
+            return None
+        return self.spec.block_size or None
 
 
 def begin(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec, layout: Layout) -> Canvas:
