@@ -18,6 +18,7 @@ from dllm_jax.nn.layer import Layer, embed
 from dllm_jax.nn.mask import block_causal, key_mask, segments
 from dllm_jax.nn.rope import grown, rope_of
 from dllm_jax.policies.in_blocks import for_model
+from dllm_jax.policies.parts.block_votes import queries_of_block, rows_of_block
 from dllm_jax.state.rows import compact_rows, full_rows
 from dllm_jax.testing import check_policy, checks
 from dllm_jax.testing.checks import Subject
@@ -140,6 +141,21 @@ def test_segments_of_a_prompt_attend_as_the_whole_does(monkeypatch):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     # A bound too low shows.
     assert not np.allclose(whole[0][0], layer.attention(q, k, v, mask, -120)[0][0])
+
+
+def test_a_block_behind_a_long_prompt_computes_the_log_sum_exp_of_its_own_queries(monkeypatch):
+    """And reads none of the prompt's: cuDNN returns none, so that XLA would compute all scores for it."""
+    of = canvas(np.zeros((2, LENGTH)), prompt=8, spec=dataclasses.replace(spec("sdar"), block_size=4))
+    rows, own = full_rows(of.everything), rows_of_block(of)
+    q, k = (jax.random.normal(jax.random.key(i), (2, LENGTH, 2, 16)) for i in range(2))
+    layer = Layer({}, of.spec, rope_of(of.spec, LENGTH), 0)
+    lse, mask = layer.attention(q, k, k, of.attends(rows))[1], of.attends(own)
+    assert mask is not None
+    taken = queries_of_block(layer, q, k, lse, rows, own, mask)
+    monkeypatch.setattr("dllm_jax.policies.parts.block_votes.SEGMENT", LENGTH - 1)
+    computed = queries_of_block(layer, q, k, jnp.full_like(lse, jnp.nan), rows, own, mask)
+    for a, b in zip(taken, computed, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_no_mask_is_made_where_all_see_all():

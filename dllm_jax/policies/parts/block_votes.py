@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from dllm_jax import eviction
 from dllm_jax.nn.layer import Layer
-from dllm_jax.nn.mask import Mask, key_mask
+from dllm_jax.nn.mask import SEGMENT, Mask, key_mask
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows, compact_rows, gather
 
@@ -28,13 +28,37 @@ def check_voters(votes: eviction.Voters, where: str):
         )
 
 
+def rows_of_block(canvas: Canvas) -> Rows:
+    """The positions of the model's block."""
+    return compact_rows(canvas.in_model_block, canvas.spec.block_size)
+
+
 def queries_of_block(
-    q: Float[Array, "b q h d"], lse: Float[Array, "b h q"], rows: Rows, canvas: Canvas
-) -> tuple[Rows, Float[Array, "b w h d"], Float[Array, "b h w"]]:
-    """Takes the queries of the model's block, and their attention's log-sum-exp, out of a step's rows."""
-    own = compact_rows(canvas.in_model_block, canvas.spec.block_size)
+    layer: Layer,
+    q: Float[Array, "b q h d"],
+    k: Float[Array, "b s k d"],
+    lse: Float[Array, "b h q"],
+    rows: Rows,
+    own: Rows,
+    mask: Mask,
+) -> tuple[Float[Array, "b w h d"], Float[Array, "b h w"]]:
+    """Takes the queries of the model's block, and their attention's log-sum-exp, out of a step's rows.
+
+    Args:
+      layer: this layer's weights.
+      q: rotated queries of the rows.
+      k: rotated keys.
+      lse: log-sum-exp of the rows' attention.
+      rows: Positions of the step.
+      own: Positions of the block (`rows_of_block`).
+      mask: Keys that the block attends to.
+    """
     place = rows.slot(own.index)
-    return own, gather(q, place), jnp.swapaxes(gather(jnp.swapaxes(lse, 1, 2), place), 1, 2)
+    queries = gather(q, place)
+    if rows.full and q.shape[1] > SEGMENT:
+        # cuDNN returns no log-sum-exp: XLA would compute the scores of the whole prompt again.
+        return queries, layer.attention(queries, k, k, mask)[1]
+    return queries, jnp.swapaxes(gather(jnp.swapaxes(lse, 1, 2), place), 1, 2)
 
 
 def mean_attention(
@@ -104,6 +128,7 @@ class BlockScores(abc.ABC):
         """Scores of the stored pairs, -inf elsewhere; arguments as for `scores`, but of all computed rows."""
         # The block's rows score; its own pairs are read in any case, and do not count.
         stored, block = canvas.before_model_block, canvas.in_model_block
-        own, q, lse = queries_of_block(q, lse, rows, canvas)
-        score = self.scores(layer, q, k, lse, key_mask(stored | block), own, canvas)
+        own, mask = rows_of_block(canvas), key_mask(stored | block)
+        q, lse = queries_of_block(layer, q, k, lse, rows, own, mask)
+        score = self.scores(layer, q, k, lse, mask, own, canvas)
         return jnp.where(stored[:, None], score, -jnp.inf)

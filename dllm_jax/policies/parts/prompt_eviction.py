@@ -21,7 +21,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt
 from dllm_jax.policies.base import Policy
-from dllm_jax.policies.parts.block_votes import queries_of_block
+from dllm_jax.policies.parts.block_votes import queries_of_block, rows_of_block
 from dllm_jax.state.cache import KV, Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
@@ -179,9 +179,11 @@ class PromptEviction(Policy):
         o, lse = layer.attention(q, new.k, new.v, mask, canvas.lookahead(rows))
         block, size = canvas.in_model_block, canvas.spec.block_size
         if not self.votes.of_prompt and size < rows.index.shape[1]:
-            rows, q, lse = queries_of_block(q, lse, rows, canvas)
-            mask = canvas.attends(rows, readable)
+            own = rows_of_block(canvas)
+            mask = canvas.attends(own, readable)
             assert mask is not None, "block-causal"
+            q, lse = queries_of_block(layer, q, new.k, lse, rows, own, mask)
+            rows = own
         seen = eviction.evidence(self.votes, layer, q, new.k, lse, mask, rows, canvas, block)
         candidate = evictable[:, None, : layout.prompt]
         seen = seen._replace(votes=jnp.where(candidate, seen.votes, -jnp.inf))

@@ -13,7 +13,12 @@ from dllm_jax.nn.mask import key_mask
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt
 from dllm_jax.policies.base import Policy
-from dllm_jax.policies.parts.block_votes import check_voters, mean_attention, queries_of_block
+from dllm_jax.policies.parts.block_votes import (
+    check_voters,
+    mean_attention,
+    queries_of_block,
+    rows_of_block,
+)
 from dllm_jax.policies.parts.placed_pairs import PlacedPairs, attend_to_kept
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
@@ -95,8 +100,9 @@ class RollingEviction(Policy):
         # The best candidates stay where a block is entered, and room for its own pairs behind them.
         keys, values = placed.pairs
         o, lse = layer.attention(q, keys, values, mask, canvas.lookahead(rows))
-        own, queries, lse = queries_of_block(q, lse, rows, canvas)
-        score = mean_attention(self.votes, layer, queries, keys, lse, key_mask(seen), own, canvas)
+        own, mask = rows_of_block(canvas), key_mask(seen)
+        queries, lse = queries_of_block(layer, q, keys, lse, rows, own, mask)
+        score = mean_attention(self.votes, layer, queries, keys, lse, mask, own, canvas)
         score = jnp.where(candidates[:, None], score, -jnp.inf)
         count = jnp.minimum(jnp.sum(candidates, axis=1), self.budget)
         best, enters = placed.best(layer, score, count, slots, length), _enters(canvas)
