@@ -15,7 +15,7 @@ from dllm_jax.command_line import run
 from dllm_jax.eval.run.files import read_json
 
 KINDS = ("reuse", "full")
-IMPLEMENTATIONS = {None: "", "cudnn": ", cuDNN", "pallas": ", kernels"}
+IMPLEMENTATIONS = {None: "", "cudnn": ", cuDNN", "pallas": ", kernels", "shipped": ", as loaded"}
 
 
 def rows(file: Path) -> list[runner.Row]:
