@@ -125,7 +125,7 @@ BARS = table("bars")
 COPYING = {
     "compiled_v6e": {"DLLMCache", "EvictPrompt", "SPACache"},
     "compiled_v6e_jax012": {"MaskKV"},
-    "compiled_h100_cudnn": {"Policy", "DKVPrefill", "SparseDLLM", "DLLMCache", "MaskKV", "EvictPrompt"},
+    "compiled_h100_cudnn": {"DLLMCache", "SPACache", "MaskKV"},
 }
 
 
