@@ -79,12 +79,13 @@ def test_a_grid_has_every_policy_once_in_a_setting_and_an_exact_decoder_for_ever
 def test_models_that_attend_within_blocks_have_their_policies_compared():
     """And what those read: an exact step, which enters a block, and steps that read the chosen pairs."""
     assert {type(setting.policy) for setting in BLOCK_CAUSAL} > OF_BLOCKS
-    asked = dataclasses.replace(workloads(2)["tiny-sdar chain-among-values"](), length=8)
-    length = asked.prompt.shape[1] + 8 + 3
-    reads = lambda policy: measure._reads(asked, Setting(policy))["pairs_read"]
-    assert reads(dj.policies.Policy()) == length
-    counted = {8 + 4: 6, length + 8 + 4: 1}
-    assert reads(dj.policies.MAGE(keep=8)) == sum(s * n for s, n in counted.items()) / 7
+    for model in dj.bundled.BLOCK_CAUSAL:
+        asked = dataclasses.replace(workloads(2)[f"{model} chain-among-values"](), length=8)
+        length = asked.prompt.shape[1] + 8 + 3
+        reads = lambda policy, asked=asked: measure._reads(asked, Setting(policy))["pairs_read"]
+        assert reads(dj.policies.Policy()) == length
+        counted = {8 + 4: 6, length + 8 + 4: 1}
+        assert reads(dj.policies.MAGE(keep=8)) == sum(s * n for s, n in counted.items()) / 7
 
 
 def test_every_claim_of_the_papers_is_in_a_grid():

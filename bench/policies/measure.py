@@ -75,7 +75,8 @@ def _reads(workload: Workload, setting: Setting) -> dict[str, float]:
     spec, steps = workload.model.spec, workload.length // setting.divide_steps
     if not spec.block_size:
         return {}
-    spec = dataclasses.replace(spec, mlp_width=2**20)
+    experts = spec.experts and dataclasses.replace(spec.experts, mlp_width=2**20)
+    spec = dataclasses.replace(spec, mlp_width=2**20, experts=experts)
     prompt = workload.prompt.shape[1]
     layout = dj.Layout.of(prompt, workload.length, workload.block, steps, tail=spec.block_size - 1)
     counted = roofline.schedule(setting.policy, spec, layout)
