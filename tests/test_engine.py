@@ -1,5 +1,7 @@
 """The denoising loop as a program: purity, one compilation, stopping, statistics."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,7 @@ from dllm_jax import policies, samplers
 from dllm_jax.state.inputs import PositionsWarning
 from dllm_jax.testing.checks import PROGRAM, Subject, traced
 from dllm_jax.testing.runs import assert_same_run, of_sequence
-from tests.models import families, prompts, tiny
+from tests.models import families, prompts, separate, tiny
 
 
 def test_the_vocabulary_meets_only_candidate_rows():
@@ -18,6 +20,21 @@ def test_the_vocabulary_meets_only_candidate_rows():
     assert f"tensor<2x{PROGRAM.block}x{vocab}xf32>" in text
     assert f"{PROGRAM.length}x{vocab}x" not in text
     assert f"{PROGRAM.response}x{vocab}x" not in text
+
+
+def test_separate_layers_of_the_same_shapes_are_traced_once():
+    """The last layer apart, which sees no following one, in a full and in a partial step."""
+    traced = []
+
+    @dataclasses.dataclass(frozen=True)
+    class Counting(policies.DualCache):
+        def layer(self, layer, x, cache, rows, canvas):
+            traced.append((rows.full, len(cache.storage.layers)))
+            return super().layer(layer, x, cache, rows, canvas)
+
+    model = separate(tiny("llada", layers=5))
+    dj.generate(model, prompts(model, (6,))[0], length=4, block=4, policy=Counting())
+    assert sorted(traced) == [(False, 1), (False, 2), (True, 1), (True, 2)]
 
 
 def test_statistics_of_a_dual_cache_run():

@@ -9,7 +9,7 @@ from dllm_jax.engine.branches import Branches, over_branches
 from dllm_jax.engine.generation import Generation
 from dllm_jax.engine.plan import Plan
 from dllm_jax.nn.intervened import IntervenedLayer, embedded, intervened
-from dllm_jax.nn.layer import Layer, embed, walk
+from dllm_jax.nn.layer import Layer, embed, traced_once, walk
 from dllm_jax.nn.low_rank import acting_in
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.state.cache import Cache, LayerCache
@@ -53,6 +53,7 @@ def network(
       ValueError: the policy's layer never passes a place that an intervention changes.
     """
     model, plan, _, embeds, rope, _ = generation
+    params = model.params
     policy, interventions = plan.policy, plan.interventions
 
     # What layers may attend to is settled before the first of them, like the rows.
@@ -60,16 +61,20 @@ def network(
     cache = policy.before_layers(cache, canvas, rows)
     layer = policy.layer if branches is None else over_branches(policy.layer, branches)
 
-    def run(weights: Layer, carry):
-        x, cache = carry
+    def through(weights: Layer, x, view: LayerCache):
         weights = intervened(weights, interventions, rows.index, canvas.step)
-        view = LayerCache.of(cache, weights.index, model.kernels, readable)
         x, view = layer(weights, x, view, rows, canvas)
         if isinstance(weights, IntervenedLayer):
             weights.check_reached(policy.layer.__qualname__)
+        return x, view
+
+    through = traced_once(through, params)
+
+    def run(weights: Layer, carry):
+        x, cache = carry
+        x, view = through(weights, x, LayerCache.of(cache, weights.index, model.kernels, readable))
         return x, view.into(cache, weights.index)
 
-    params = model.params
     if generation.plan.sampler.draft_adapter:
         params = acting_in(params, ~canvas.causal[:, 0], model.spec.layers)
     x = embed(params, rows.take(tokens), None if embeds is None else rows.take(embeds))

@@ -14,7 +14,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PyTree
 
-from dllm_jax.nn.layer import Layer, embed, walk
+from dllm_jax.nn.layer import Layer, embed, traced_once, walk
 from dllm_jax.nn.mask import block_causal, key_mask
 from dllm_jax.nn.mesh import current_mesh, over_mesh
 from dllm_jax.nn.model import Model
@@ -103,15 +103,20 @@ def compute_prefix(
         mask = block_causal(key_mask(every < end), spec, rows.index, None, slots)
         rope = rope_of(spec, slots)
 
-        def run(layer: Layer, carry):
-            x, cache = carry
-            view = LayerCache.of(cache, layer.index, model.kernels)
+        def through(layer: Layer, x, view: LayerCache):
             q, _ = layer.qk(x, rows.index)
             _, k = dataclasses.replace(layer, rope=_not_rotated(rope)).qk(x, rows.index)
             view, now = view.update(rows, KV(k, layer.value(x)))
             keys = rotate(now.k, rope, every, spec.rope_in_f32)
             o, _ = layer.attention(q, keys, now.v, mask, spec.block_size if whole else None)
-            return layer.finish(x, o), view.into(cache, layer.index)
+            return layer.finish(x, o), view
+
+        through = traced_once(through, model.params)
+
+        def run(layer: Layer, carry):
+            x, cache = carry
+            x, view = through(layer, x, LayerCache.of(cache, layer.index, model.kernels))
+            return x, view.into(cache, layer.index)
 
         # One sequence: an axis of length 1 in front of the slots.
         start_of = (

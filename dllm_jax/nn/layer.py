@@ -1,6 +1,7 @@
 """A decoder layer as separate operations, and the loop over all layers."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,9 +22,14 @@ from pallas_kernels import sparse_gather, topk_evict
 from pallas_kernels.attention import ATTENTION, HEAD_MEAN, RECEIVED
 from pallas_kernels.attention.xla import read_in_turns
 
-LayerIndex = Int[Array, ""] | int  # traced where one loop runs all layers, a number where they are unrolled
+LayerIndex = Int[Array, ""] | int  # a number only where `walk` unrolls layers; traced in `Policy.layer`
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["weights", "rope", "index"],
+    meta_fields=["spec", "kernels"],
+)
 @dataclasses.dataclass(frozen=True)
 class Layer:
     """One decoder layer opened at its seams: `qk`, `value`, `attention` and `finish` make the usual layer.
@@ -150,9 +156,7 @@ class Layer:
     def mlp(self, x: Float[Array, "b q m"]) -> Float[Array, "b q m"]:
         """The MLP branch of the normed input: a gated MLP, or a mixture of experts (`dllm_jax.nn.mlp`)."""
         normed = rms_norm(x, self.weights["mlp_norm"], self.spec.norm_eps)
-        # Layers that differ are separate, and know their number; of stacked ones all have what the first has.
-        layer = self.index if isinstance(self.index, int) else 0
-        if self.spec.experts is not None and self.spec.has_experts(layer):
+        if self.spec.experts is not None and "router" in self.weights:
             return mixture(self.weights, normed, self.spec.experts, self.kernels)
         return dense(self.weights, normed)
 
@@ -244,7 +248,7 @@ def walk(
       params: the model's, in either form of `dllm_jax.nn.parameters`.
       spec: the model.
       rope: rotary tables of all canvas positions.
-      run: one layer; traced once if the layers are stacked, else once per layer.
+      run: one layer; traced once if the layers are stacked, else once per layer (`traced_once` spares that).
       carry: the state before the first layer, a pytree of any structure.
       kernels: implementations of attention, eviction and experts, see `Model`.
       where_used: read each of the stacked weights where the layer uses it (`OneOfStacked`), for layers with
@@ -270,6 +274,19 @@ def walk(
     # Weights are scanned over; everything else, caches included, is carried, so that it is written in place.
     scanned = None if where_used else layers
     return jax.lax.scan(body, carry, (scanned, jnp.arange(spec.layers)))[0]
+
+
+def traced_once(through: Callable[..., Any], params: Params) -> Callable[..., Any]:
+    """`through(layer, ..)`, which Python traces once for all separate layers with arrays of the same shapes.
+
+    A program of dozens of layers takes Python seconds to trace. XLA puts the function in the place of its
+    calls, so the compiled program is the same.
+
+    Args:
+      through: Function of a layer and arrays.
+      params: the model's; of stacked layers a single one is traced anyway.
+    """
+    return jax.jit(through) if isinstance(params["layers"], list) else through
 
 
 class OneOfStacked(Mapping[str, Any]):

@@ -17,7 +17,7 @@ from dllm_jax.nn.int8 import Weights, held_as
 from dllm_jax.nn.intervened import embedded, intervened
 from dllm_jax.nn.intervention import Intervention, checked
 from dllm_jax.nn.kernels import Kernels
-from dllm_jax.nn.layer import Layer, embed, unembed, walk
+from dllm_jax.nn.layer import Layer, embed, traced_once, unembed, walk
 from dllm_jax.nn.mask import Mask, block_causal, padding_mask, with_noisy_copy
 from dllm_jax.nn.mesh import AnyMesh, MeshRules, constrain, mesh_of, over_mesh
 from dllm_jax.nn.parameters import Params, count, describe
@@ -305,7 +305,8 @@ def encode(
         exact = lambda weights, x: one(dataclasses.replace(layer, weights=weights), x, position, mask)
         return (jax.checkpoint(exact) if remat else exact)(layer.weights, x)
 
-    return walk(model.params, model.spec, rope, run, embedded(interventions, x, position, step))
+    run, x = traced_once(run, model.params), embedded(interventions, x, position, step)
+    return walk(model.params, model.spec, rope, run, x)
 
 
 def exact_layer(

@@ -80,10 +80,7 @@ class FOCUS(DelayedCache):
     ) -> tuple[Float[Array, "b q m"], LayerCache]:
         """The first two layers store keys and values of all rows; then the layer runs on those that stay."""
         survey = lambda trip, cache: self._survey(layer.in_trip(trip), x, cache, rows, canvas)
-        if not isinstance(layer.index, int):
-            cache = jax.lax.fori_loop(0, (layer.index < LAYERS).astype(jnp.int32), survey, cache)
-        elif layer.index < LAYERS:
-            cache = survey(None, cache)
+        cache = jax.lax.fori_loop(0, jnp.int32(layer.index < LAYERS), survey, cache)
 
         def run(trip, where, some, carry):
             (x, cache), of_trip = carry, layer.in_trip(trip).at(some.index)
