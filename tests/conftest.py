@@ -34,7 +34,7 @@ import jaxtyping
 import pytest
 
 from tests import quick
-from tests.programs import forget_in_time
+from tests.programs import forget_in_time, share_contexts
 
 FORM_OF_LAYERS = "dllm_jax.nn.parameters.separate_is_faster"
 # Files in which every layer of a checkpoint has arrays of its own, as users of CPUs and GPUs load it.
@@ -46,6 +46,8 @@ NARROW = (
     *("bench", "block_causal", "check", "compiled", "engine", "explain", "generate_many"),
     *("group", "mesh", "policies", "policy_reads", "roofline", "testing"),
 )
+
+share_contexts()
 
 # Arrays lie on the first of these unless a test makes a mesh.
 jax.config.update("jax_num_cpu_devices", 8)
