@@ -73,7 +73,11 @@ def in_int8(model: dj.Model) -> dj.Model:
 def candidates(score, index) -> Candidates:
     """Positions with confidences alone, as a rule that reads nothing else is given them."""
     score = jnp.asarray(score)
-    return Candidates(index, jnp.zeros(index.shape, jnp.int32), score, jnp.zeros((*score.shape, 1)))
+    token, logits = np.zeros(index.shape, np.int32), np.zeros((*score.shape, 1), np.float32)
+    return Candidates(index, *jax.device_put((token, score, logits)))
+
+
+begun = jax.jit(begin, static_argnums=(2, 3))
 
 
 def canvas(
@@ -91,10 +95,10 @@ def canvas(
     response = length - prompt
     layout = Layout(prompt, response, block or response, steps or response, padded="valid" in state)
     tokens = np.where(masked, described.mask_id, random_tokens(described, batch, length))
-    valid = jnp.asarray(state.pop("valid", np.ones((batch, length), bool)))
+    valid = np.asarray(state.pop("valid", np.ones((batch, length), bool)))
     if (start := state.get("block_start")) is not None:
         state["block_start"] = jnp.broadcast_to(start, batch)
-    return dataclasses.replace(begin(jnp.asarray(tokens), valid, described, layout), **state)
+    return dataclasses.replace(begun(tokens, valid, described, layout), **state)
 
 
 def members(chosen) -> list[list[int]]:

@@ -128,19 +128,25 @@ def test_rows_in_place_attend_to_nothing_beyond_their_lookahead(blocks_from):
 
 def test_segments_of_a_prompt_attend_as_the_whole_does(monkeypatch):
     monkeypatch.setattr("dllm_jax.nn.mask.SEGMENT", 128)
-    described, length, pads = spec("sdar"), 400, jnp.array([[0], [150]])
+    described, length, pads = spec("sdar"), 400, np.array([[0], [150]])
     cuts = segments(length, length, described.block_size)
     assert cuts == [(0, 256, 384), (256, length, length)]
-    q, k, v = (jax.random.normal(jax.random.key(i), (2, length, 2, 16)) for i in range(3))
-    position, valid = jnp.arange(length)[None], jnp.arange(length) >= pads
-    mask = block_causal(key_mask(valid), described, position, valid, length)
-    layer = Layer({}, described, rope_of(described, length), 0)
-    whole = layer.attention(q, k, v, mask)
-    for a, b in zip(whole, layer.attention(q, k, v, mask, described.block_size), strict=True):
-        a, b = (np.moveaxis(x, 1, -1)[np.asarray(valid)] if x.ndim == 3 else x[valid] for x in (a, b))
+    arrays, valid = (
+        np.random.default_rng(0).standard_normal((3, 2, length, 2, 16), np.float32),
+        np.arange(length) >= pads,
+    )
+
+    @functools.partial(jax.jit, static_argnames="lookahead")
+    def attend(qkv, valid, lookahead=None):
+        mask = block_causal(key_mask(valid), described, jnp.arange(length)[None], valid, length)
+        return Layer({}, described, rope_of(described, length), 0).attention(*qkv, mask, lookahead)
+
+    whole = attend(arrays, valid)
+    for a, b in zip(whole, attend(arrays, valid, described.block_size), strict=True):
+        a, b = (np.moveaxis(x, 1, -1)[valid] if x.ndim == 3 else np.asarray(x)[valid] for x in (a, b))
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     # A bound too low shows.
-    assert not np.allclose(whole[0][0], layer.attention(q, k, v, mask, -120)[0][0])
+    assert not np.allclose(whole[0][0], attend(arrays, valid, -120)[0][0])
 
 
 def test_a_block_behind_a_long_prompt_computes_the_log_sum_exp_of_its_own_queries(monkeypatch):

@@ -152,17 +152,20 @@ def kept():
     ends = np.cumsum(LENGTHS.transpose(1, 0, 2).reshape(2, -1), axis=1)
     start = (ends - LENGTHS.transpose(1, 0, 2).reshape(2, -1)).reshape(2, 2, 2).transpose(1, 0, 2)
     room = ends.max() + 2
-    k, v = np.asarray(jax.random.normal(jax.random.key(0), (2, 2, room, 8))).copy()
+    k, v = np.random.default_rng(0).standard_normal((2, 2, room, 8), np.float32)
     for pairs in (k, v):
         for sequence, end in enumerate(ends[:, -1]):
             pairs[sequence, end:] = np.nan
-    position = jnp.zeros((2, room), jnp.int32)
-    return PairStore(*map(jnp.asarray, (k, v, position, start, LENGTHS, LENGTHS.sum(2))))
+    position, *lengths = (
+        np.asarray(a, np.int32) for a in (np.zeros((2, room)), start, LENGTHS, LENGTHS.sum(2))
+    )
+    return PairStore(*jax.device_put((k, v, position, *lengths)))
 
 
+@jax.jit
 def everything(kept, layer, q, k, v):
     """Attention to the response and the kept pairs in one go."""
-    old_k, old_v, real = kept.read(jnp.int32(layer), 9)
+    old_k, old_v, real = kept.read(layer, 9)
     mask = jnp.concatenate([real, jnp.ones((2, 2, 1, k.shape[1]), bool)], axis=-1)
     return attention(q, jnp.concatenate([old_k, k], 1), jnp.concatenate([old_v, v], 1), mask)[0]
 
@@ -170,14 +173,10 @@ def everything(kept, layer, q, k, v):
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("chunk", [1, 4, 9])
 def test_chunks_give_what_all_pairs_give(kept, layer, chunk):
-    q, k, v = (
-        jax.random.normal(key, (2, positions, heads, 8))
-        for key, positions, heads in zip(
-            jax.random.split(jax.random.key(1), 3), (5, 6, 6), (4, 2, 2), strict=True
-        )
-    )
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.standard_normal((2, *shape, 8), np.float32) for shape in ((5, 4), (6, 2), (6, 2)))
     weights = Layer({}, spec("llada"), rope_table(9, 8, 1e4), jnp.int32(layer))
-    visible = jnp.ones((2, 1, 1, 6), bool)
+    visible = np.ones((2, 1, 1, 6), bool)
     ours = jax.jit(lambda q, *kv: attend_to_kept(weights, q, kept, KV(*kv), visible, chunk, 9, smallest=1))
     np.testing.assert_allclose(ours(q, k, v), everything(kept, layer, q, k, v), atol=2e-6)
 

@@ -62,7 +62,8 @@ def test_a_mixture_is_what_a_loop_over_tokens_and_experts_makes(spec):
     w = weights(spec)
     wide = {name: np.asarray(a, np.float64) for name, a in w.items()}
     mlp = lambda x, gate, up, down: (silu(x @ gate) * (x @ up)) @ down
-    chosen, weight = map(np.asarray, route(w, jnp.asarray(x.reshape(-1, WIDTH)), spec))
+    routed = jax.jit(functools.partial(route, spec=spec))
+    chosen, weight = map(np.asarray, routed(w, x.reshape(-1, WIDTH)))
     ours = np.asarray(jax.jit(functools.partial(mixture, spec=spec))(w, x)).reshape(-1, WIDTH)
     for token, of_token in enumerate(x.reshape(-1, WIDTH).astype(np.float64)):
         wanted = routed_by_hand(spec, wide, of_token)

@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -53,12 +52,10 @@ class Run:
 def select(policy, run: Run, family: str, step: int, masked, decoded_at, in_block: int) -> np.ndarray:
     start = run.prompt + step // run.steps * run.block
     state = dict(step=[step], block_step=[in_block], block_start=start)
-    state = {name: jnp.asarray(value, jnp.int32) for name, value in state.items()}
+    state = {name: np.asarray(value, np.int32) for name, value in state.items()}
     steps = run.blocks * run.steps
-    c = canvas(
-        masked[None], run.prompt, run.block, steps, family, decoded_at=jnp.asarray(decoded_at[None]), **state
-    )
-    mask = np.asarray(jnp.broadcast_to(jitted(policy, c), masked[None].shape))[0]
+    c = canvas(masked[None], run.prompt, run.block, steps, family, decoded_at=decoded_at[None], **state)
+    mask = np.broadcast_to(jitted(policy, c), masked[None].shape)[0]
     assert mask.all() or mask.sum() <= max(policy.widths(c.spec, c.layout))
     return mask
 

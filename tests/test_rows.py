@@ -1,5 +1,7 @@
 """Rows, compact and scatter, pooling and shares, against plain numpy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,28 +86,36 @@ def test_full_rows_lie_on_the_canvas_and_what_is_not_needed_is_padding():
     assert narrow.dtype == jnp.bfloat16
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def of_the_last(chosen, full: bool, slots: int, new, slot) -> dict[str, jax.Array]:
+    """What rows, and their last positions as slots of a smaller store, read, write and find."""
+    rows = full_rows(chosen) if full else Rows(library.compact(chosen, L), L)
+    last, store = rows.last(slots), DATA[:, L - slots :]
+    assert last.length == slots
+    return dict(
+        index=rows.index, mask=last.mask(), real=last.real, taken=last.take(jnp.asarray(store)),
+        put=last.put(jnp.asarray(store), new), whole=rows.put(jnp.asarray(DATA), new),
+        slot=last.slot(slot), there=rows.slot(slot + L - slots),
+    )  # fmt: skip
+
+
 @few
 @given(sets, st.sampled_from([0, 1, 4, L]))
 def test_the_last_positions_as_slots_of_a_smaller_store(chosen, slots):
-    for rows in (full_rows(jnp.asarray(chosen)), Rows(compact(jnp.asarray(chosen), L), L)):
-        last = rows.last(slots)
-        assert last.length == slots
-        np.testing.assert_array_equal(last.mask(), chosen[:, L - slots :])
+    new = np.broadcast_to(-1 - np.arange(L, dtype=np.float32)[:, None], DATA.shape)
+    slot = np.tile(np.arange(slots + 1, dtype=np.int32), (B, 1))
+    for full in (True, False):
+        found = {name: np.asarray(x) for name, x in of_the_last(chosen, full, slots, new, slot).items()}
+        np.testing.assert_array_equal(found["mask"], chosen[:, L - slots :])
 
         # They read what the rows hold of the store, and write nothing else.
-        store, real = DATA[:, L - slots :], np.asarray(last.real)
         if slots:
-            held = np.take_along_axis(DATA, np.minimum(rows.index, L - 1)[..., None], axis=1)
-            np.testing.assert_array_equal(last.take(jnp.asarray(store))[real], held[real])
-        new = jnp.asarray(-1.0 - np.arange(L))[None, :, None] * jnp.ones((B, 1, DATA.shape[2]))
-        put = last.put(jnp.asarray(store), new)
-        whole = rows.put(jnp.asarray(DATA), new)
-        np.testing.assert_array_equal(put, whole[:, L - slots :])
+            held = np.take_along_axis(DATA, np.minimum(found["index"], L - 1)[..., None], axis=1)
+            np.testing.assert_array_equal(found["taken"][found["real"]], held[found["real"]])
+        np.testing.assert_array_equal(found["put"], found["whole"][:, L - slots :])
 
         # A slot's place is the place of its position.
-        slot = jnp.tile(jnp.arange(slots + 1, dtype=jnp.int32), (B, 1))
-        there = rows.slot(slot + L - slots)
-        np.testing.assert_array_equal(last.slot(slot), there)
+        np.testing.assert_array_equal(found["slot"], found["there"])
 
 
 @few

@@ -125,8 +125,9 @@ def test_temperature_draws_from_the_tempered_softmax(temperature):
     logits = np.full((1, count, V), -np.inf, np.float32)
     logits[..., :6] = law
     noise = samplers.KeyNoise(jax.random.split(jax.random.key(1), 1))
-    c, index = canvas(np.ones((1, count))), jnp.arange(count, dtype=jnp.int32)[None]
-    token = Confidence(temperature=temperature).propose(jnp.asarray(logits), index, c, noise).token
+    c, index = canvas(np.ones((1, count))), np.arange(count, dtype=np.int32)[None]
+    draw = jax.jit(lambda sampler, *given: sampler.propose(*given).token)
+    token = draw(Confidence(temperature=temperature), logits, index, c, noise)
     seen = np.bincount(np.asarray(token)[0], minlength=V)
     expected = count * plain.softmax(law / temperature)
     assert seen[6:].sum() == 0
@@ -174,10 +175,15 @@ def test_top_k_examples(row, top_k, expected):
 
 
 def decoded(sampler, confidences) -> int:
-    """How many masks of these confidences a step decodes."""
-    score = jnp.asarray([[*confidences, -np.inf]], jnp.float32)
-    masks, index = canvas(np.ones(score.shape)), jnp.arange(score.shape[1])[None]
-    return int(jnp.sum(sampler.transfer(candidates(score, index), masks, None)))
+    """How many masks of these confidences a step decodes; further ones have none."""
+    score = np.full((1, 9), -np.inf, np.float32)
+    score[0, : len(confidences)] = confidences
+    return int(np.sum(transferred(sampler, score, canvas(np.ones(score.shape)))))
+
+
+@jax.jit
+def transferred(sampler, score, canvas) -> jax.Array:
+    return sampler.transfer(candidates(score, jnp.arange(score.shape[1])[None]), canvas, None)
 
 
 @pytest.mark.parametrize("threshold", [0.9, 0.0, 1.0])

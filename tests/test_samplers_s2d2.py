@@ -72,14 +72,13 @@ def test_what_is_accepted_or_drawn_instead_follows_the_verifier():
     draft = np.random.default_rng(1).choice(vocab, count, p=p)[None]
     at = canvas(np.ones((1, count), bool))
     at = dataclasses.replace(at, spec=dataclasses.replace(at.spec, mask_id=vocab - 1))
-    logits = lambda of: jnp.broadcast_to(jnp.log(jnp.asarray(of, jnp.float32)), (1, count, vocab))
-    index = jnp.arange(count, dtype=jnp.int32)[None]
-    score = jnp.zeros((1, count))
-    drafted, verifier = (
-        S.Candidates(index, jnp.asarray(draft, jnp.int32), score, logits(of)) for of in (p, q)
-    )
+    log = lambda of: np.log(of, where=of > 0, out=np.full(vocab, -np.inf)).astype(np.float32)
+    logits = lambda of: np.broadcast_to(log(of), (1, count, vocab))
+    index, score = np.arange(count, dtype=np.int32)[None], np.zeros((1, count), np.float32)
+    drafted, verifier = (S.Candidates(index, draft.astype(np.int32), score, logits(of)) for of in (p, q))
     noise = S.KeyNoise(jax.random.split(jax.random.key(0), 1))
-    accepted, instead = S.S2D2(temperature=1.0).verify(drafted, logits(p), verifier, at, noise)
+    verify = jax.jit(S.S2D2(temperature=1.0).verify)
+    accepted, instead = verify(drafted, logits(p), verifier, at, noise)
     kept = np.where(accepted, draft, instead)[0]
     np.testing.assert_allclose(np.bincount(kept, minlength=vocab) / count, q, atol=0.015)
     overlap = np.minimum(p, q).sum()

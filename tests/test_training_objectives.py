@@ -144,12 +144,12 @@ TOKENS = RNG.normal(-1, 0.3, size=(3, 6, 5)).astype(np.float32)  # log_prob, old
 
 
 def test_dpo_is_the_formula():
-    loss, metrics = dpo_loss(ONE, TWO, THREE, FOUR, beta=0.3)
+    loss, metrics = jax.jit(functools.partial(dpo_loss, beta=0.3))(ONE, TWO, THREE, FOUR)
     margin = 0.3 * ((ONE - THREE) - (TWO - FOUR)).astype(np.float64)
     np.testing.assert_allclose(loss, np.mean(np.log1p(np.exp(-margin))), rtol=1e-5)
     np.testing.assert_allclose(metrics.margin, margin.mean(), rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(metrics.accuracy, np.mean(margin > 0))
-    gradient = jax.grad(lambda *args: dpo_loss(*args)[0], argnums=(0, 1, 2, 3))(ONE, TWO, THREE, FOUR)
+    gradient = jax.grad(lambda all_four: jax.jit(dpo_loss)(*all_four)[0])((ONE, TWO, THREE, FOUR))
     assert (gradient[0] < 0).all()  # it pulls the pair apart, and leaves the reference alone
     np.testing.assert_allclose(gradient[1], -gradient[0], rtol=1e-6)
     assert not np.any(gradient[2:])
@@ -213,7 +213,8 @@ def test_grpo_is_the_formula():
             clipped = min(max(ratio[i, k], 0.8), 1.2)
             surrogate = min(ratio[i, k] * ONE[i], clipped * ONE[i])
             total[i] += (surrogate - 0.05 * kl[i, k]) / counted[i].sum()
-    loss, metrics = grpo_loss(*TOKENS[:2], ONE, counted=counted, reference=TOKENS[2], kl=0.05)
+    grpo = jax.jit(grpo_loss, static_argnames="kl")
+    loss, metrics = grpo(*TOKENS[:2], ONE, counted=counted, reference=TOKENS[2], kl=0.05)
     np.testing.assert_allclose(loss, -total.mean(), rtol=1e-4)
     # Metrics are means over the tokens that count, whatever answers they are of.
     np.testing.assert_allclose(metrics.ratio, ratio[counted].mean(), rtol=1e-5)
@@ -222,7 +223,7 @@ def test_grpo_is_the_formula():
 
     # What does not count may be anything: neither values nor gradients change.
     objective = lambda tokens: grpo_loss(*tokens[:2], ONE, counted=counted, reference=tokens[2], kl=0.05)
-    value = jax.value_and_grad(objective, has_aux=True)
+    value = jax.jit(jax.value_and_grad(objective, has_aux=True))
     for waste in (np.inf, -np.inf, np.nan, 200.0):
         for each in range(3):
             tokens = list(TOKENS)
@@ -231,7 +232,7 @@ def test_grpo_is_the_formula():
             same = lambda a, b: np.array_equal(a, b)
             assert jax.tree.all(jax.tree.map(same, ours, again))
     policy = TOKENS[0]
-    _, metrics = grpo_loss(policy, policy, ONE, counted=np.arange(6)[:, None].repeat(5, 1) == 2)
+    _, metrics = grpo(policy, policy, ONE, counted=np.arange(6)[:, None].repeat(5, 1) == 2)
     assert (metrics.ratio, metrics.clipped) == (1, 0)
     loss, metrics = grpo_loss(policy, policy, ONE, counted=np.zeros((6, 5), int))
     assert loss == metrics.ratio == metrics.clipped == metrics.kl == 0

@@ -13,9 +13,10 @@ from dllm_jax.nn.attention import attention
 from dllm_jax.nn.layer import embed, unembed, walk
 from dllm_jax.nn.mask import key_mask
 from dllm_jax.nn.rope import rope_table
-from dllm_jax.state.canvas import Canvas, begin
+from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import full_rows
 from pallas_kernels.topk_evict import topk_evict
+from tests.models import begun
 from tests.replay.case import Case
 from tests.replay.compare import closely, exactly
 from tests.replay.stepping import log_of, logged, states, trace_of
@@ -173,7 +174,7 @@ def at_the_start(model: dj.Model, tokens: np.ndarray, prompt: int) -> Canvas:
     """A canvas over the recorded tokens."""
     batch, length = tokens.shape
     layout = dj.Layout(prompt, length - prompt, length - prompt, length - prompt)
-    return begin(jnp.asarray(tokens), jnp.ones((batch, length), bool), model.spec, layout)
+    return begun(tokens, np.ones((batch, length), bool), model.spec, layout)
 
 
 @functools.partial(jax.jit, static_argnames="voter")
@@ -209,11 +210,17 @@ def keep(layers, heads, votes: np.ndarray, preference: np.ndarray, budget: int):
     """Layer budgets [n], head budgets [n k] and kept sets [n k p]; the layers stand for a batch."""
     n, _, p = votes.shape
     each = layers.budgets(n, budget, p)
-    votes, preference = jnp.asarray(votes), jnp.asarray(preference, jnp.float32)
-    count = heads.budgets(eviction.Evidence(votes, preference), jnp.asarray(each), jnp.full(n, p))
-    positions = np.asarray(topk_evict(votes, count, p))
+    given = votes, preference.astype(np.float32), np.asarray(each, np.int32), np.full(n, p, np.int32)
+    positions = np.asarray(_positions(heads, *given))
     kept = np.any(positions[..., None] == np.arange(p), axis=2)
     return each, kept.sum(-1), kept
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _positions(heads, votes, preference, budget, prompt):
+    """The kept positions of each head, most voted for first."""
+    count = heads.budgets(eviction.Evidence(votes, preference), budget, prompt)
+    return topk_evict(votes, count, votes.shape[-1])
 
 
 def kept_sets(kept, prompt: int) -> np.ndarray:
