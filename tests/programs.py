@@ -9,7 +9,6 @@ import pathlib
 import threading
 
 import jax
-from jax._src.interpreters import mlir
 
 MAPS = pathlib.Path("/proc/self/maps")
 
@@ -18,17 +17,17 @@ TESTS = itertools.count(1)
 PROGRAMS = itertools.count()
 
 
-@functools.lru_cache(maxsize=4)
-def context(thread: int, turn: int):
-    """A context in which a thread lowers programs; one keeps what they are made of, and is left in time."""
-    return mlir.make_ir_context()
-
-
 def share_contexts():
-    """Lowers 256 programs in one MLIR context: making one is a quarter of a small program's CPU seconds."""
+    """Lowers 256 programs in one MLIR context: making one is a quarter of a small program's CPU seconds.
+
+    A context keeps what its programs are made of, so it is left in time; each thread has its own.
+    """
     if not jax.__version__.startswith("0.10."):
         return
+    from jax._src.interpreters import mlir
+
     own = mlir.ModuleContext.__init__
+    context = functools.lru_cache(maxsize=4)(lambda thread, turn: mlir.make_ir_context())
 
     def shared(self, **given):
         given["context"] = given.get("context") or context(threading.get_ident(), next(PROGRAMS) // 256)
