@@ -32,7 +32,6 @@ TEMPLATED = "\ue001\ue002"  # private-use characters before a text that a chat t
 DEFAULT_LENGTH = 256  # where neither model_args nor the task says how long an answer may be
 
 
-@register_model("dllm_jax")
 class DllmJax(TemplateLM):
     """LLaDA or Dream under a cache policy; the arguments are those of `harness_args.Arguments`."""
 
@@ -211,6 +210,9 @@ class DllmJax(TemplateLM):
             "perplexity to be compared with theirs. Use tasks of type loglikelihood, multiple_choice or "
             "generate_until"
         )
+
+
+register_model("dllm_jax")(DllmJax)  # no decorator: its type would hide the class's own
 
 
 def main(arguments: list[str]) -> int:

@@ -153,14 +153,13 @@ class Session:
     def _lm_eval(
         self, benchmark: Benchmark, runner: Runner, shots: int | None
     ) -> tuple[list[float], list[Entry]]:
-        import lm_eval  # pyright: ignore[reportMissingImports]
-
         from dllm_jax.eval.harness.model import DllmJax
 
         # Dream's base model is asked as its authors do: without a chat, behind a beginning of text.
         base = self.model.endswith("base-7b")
         own = Arguments(Checkpoint(self.lm.name), runner.decoding, add_bos=base, failures="empty")
         lm = DllmJax.of(own, runner, self.journal)
+        lm_eval: Any = importlib.import_module("lm_eval")  # whose decorators hide its functions' types
         found = lm_eval.simple_evaluate(
             lm, tasks=[benchmark.task], num_fewshot=shots, limit=self.asked.limit, task_manager=self.manager,
             apply_chat_template=not base, fewshot_as_multiturn=not base, bootstrap_iters=0,
