@@ -86,18 +86,19 @@ def test_gradients_of_ragged_products_are_those_of_all_experts(tokens, rows):
     """
     w, rng = weights(EVERYTHING), np.random.default_rng(6)
     own = [w[f"expert_{name}"] for name in ("gate", "up", "down")]
-    x = jnp.asarray(rng.standard_normal((tokens, WIDTH)), jnp.float32)
-    chosen, weight = route(w, x, EVERYTHING)
-    chosen = chosen.at[:, 1].set(EVERYTHING.count)
+    x = rng.standard_normal((tokens, WIDTH), np.float32)
+    chosen, weight = map(np.array, jax.jit(route, static_argnums=2)(w, x, EVERYTHING))
+    chosen[:, 1] = EVERYTHING.count
+    chosen, weight = jax.device_put((chosen, weight))
     in_parts = functools.partial(by_all_experts, wide_bytes=4000)
     squares = [
         lambda own, x, form=form: jnp.sum(form(x, chosen, weight, *own) ** 2)
         for form in (by_expert, by_tiles, by_all_experts, in_parts)
     ]
-    ragged, *others = (jax.grad(of, argnums=(0, 1))(own, x) for of in squares)
+    ragged, *others = (jax.jit(jax.grad(of, argnums=(0, 1)))(own, x) for of in squares)
     for plain in others:
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-3), ragged, plain)
-    forward = [jax.jvp(of, (own, x), (own, x))[1] for of in squares[1:3]]
+    forward = [jax.jvp(jax.jit(of), (own, x), (own, x))[1] for of in squares[1:3]]
     np.testing.assert_allclose(*forward, err_msg="forward mode of tiles", rtol=1e-6)
     traced = jax.make_jaxpr(by_expert)(x, chosen, weight, *own)
     products = [e for e in traced.jaxpr.eqns if e.primitive.name == "ragged_dot_general"]
@@ -121,12 +122,12 @@ def test_a_router_decides_in_float32_whatever_the_models_dtype():
     wide = {name: a.astype(jnp.float32) for name, a in w.items()}
     for ours, wanted in zip(
         jax.jit(route, static_argnums=2)(w, x, SPECS["softmax"]),
-        route(wide, x.astype(jnp.float32), SPECS["softmax"]),
+        jax.jit(route, static_argnums=2)(wide, x.astype(jnp.float32), SPECS["softmax"]),
         strict=True,
     ):
         assert ours.dtype == wanted.dtype
         np.testing.assert_allclose(ours, wanted, rtol=1e-6)
-    assert mixture(w, x[None], SPECS["softmax"]).dtype == jnp.bfloat16
+    assert jax.eval_shape(functools.partial(mixture, spec=SPECS["softmax"]), w, x[None]).dtype == jnp.bfloat16
 
 
 def test_stacked_and_separate_layers_and_gradients():

@@ -137,12 +137,12 @@ def filled(policy, c, family="llada"):
 def test_the_cache_holds_the_kept_pairs_in_order(side, family):
     policy, c = SparseDLLM(keep=0.4, side=side), state(family, pads=(0, 3))
     (q, k, v), store = filled(policy, c, family)
-    kept = np.asarray(kept_by(policy, q, k, c))
+    kept, k, v, of_k, of_v = map(np.asarray, (kept_by(policy, q, k, c), k, v, store.k, store.v))
     for sequence in range(2):
         position = np.flatnonzero(kept[sequence])
-        np.testing.assert_array_equal(store.k[1, sequence, : len(position)], k[sequence, position])
-        np.testing.assert_array_equal(store.v[1, sequence, : len(position)], v[sequence, position])
-    assert (np.asarray(store.k[0]) == -1).all(), "another layer was written"
+        np.testing.assert_array_equal(of_k[1, sequence, : len(position)], k[sequence, position])
+        np.testing.assert_array_equal(of_v[1, sequence, : len(position)], v[sequence, position])
+    assert (of_k[0] == -1).all(), "another layer was written"
 
 
 def test_only_rows_whose_step_it_is_write():
