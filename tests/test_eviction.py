@@ -176,7 +176,7 @@ def test_chunks_give_what_all_pairs_give(kept, layer, chunk):
     rng = np.random.default_rng(1)
     q, k, v = (rng.standard_normal((2, *shape, 8), np.float32) for shape in ((5, 4), (6, 2), (6, 2)))
     weights = Layer({}, spec("llada"), rope_table(9, 8, 1e4), jnp.int32(layer))
-    visible = np.ones((2, 1, 1, 6), bool)
+    visible = jnp.ones((2, 1, 1, 6), bool)
     ours = jax.jit(lambda q, *kv: attend_to_kept(weights, q, kept, KV(*kv), visible, chunk, 9, smallest=1))
     np.testing.assert_allclose(ours(q, k, v), everything(kept, layer, q, k, v), atol=2e-6)
 

@@ -25,21 +25,25 @@ IMPLEMENTATIONS = {
 each_implementation = pytest.mark.parametrize("name", IMPLEMENTATIONS)
 
 
+tiled = jax.jit(tiles_of, static_argnums=(1, 2))
+
+
 def operands(shape: Shape, dtype=jnp.float32, int8=False):
     """Random routing; the second choice of each third token is an expert that is not here."""
     t, c, e, m, i = shape
     rng = np.random.default_rng(t)
-    draw = lambda *size: jnp.asarray(rng.standard_normal(size), dtype)
+    draw = lambda *size: rng.standard_normal(size, np.float32)
     chosen = np.argsort(rng.random((t, e)), axis=1)[:, :c].astype(np.int32)
     if c > 1:
         chosen[::3, 1] = e
     weight = jnp.asarray(rng.random((t, c)), jnp.float32)
     sizes = (e, m, i), (e, m, i), (e, i, m)
     if not int8:
-        return draw(t, m), jnp.asarray(chosen), weight, *(draw(*size) / 8 for size in sizes)
+        matrices = (jnp.asarray(draw(*size) / 8, dtype) for size in sizes)
+        return jnp.asarray(draw(t, m), dtype), jnp.asarray(chosen), weight, *matrices
     values = (jnp.asarray(rng.integers(-127, 128, size), jnp.int8) for size in sizes)
     scales = (jnp.asarray(rng.random((e, size[2])) / 1000 + 1e-4, jnp.float32) for size in sizes)
-    return draw(t, m), jnp.asarray(chosen), weight, *values, *scales
+    return jnp.asarray(draw(t, m), dtype), jnp.asarray(chosen), weight, *values, *scales
 
 
 def by_hand(tokens, chosen, weight, *matrices) -> np.ndarray:
@@ -78,13 +82,13 @@ def test_all_tokens_to_one_expert_and_to_none(tokens):
     """Of one expert several whole tiles and a part; of the others, and of no expert, no tile at all."""
     x, _, weight, *matrices = operands(Shape(tokens, 1, 3, 16, 8))
     for expert in (0, 2, 3):
-        chosen = jnp.full((tokens, 1), expert, jnp.int32)
+        chosen = np.full((tokens, 1), expert, np.int32)
         for name, of in IMPLEMENTATIONS.items():
             if "2 tokens" not in name:
                 arrays = x, chosen, weight, *matrices
                 assert_near(jax.jit(of)(*arrays), arrays, x.dtype)
         rows = gpu.MOST_ROWS if tokens == 700 else gpu.LEAST_ROWS
-        tiles = tiles_of(chosen.reshape(-1), 3, rows)
+        tiles = tiled(chosen.reshape(-1), 3, rows)
         real = np.asarray(tiles.first < tiles.end)
         assert real.sum() == (0 if expert == 3 else -(-tokens // rows))
         assert set(np.asarray(tiles.expert)[real]) <= {expert}
@@ -95,7 +99,7 @@ def test_tiles_cover_each_row_once_whatever_the_router_decides():
     for rows, count in ((16, 7), (4, 64), (1, 3)):
         for skew in (0.1, 1, 5):
             expert = np.minimum(rng.exponential(skew * count / 2, 100).astype(np.int32), count)
-            order, of, first, end = map(np.asarray, tiles_of(jnp.asarray(expert), count, rows))
+            order, of, first, end = map(np.asarray, tiled(expert, count, rows))
             covered = [(order[p], e) for e, a, b in zip(of, first, end, strict=True) for p in range(a, b)]
             assert sorted(covered) == [(r, e) for r, e in enumerate(expert) if e < count]
             assert (end - first).max() <= rows

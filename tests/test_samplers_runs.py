@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from dllm_jax import samplers as s
 from dllm_jax.engine.block_schedule import advance
 from dllm_jax.policies import Policy
-from dllm_jax.state.canvas import begin, write
+from dllm_jax.state.canvas import write
 from dllm_jax.state.layout import Layout
 from tests import numpy_sampler as plain
-from tests.models import frequencies, random_tokens, spec
+from tests.models import begun, frequencies, random_tokens, spec
 
 B, PROMPT, RESPONSE, V, LIMIT = 2, 3, 12, 61, 24
 LENGTH = PROMPT + RESPONSE
@@ -61,7 +61,7 @@ def run(sampler, layout: Layout, tokens, logits, noise: s.RecordedNoise):
         after = advance(after, Policy(), sampler, False)
         return (after, memory), (after.tokens, canvas.active)
 
-    canvas = advance(begin(tokens, jnp.ones((B, LENGTH), bool), SPEC, layout), Policy(), sampler, False)
+    canvas = advance(begun(tokens, np.ones((B, LENGTH), bool), SPEC, layout), Policy(), sampler, False)
     _, (states, active) = jax.lax.scan(step, (canvas, sampler.init(canvas)), length=LIMIT)
     return jnp.concatenate([tokens[None], states]), active
 

@@ -15,8 +15,9 @@ from dllm_jax.nn.layer import embed, walk
 from dllm_jax.nn.rope import rope_of
 from dllm_jax.policies import MAGE, Policy
 from dllm_jax.policies.parts.leaving import target
-from dllm_jax.state.canvas import Canvas, begin
+from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows, full_rows
+from tests.models import begun
 from tests.replay.block import compare_stopped
 from tests.replay.case import Case
 from tests.replay.compare import closely, exactly
@@ -120,7 +121,7 @@ def _choice(model: dj.Model, policy: MAGE, tokens: np.ndarray, start: int, s):
     layout = dj.Layout.of(prompt, tokens.shape[1] - prompt, size, tail=size - 1)
     tail = np.full((1, size - 1), model.spec.mask_id)
     tokens = jnp.asarray(np.concatenate([tokens, tail], axis=1))
-    canvas = begin(tokens, jnp.ones(tokens.shape, bool), model.spec, layout)
+    canvas = begun(tokens, np.ones(tokens.shape, bool), model.spec, layout)
     canvas = dataclasses.replace(canvas, block_start=jnp.asarray([start], jnp.int32))
     found = _votes(model, policy, canvas)
     return (np.asarray(a)[..., : layout.shown] for a in found)

@@ -13,9 +13,10 @@ from dllm_jax.nn.attention import attention
 from dllm_jax.nn.layer import embed, walk
 from dllm_jax.nn.rope import rope_table
 from dllm_jax.samplers.base import score_by
-from dllm_jax.state.canvas import Canvas, begin
+from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows, full_rows
 from dllm_jax.state.selection import mean_query_score
+from tests.models import begun
 from tests.replay.case import Case
 from tests.replay.compare import closely, compare_steps, exactly
 
@@ -72,7 +73,7 @@ def _compare_selection(case: Case, model: dj.Model, policy: dj.policies.SparseDL
     tokens = jnp.asarray(arrays["tokens"][step])
     layout = dj.Layout(s["prompt_length"], s["gen_length"], s["block_length"], s["steps"])
     start = s["prompt_length"] + block * s["block_length"]
-    canvas = begin(tokens, jnp.ones(tokens.shape, bool), model.spec, layout)
+    canvas = begun(tokens, np.ones(tokens.shape, bool), model.spec, layout)
     raw, pooled, kept = _selection(
         model, policy, dataclasses.replace(canvas, block_start=jnp.full(len(tokens), start))
     )
