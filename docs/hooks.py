@@ -132,9 +132,9 @@ OF_BLOCKS = """\
 
 {measured}
 
-*Exact match of `tiny-sdar` (then `tiny-sdar-moe`) on 64 held-out questions, block length 4. computed:
-computed tokens relative to exact decoding. pairs read: KV pairs per layer and head that a later step attends
-to, on average. CPU, float32. [All policies](index.md#long-prompts-on-block-causal-models).*
+*Exact match of `tiny-sdar` (then `tiny-sdar-moe`) on 64 held-out questions, block length 4; in brackets the
+KV pairs per layer and head that a later step attends to, on average. computed: computed tokens relative to
+exact decoding. CPU, float32. [All policies](index.md#long-prompts-on-block-causal-models).*
 
 """
 EVERY_SETTING = "<!-- every setting -->"

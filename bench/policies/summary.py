@@ -221,7 +221,7 @@ def in_blocks(measured: dict[str, Any], models: Sequence[str]) -> str:
 
 
 def block_causal(measured: dict[str, Any], models: Sequence[str], kind: type[p.Policy] | None = None) -> str:
-    """Markdown: right answers of models that attend within blocks, one cell for all; costs on two tasks.
+    """Markdown: right answers of models that attend within blocks, and the pairs that a step reads.
 
     With `kind` the rows of one policy, and exact decoding.
     """
@@ -231,10 +231,12 @@ def block_causal(measured: dict[str, Any], models: Sequence[str], kind: type[p.P
     for setting in grid.BLOCK_CAUSAL:
         if kind is None or setting == EXACT or type(setting.policy) is kind:
             rows = [[found(of_model, setting) for of_model in of_task] for of_task in asked.values()]
-            rates = (", ".join(f"{row['accuracy']:.0%}" for row in of_task) for of_task in rows)
-            reads = (f"{of_task[0]['pairs_read']:.0f}" for of_task in rows)
-            cells.append((f"`{call(setting.policy)}`", *rates, f"{rows[0][0]['computed']:.0%}", *reads))
-    heads = ("policy", *asked, "computed", *(f"pairs read, {task}" for task in asked))
+            shown = (
+                ", ".join(f"{row['accuracy']:.0%}" for row in of_task) + f" ({of_task[0]['pairs_read']:.0f})"
+                for of_task in rows
+            )
+            cells.append((f"`{call(setting.policy)}`", *shown, f"{rows[0][0]['computed']:.0%}"))
+    heads = ("policy", *asked, "computed")
     return runner.table(heads, "l" + "r" * (len(heads) - 1), cells)
 
 
