@@ -90,7 +90,7 @@ def test_marked_rows_run_once_in_the_narrowest_width_that_holds_them(drawn):
 
 def in_place(index):
     """The rows of a full step."""
-    return Rows(index, LENGTH, full=True)
+    return Rows(index, LENGTH, in_place=True)
 
 
 def test_the_only_width_of_a_full_step_runs_in_place_without_a_loop():

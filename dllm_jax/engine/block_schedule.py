@@ -12,6 +12,7 @@ from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.state.canvas import Canvas, first_eos, first_of, masks_in_block, revoke
 from dllm_jax.state.layout import Layout
+from pallas_kernels.counting import any_marked
 
 
 def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool) -> Canvas:
@@ -116,7 +117,7 @@ def block_finished(canvas: Canvas, policy: Policy, sampler: Sampler) -> Bool[Arr
     wanted; Elastic-Cache may leave masks after an end-of-text for good.
     """
     schedule_over = canvas.schedule_step >= canvas.layout.steps_per_block
-    nothing_offered = ~jnp.any(offered_positions(policy, canvas), axis=1)
+    nothing_offered = ~any_marked(offered_positions(policy, canvas))
     return _settled(sampler.finished(canvas) | (schedule_over & nothing_offered), canvas)
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 
 from dllm_jax.engine.generation import Generation, State
 from dllm_jax.engine.plan import Plan
-from dllm_jax.engine.widths import narrowest
+from dllm_jax.engine.widths import exceeds, narrowest
 from dllm_jax.nn.intervention import of_sequences as interventions_of
 from dllm_jax.nn.model import Model
 from dllm_jax.policies.base import Policy
@@ -41,12 +41,12 @@ def group_size(policy: Policy, layout: Layout, platform: str) -> int:
     return max(4, -(-not_reusing // layout.length))
 
 
-def needs_full(plan: Plan, need: Bool[Array, "streams_b l"]) -> Bool[Array, "b"]:
-    """Sequences whose coming step is a full one: it computes everything, or more than any width holds."""
-    need = stream(need, 0, plan.streams)
+def needs_full(plan: Plan, state: State) -> Bool[Array, "b"]:
+    """Sequences whose coming step is a full one: it computes more than any width holds."""
+    need = stream(state.need, 0, plan.streams)
     if not plan.widths:
         return jnp.ones(len(need), bool)
-    return jnp.all(need, axis=1) | (jnp.sum(need, axis=1) > plan.widths[-1])
+    return exceeds(plan.widths[-1], need, plan.policy, state.canvas.spec)
 
 
 def next_variant(plan: Plan, state: State) -> Int[Array, ""]:
@@ -56,9 +56,10 @@ def next_variant(plan: Plan, state: State) -> Int[Array, ""]:
     several shares, once no device would run its group for nobody. A full step of the whole batch waits until
     no sequence can do without.
     """
-    active, whole = state.canvas.active, needs_full(plan, state.need)
+    active, whole = state.canvas.active, needs_full(plan, state)
     partial = active & ~whole
-    width = narrowest(plan.widths, stream(state.need, 0, plan.streams) & partial[:, None])
+    need = stream(state.need, 0, plan.streams) & partial[:, None]
+    width = narrowest(plan.widths, need, plan.policy, state.canvas.spec)
     full = ~jnp.any(partial)
     if full_step_batch(plan, len(active)) < len(active):
         some = lambda part: jnp.any(part.reshape(plan.shares, -1), axis=1)
@@ -73,7 +74,7 @@ def full_step_batch(plan: Plan, batch: int) -> int:
 
 def takes_part(plan: Plan, width: int | None, state: State) -> Bool[Array, "b"]:
     """The sequences that a step of this variant is for."""
-    whole = needs_full(plan, state.need)
+    whole = needs_full(plan, state)
     return state.canvas.active & (whole if width is None else ~whole)
 
 

@@ -8,19 +8,26 @@ from jaxtyping import Array, Bool, Float, Int
 from dllm_jax.engine.branches import Branches, over_branches
 from dllm_jax.engine.generation import Generation
 from dllm_jax.engine.plan import Plan
+from dllm_jax.engine.widths import at_end
 from dllm_jax.nn.intervened import IntervenedLayer, embedded, intervened
 from dllm_jax.nn.layer import Layer, embed, traced_once, walk
 from dllm_jax.nn.low_rank import acting_in
 from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.policies.base import Policy
 from dllm_jax.state.cache import Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
-from dllm_jax.state.rows import Rows, compact_rows, full_rows
+from dllm_jax.state.rows import Rows, compact_rows, full_rows, last_rows
 
 
-def computed_rows(need: Bool[Array, "b l"], width: int | None, spec: ModelSpec) -> Rows:
-    """The rows of one step: in place on the canvas (None), or gathered into `width` that hold them all."""
+def computed_rows(need: Bool[Array, "b l"], width: int | None, spec: ModelSpec, policy: Policy) -> Rows:
+    """The rows of one step: in place on the canvas (None), or `width` that hold them all.
+
+    These are gathered, unless the policy's selections lie at the end of the canvas (`Policy.at_end`).
+    """
     if width is None:
         return full_rows(need)
+    if at_end(policy, spec):
+        return last_rows(need, width)
 
     # A step that computes a finished block computes all of it, and more than that (`Canvas.without_final`).
     one = width <= spec.block_size and not spec.causal_context

@@ -15,6 +15,7 @@ from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.samplers.candidates import Candidates
 from dllm_jax.state.canvas import Canvas, repeat, stream
 from dllm_jax.state.rows import Rows, compact, gather
+from pallas_kernels.counting import any_marked
 
 
 def propose(
@@ -71,8 +72,8 @@ def propose(
     candidate = index < layout.length
 
     # No sampler would decode a NaN; what stands at entries that are no candidates may be anything.
-    known = jnp.all(jnp.isfinite(unconstrained), axis=2) & ~jnp.isnan(proposed.score)
-    finite = jnp.all(known | ~candidate, axis=1)
+    known = ~any_marked(~jnp.isfinite(unconstrained)) & ~jnp.isnan(proposed.score)
+    finite = ~any_marked(candidate & ~known)
 
     # The answer is looked at, whatever it holds; a sampler sees masks, and what it revises.
     committed = None

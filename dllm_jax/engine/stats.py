@@ -11,6 +11,7 @@ from dllm_jax.engine.trace import Steps, Trace
 from dllm_jax.options.renamed import Renamed
 from dllm_jax.state.canvas import Canvas, first_eos
 from dllm_jax.state.proposal import Proposal
+from pallas_kernels.counting import any_marked, count_marked
 
 
 class Stats(NamedTuple):
@@ -146,12 +147,12 @@ class Record(NamedTuple):
         """
         # Padding is never counted, though a full step computes it along.
         counted = computed & before.valid
-        everything = before.active & jnp.all(counted == before.valid, axis=1)
+        everything = before.active & ~any_marked(counted != before.valid)
         if extra is None:
             extra = jnp.zeros((len(counted), before.spec.layers))
         widened = extra >= jnp.sum(before.valid & ~computed, axis=1, keepdims=True)
         return Record(
-            computed_tokens=self.computed_tokens + jnp.sum(counted, axis=1, dtype=jnp.int32),
+            computed_tokens=self.computed_tokens + count_marked(counted),
             executed_tokens=self.executed_tokens
             + before.active * (rows / jnp.maximum(jnp.sum(before.active), 1)),
             widened_tokens=self.widened_tokens + jnp.mean(extra, axis=1),
@@ -179,7 +180,7 @@ class Record(NamedTuple):
     def stats(self, canvas: Canvas) -> Stats:
         """The statistics of a finished generation, given its last canvas."""
         # Exact decoding would compute all valid positions in every forward.
-        positions = jnp.sum(canvas.valid, axis=1) * canvas.passes
+        positions = count_marked(canvas.valid) * canvas.passes
         recomputed = (self.computed_tokens + self.widened_tokens) / jnp.maximum(positions, 1)
 
         # The answer ends before the first end-of-text, also where positions behind it are decoded.
@@ -195,8 +196,8 @@ class Record(NamedTuple):
             widened_tokens=self.widened_tokens,
             cache_ratio=jnp.where(positions > 0, 1.0 - recomputed, 0.0).astype(jnp.float32),
             refreshes=self.refreshes,
-            decoded_tokens=jnp.sum(decoded, axis=1, dtype=jnp.int32),
-            answer_tokens=jnp.sum(before_eos, axis=1, dtype=jnp.int32),
+            decoded_tokens=count_marked(decoded),
+            answer_tokens=count_marked(before_eos),
             finite=self.finite,
             idle=self.idle,
             causal_passes=self.causal_passes,

@@ -183,7 +183,7 @@ def _step(
     streams = repeat(read, plan.streams)
 
     # The network runs over the selected positions; K/V of the others come from the policy's cache.
-    rows = computed_rows(state.need, width, canvas.spec)
+    rows = computed_rows(state.need, width, canvas.spec, policy)
     shadow = None
     if sampler.verifies or (sampler.verifies_causally and not canvas.spec.shifted):
         shadow = shadow_block(streams, sampler.verifies_causally)

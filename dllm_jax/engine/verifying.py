@@ -49,7 +49,7 @@ def verify_drafts(
     drafts = draft(generation, canvas, state.memory, count)
 
     # The network runs over the canvas and, at the same positions, over the drafts.
-    rows = computed_rows(state.need, width, canvas.spec)
+    rows = computed_rows(state.need, width, canvas.spec, plan.policy)
     assert plan.drafting is not None, "drafts"
     widest = drafted_width(plan.policy, canvas.spec, plan.layout, plan.drafting)
     others = branch_rows(rows, state.need, drafts, widest)

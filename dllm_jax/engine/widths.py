@@ -7,6 +7,7 @@ from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.policies.base import Policy
 from dllm_jax.state.layout import Layout
+from pallas_kernels.counting import any_marked, count_marked
 
 
 def step_widths(
@@ -52,7 +53,25 @@ def step_widths(
     return tuple(sorted(widths))
 
 
-def narrowest(widths: tuple[int, ...], need: Bool[Array, "b l"]) -> Int[Array, ""]:
+def at_end(policy: Policy, spec: ModelSpec) -> bool:
+    """Whether partial steps compute the last positions of the canvas (`Policy.at_end`), in place.
+
+    The engine adds blocks to the selections on block-causal models.
+    """
+    return policy.at_end and not spec.block_size
+
+
+def exceeds(width: int, need: Bool[Array, "b l"], policy: Policy, spec: ModelSpec) -> Bool[Array, "b"]:
+    """Sequences that need more than a width holds: so many positions, or the last ones of the canvas."""
+    if at_end(policy, spec):
+        before = jnp.arange(need.shape[1]) < need.shape[1] - width
+        return any_marked(need & before)
+    return count_marked(need) > width
+
+
+def narrowest(
+    widths: tuple[int, ...], need: Bool[Array, "b l"], policy: Policy, spec: ModelSpec
+) -> Int[Array, ""]:
     """The index of the narrowest width that holds what every sequence needs, their number if none does."""
-    widest = jnp.max(jnp.sum(need, axis=1))
-    return sum(((widest > width).astype(jnp.int32) for width in widths), start=jnp.int32(0))
+    too_narrow = (jnp.any(exceeds(width, need, policy, spec)) for width in widths)
+    return sum((narrow.astype(jnp.int32) for narrow in too_narrow), start=jnp.int32(0))

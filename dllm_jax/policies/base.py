@@ -1,7 +1,7 @@
 """The exact decoder, which is also the interface of all cache policies."""
 
 import dataclasses
-from typing import Any, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 from jaxtyping import Array, Bool, Float
 
@@ -138,6 +138,10 @@ class Policy(Options):
         selection. The default is a series of halvings of the canvas, itself included.
         """
         return halvings(layout.length) if self.reuses else ()
+
+    at_end: ClassVar[bool] = False
+    """Whether partial steps select the last positions of the canvas, which are then computed in place. A
+    selection of others makes a full step."""
 
     # -- derived ------------------------------------------------------------------------------------
 

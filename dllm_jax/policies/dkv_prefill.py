@@ -1,6 +1,7 @@
 """dKV-Cache-Prefill (arXiv:2505.15781, section 3.3): the prompt's K/V are those of the first step."""
 
 import dataclasses
+from typing import ClassVar
 
 from jaxtyping import Array, Bool
 from typing_extensions import override
@@ -28,6 +29,8 @@ class DKVPrefill(Policy):
     Equals exact decoding when: the response takes one step, or there is no prompt.
     Differences: LLaDA works too; the reference supports Dream only.
     """
+
+    at_end: ClassVar[bool] = True
 
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:

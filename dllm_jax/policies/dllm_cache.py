@@ -53,6 +53,7 @@ class DLLMCache(Policy):
     response_every: TracedPositiveInt = 7
     ratio: Fraction = 0.25
 
+    at_end: ClassVar[bool] = True
     renews_keys: ClassVar[bool] = False
     """Whether every step renews the keys of the whole response, as it does the values."""
 
@@ -153,11 +154,12 @@ class DLLMCache(Policy):
         # Two widths: what a partial update holds, the position before the response included, and all of them.
         # With a long prompt, which is rarely due, or a small model the first saves too little to compile it.
         stored, every = cache.read(), x.shape[1]
-        ratios = () if canvas.layout.compiles_longer_than_it_runs(layer.spec) else self.ratios_of_widths
+        short = canvas.layout.compiles_longer_than_it_runs(layer.spec)
+        ratios = () if short else self.ratios_of_widths
         partial = [every - response + int(response * ratio) for ratio in ratios]
         widths = (*(few for few in partial if 0 < 2 * few <= every), every)
         carry = cache, tail.take(stored.attention), tail.take(stored.mlp)
-        cache, attended, mlp = run_narrowest(stale, widths, rows, refresh, carry)
+        cache, attended, mlp = run_narrowest(stale, widths, rows, refresh, carry, skips=not short)
 
         # The residual stream is new everywhere; the other positions add their cached branch outputs to it.
         cache = cache.write(tail.where(stale), attention=attended, mlp=mlp)

@@ -23,6 +23,7 @@ from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import Rows, gather
 from dllm_jax.state.selection import leftmost
 from dllm_jax.traced import Number, Traced
+from pallas_kernels.counting import count_marked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +149,7 @@ class ElasticCache(Policy):
         attended = jnp.where(canvas.active[:, None, None], drift.coming, drift.attended)
 
         # Layers from `start` on have computed what was not selected, too.
-        further = jnp.sum(canvas.valid & ~rows.mask(), axis=1, keepdims=True)
+        further = count_marked(canvas.valid & ~rows.mask())[:, None]
         wide = canvas.active[:, None] & (jnp.arange(canvas.spec.layers) >= drift.start[:, None])
         extra = jnp.where(wide, further, 0).astype(jnp.float32)
         return cache._replace(shared=drift._replace(attended=attended), extra_positions=extra)

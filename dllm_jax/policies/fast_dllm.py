@@ -1,6 +1,7 @@
 """Fast-dLLM's block-wise approximate KV cache (arXiv:2505.22618, section 3.2)."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
@@ -30,6 +31,8 @@ class PrefixCache(Policy):
     Differences: Batches and padding work; the reference has neither in this mode. On Dream the positions that
       predict the suffix are recomputed, where the reference unmasks each block's first token unconditionally.
     """
+
+    at_end: ClassVar[bool] = True
 
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:

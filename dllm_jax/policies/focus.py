@@ -93,10 +93,10 @@ class FOCUS(DelayedCache):
 
         # In the width of the step or, where that gathers rows, half a block less.
         every, half = rows.index.shape[1], canvas.layout.block // 2
-        in_place = rows.full or canvas.layout.compiles_longer_than_it_runs(layer.spec)
-        widths = (every - half, every) if 0 < half < every and not in_place else (every,)
+        short = canvas.layout.compiles_longer_than_it_runs(layer.spec)
+        widths = (every - half, every) if 0 < half < every and not (rows.full or short) else (every,)
         stays = rows.take(cache.shared.stays) & rows.real
-        return run_narrowest(stays, widths, rows, run, (x, cache))
+        return run_narrowest(stays, widths, rows, run, (x, cache), skips=not short)
 
     def _survey(
         self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas

@@ -18,6 +18,7 @@ from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows, marked
 from dllm_jax.state.selection import fraction_of, max_pool, mean_query_score
+from pallas_kernels.counting import count_marked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,11 +149,11 @@ class SparseDLLM(Policy):
 
     def _budget(self, canvas: Canvas) -> Int[Array, "b"]:
         """Number of candidates that are stored: the retention ratio of those that a sequence has."""
-        return fraction_of(jnp.sum(self.candidates(canvas), axis=1), self.keep, canvas.layout.length)
+        return fraction_of(count_marked(self.candidates(canvas)), self.keep, canvas.layout.length)
 
     def _filled(self, canvas: Canvas) -> Int[Array, "b"]:
         """Number of stored pairs, those included that are stored whatever their importance."""
-        return self._budget(canvas) + jnp.sum(self.always_stored(canvas), axis=1)
+        return self._budget(canvas) + count_marked(self.always_stored(canvas))
 
     def _store(
         self, layer: Layer, cache: LayerCache, q: Float[Array, "b l h d"], new: KV, canvas: Canvas

@@ -21,6 +21,7 @@ from dllm_jax.samplers.noise import Noise, require_noise
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.traced import Number, Traced, fixed_at
+from pallas_kernels.counting import any_marked
 
 Alg = Literal["prob", "margin", "entropy"]
 
@@ -157,7 +158,7 @@ class Sampler(Options, abc.ABC):
         schedule_over = canvas.schedule_step >= canvas.layout.steps_per_block
         if self.allow_mask_token:
             return schedule_over
-        return (schedule_over | (canvas.spec.block_size > 0)) & ~jnp.any(canvas.unanswered, axis=1)
+        return (schedule_over | (canvas.spec.block_size > 0)) & ~any_marked(canvas.unanswered)
 
     def planned(self, canvas: Canvas, noise: Noise | None) -> Int[Array, "b l"] | None:
         """The order in which the coming step decodes positions: 0, 1, .., and -1 at all others.

@@ -14,6 +14,7 @@ from dllm_jax.samplers.transfer import even_schedule, linear_schedule, rounded_s
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.selection import best, ranks
+from pallas_kernels.counting import any_marked
 
 SCHEDULES = {"even": even_schedule, "rounded": rounded_schedule, "linear": linear_schedule}
 
@@ -50,7 +51,7 @@ class FixedSchedule(Sampler):
         """With the even schedule when it is over, otherwise as soon as nothing is masked."""
         if self.whole_blocks or self.allow_mask_token:
             return super().finished(canvas)
-        return ~jnp.any(canvas.unanswered, axis=1)
+        return ~any_marked(canvas.unanswered)
 
     @override
     def max_steps(self, layout: Layout) -> int:

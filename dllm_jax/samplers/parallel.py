@@ -16,6 +16,7 @@ from dllm_jax.samplers.transfer import passing_prefix
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.selection import best
+from pallas_kernels.counting import any_marked
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class UntilDone(Sampler, abc.ABC):
     @override
     def finished(self, canvas: Canvas) -> Bool[Array, "b"]:
         """A sequence has finished the block when none of its positions is eligible any more."""
-        return ~jnp.any(canvas.unanswered, axis=1)
+        return ~any_marked(canvas.unanswered)
 
     @override
     def max_steps(self, layout: Layout) -> int:

@@ -103,12 +103,16 @@ class Stacked(NamedTuple):
         self, array: Shaped[Array, "n b s *d"], rows: Rows, new: Shaped[Array, "b q *d"], ahead: int
     ) -> Shaped[Array, "n b s *d"]:
         """One of the arrays with new values at the rows; at a layer beyond the last, unchanged."""
-        # In a full step the layer is replaced in place; what a sequence did not compute keeps its value.
+        # Rows that lie in place are replaced there; what a sequence did not compute keeps its value.
         index = self.index + ahead
-        if rows.full:
-            stored = jax.lax.dynamic_index_in_dim(array, index, keepdims=False)
-            kept = jnp.where(index < len(array), rows.put(stored, new), stored)
-            return jax.lax.dynamic_update_index_in_dim(array, kept, index, 0)
+        if rows.in_place:
+            first, begin = max(-rows.start, 0), max(rows.start, 0)
+            start = index, 0, begin, *[0] * (array.ndim - 3)
+            shape = 1, array.shape[1], array.shape[2] - begin, *array.shape[3:]
+            stored = jax.lax.dynamic_slice(array, start, shape)[0]
+            real = rows.real[:, first:] & (index < len(array))
+            kept = jnp.where(real.reshape(*real.shape, *[1] * (array.ndim - 3)), new[:, first:], stored)
+            return jax.lax.dynamic_update_slice(array, kept[None], start)
         # At padding, and at a layer beyond the last, there is no such index: the scatter drops the write.
         batch = jnp.arange(array.shape[1])[:, None]
         return array.at[index, batch, rows.index].set(new, mode="drop")

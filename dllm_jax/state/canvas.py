@@ -16,6 +16,7 @@ from dllm_jax.options.renamed import Renamed
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows
 from dllm_jax.traced import Count
+from pallas_kernels.counting import any_marked, count_marked
 
 Streamed = TypeVar("Streamed")  # an array or a pytree of them
 
@@ -347,7 +348,7 @@ class Canvas:
         It holds for rows that are computed in place on the canvas of a block-causal model. In a causal
         context they may all attend to the current block.
         """
-        if not rows.full or rows.before or self.spec.causal_context:
+        if not rows.full or self.spec.causal_context:
             return None
         return self.spec.block_size or None
 
@@ -372,7 +373,7 @@ def begin(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec,
         block_step=zeros,
         block_masks=zeros,
         active=jnp.ones((batch,), bool),
-        done=~jnp.any(valid, axis=1),
+        done=~any_marked(valid),
         spec=spec,
         layout=layout,
         stored=stored,
@@ -383,7 +384,7 @@ def begin(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec,
 def masks_in_block(canvas: Canvas) -> Int[Array, "b"]:
     """How many positions of the current block are masked, per sequence; of all, if it slides."""
     block = canvas.block if canvas.layout.sliding is None else canvas.response
-    return jnp.sum(canvas.masked & block, axis=1, dtype=jnp.int32)
+    return count_marked(canvas.masked & block)
 
 
 def write(canvas: Canvas, chosen: Bool[Array, "b l"], token: Int[Array, "b l"]) -> Canvas:

@@ -21,19 +21,26 @@ class Rows:
     Attributes:
       index: position of each entry, ascending; `length` = padding, which reads anything and writes nothing.
       length: positions of the canvas, or slots of the store that `index` counts (static).
-      full: the width is the whole canvas and entry i is position i or padding (static). Never inferred from
-        the width. In a full step the canvas is computed in place, without gathering or scattering.
-      before: Number of padding entries before the slots, for full rows of a store of the last positions
-        (static). Entry i is then slot i - before.
+      in_place: Entry i is position `start` + i or padding (static): the last q positions, where they lie, so
+        that nothing is gathered or scattered. Never inferred from the width.
       in_one_block: Whether a sequence's entries lie in one of the model's own blocks (static), so that they
         attend to the same keys.
     """
 
     index: Int[Array, "b q"]
     length: int = dataclasses.field(metadata={"static": True})
-    full: bool = dataclasses.field(default=False, metadata={"static": True})
-    before: int = dataclasses.field(default=0, metadata={"static": True})
+    in_place: bool = dataclasses.field(default=False, metadata={"static": True})
     in_one_block: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    @property
+    def full(self) -> bool:
+        """Whether entry i is position i, of the whole canvas: the rows of a full step."""
+        return self.in_place and self.start == 0
+
+    @property
+    def start(self) -> int:
+        """Position of the first entry, in place; negative if a store has fewer slots than there are rows."""
+        return self.length - self.index.shape[1]
 
     @property
     def real(self) -> Bool[Array, "b q"]:
@@ -42,15 +49,17 @@ class Rows:
 
     def mask(self) -> Bool[Array, "b l"]:
         """The rows as a set of positions."""
-        if self.full:
-            return self.real[:, self.before :]
+        if self.in_place:
+            return self.put(jnp.zeros((len(self.index), self.length), bool), self.real)
         return places(self.index, self.length) < self.index.shape[1]
 
     def take(self, x: Shaped[Array, "b l *d"]) -> Shaped[Array, "b q *d"]:
         """Returns x at the computed positions; values at padding must not be used."""
-        if not self.full:
+        if not self.in_place:
             return gather(x, self.index)
-        return jnp.pad(x, ((0, 0), (self.before, 0), *((0, 0),) * (x.ndim - 2))) if self.before else x
+        if self.start < 0:
+            return jnp.pad(x, ((0, 0), (-self.start, 0), *((0, 0),) * (x.ndim - 2)))
+        return x[:, self.start :]
 
     def keys(self, mask: Mask | None) -> Mask:
         """Marks the rows that each query attends to, from a mask over canvas positions [b #k #q l].
@@ -58,28 +67,28 @@ class Rows:
         None lets every query attend to every computed position.
         """
         real = self.real[:, None, None]
-        if mask is None or self.full:
-            return real if mask is None else mask & real
+        if mask is None or self.in_place:
+            return real if mask is None else mask[..., self.start :] & real
         column = jnp.minimum(self.index, mask.shape[3] - 1)[:, None, None]
         column = jnp.broadcast_to(column, (*mask.shape[:3], column.shape[3]))
         return jnp.take_along_axis(mask, column, axis=3) & real
 
     def put(self, x: Shaped[Array, "b l *d"], values: Shaped[Array, "b q *d"]) -> Shaped[Array, "b l *d"]:
         """x with values at the computed positions."""
-        if not self.full:
+        if not self.in_place:
             return scatter(x, self.index, values)
-        real = self.mask()
-        return jnp.where(
-            real.reshape(*real.shape, *[1] * (x.ndim - 2)), values[:, self.before :].astype(x.dtype), x
-        )
+        first, begin = max(-self.start, 0), max(self.start, 0)
+        real, new = self.real[:, first:], values[:, first:].astype(x.dtype)
+        kept = jnp.where(real.reshape(*real.shape, *[1] * (x.ndim - 2)), new, x[:, begin:])
+        return jax.lax.dynamic_update_slice_in_dim(x, kept, begin, axis=1) if begin else kept
 
     def slot(self, position: Int[Array, "b c"]) -> Int[Array, "b c"]:
         """The place of each position in `index`; q if it is not among the rows."""
-        # In a full step a position's place is the position itself, if it is computed.
+        # In place a position's place is known, if it is computed.
         q = self.index.shape[1]
-        if self.full:
+        if self.in_place:
             own = gather(self.mask(), position) & (position < self.length)
-            return jnp.where(own, position + self.before, q)
+            return jnp.where(own, position - self.start, q)
         if q <= FEW:
             return jnp.where(position < self.length, _place_by_comparison(self.index, position), q)
         return jnp.where(position < self.length, gather(places(self.index, self.length), position), q)
@@ -94,13 +103,20 @@ class Rows:
             return self
         before = self.length - slots
         slot = jnp.where(self.real & (self.index >= before), self.index - before, slots)
-        return Rows(slot, slots, self.full, before if self.full else 0)
+        return Rows(slot, slots, self.in_place)
 
 
 def full_rows(need: Bool[Array, "b l"]) -> Rows:
     """The rows of a full step: the needed positions where they lie on the canvas, padding elsewhere."""
     length = need.shape[1]
-    return Rows(jnp.where(need, jnp.arange(length, dtype=jnp.int32), length), length, full=True)
+    return Rows(jnp.where(need, jnp.arange(length, dtype=jnp.int32), length), length, in_place=True)
+
+
+def last_rows(need: Bool[Array, "b l"], width: int) -> Rows:
+    """The needed ones of the last `width` positions where they lie on the canvas, padding elsewhere."""
+    length, start = need.shape[1], need.shape[1] - width
+    index = jnp.where(need[:, start:], jnp.arange(start, length, dtype=jnp.int32), length)
+    return Rows(index, length, in_place=True)
 
 
 def compact_rows(need: Bool[Array, "b l"], width: int) -> Rows:

@@ -6,8 +6,10 @@ A sort of 1000 entries takes the TPU compiler several seconds, in every step var
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.counting import count_marked
 from pallas_kernels.topk_evict import bisection
 
+FEW = 128  # entries of which ranks are counted in two parts: more would not lie well on TPUs
 COMPARABLE = 2048  # entries of which all pairs are compared: 4 million, less work than the passes of a sort
 
 
@@ -29,4 +31,4 @@ def ranks(priority: Float[Array, "*b c"]) -> Int[Array, "*b c"]:
     mine, other = priority[..., :, None], priority[..., None, :]
     index = jnp.arange(priority.shape[-1])
     ahead = (other > mine) | ((other == mine) & (index[None, :] < index[:, None]))
-    return jnp.sum(ahead, axis=-1, dtype=jnp.int32)
+    return count_marked(ahead, FEW)

@@ -118,7 +118,8 @@ def trace_of(ran: list[State]) -> Trace:
 
 @functools.partial(jax.jit, static_argnames="width")
 def _logits(model: dj.Model, inputs: Inputs, plan: Plan, width: int | None, state: State):
-    rows, canvas = computed_rows(state.need, width, state.canvas.spec), state.canvas
+    canvas = state.canvas
+    rows = computed_rows(state.need, width, canvas.spec, plan.policy)
     hidden, cache = network(Generation.of(model, inputs, plan), canvas.tokens, canvas, rows, state.cache)
     return scatter(jnp.zeros((*canvas.tokens.shape, model.spec.vocab)), rows.index,
                    unembed(model.params, model.spec, hidden)), cache  # fmt: skip

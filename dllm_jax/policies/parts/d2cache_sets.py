@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.selection import best, certainty_density
 from dllm_jax.traced import Count, Number, fixed_at
+from pallas_kernels.counting import count_marked
 
 
 class Salience(NamedTuple):
@@ -76,14 +77,14 @@ def candidates(score: Float[Array, "b l"], canvas: Canvas, k: Count) -> Bool[Arr
     """
     # What is left of the block, spread over its remaining steps and rounded up.
     steps_left = jnp.maximum(canvas.layout.steps_per_block - canvas.block_step, 1)
-    per_step = -(-jnp.sum(canvas.eligible, axis=1) // steps_left)
+    per_step = -(-count_marked(canvas.eligible) // steps_left)
     count = jnp.maximum(k, per_step)
 
     # Eligible masks go first, whatever the score of the others (the released code adds the largest score to
     # them).
     now = best(jnp.where(canvas.eligible, score, -jnp.inf), count)
     later = canvas.masked & search_range(canvas, count) & ~canvas.eligible
-    return now | best(jnp.where(later, score, -jnp.inf), count - jnp.sum(now, axis=1))
+    return now | best(jnp.where(later, score, -jnp.inf), count - count_marked(now))
 
 
 def inflated(chosen: Bool[Array, "b l"], distance: Count) -> Bool[Array, "b l"]:

@@ -11,6 +11,7 @@ from dllm_jax.nn.layer import LayerIndex
 from dllm_jax.policies.parts.control import REFRESH, UPDATE
 from dllm_jax.state import selection
 from dllm_jax.state.rows import Rows, compact_rows, full_rows
+from pallas_kernels.counting import count_marked
 
 Carry = TypeVar("Carry")
 
@@ -30,18 +31,24 @@ def least_similar(
       layer: Index of the layer.
     """
     # Of the sequence's own positions: padding must not count, or batch mates would change the result.
-    counts = selection.fraction_of(jnp.sum(among, axis=1), ratio, similarity.shape[1])
+    counts = selection.fraction_of(count_marked(among), ratio, similarity.shape[1])
     count = counts[layer] if isinstance(ratio, tuple) else counts
     return selection.best(jnp.where(among, -similarity, -jnp.inf), count)
 
 
 def run_narrowest(
-    marked: Bool[Array, "b q"], widths: tuple[int, ...], rows: Rows, body: Callable, carry: Carry
+    marked: Bool[Array, "b q"],
+    widths: tuple[int, ...],
+    rows: Rows,
+    body: Callable,
+    carry: Carry,
+    skips: bool = True,
 ) -> Carry:
     """Runs `body(trip, places, some, carry)` once over the marked positions, in the narrowest fitting width.
 
     In the width of the rows it runs in place, without gathering or scattering. If no position is marked,
-    nothing runs, unless that is the only width of a full step.
+    nothing runs, unless that is the only width of a full step, or of a step that takes less time than a loop
+    to compile.
 
     Args:
       marked: entries of `rows` to run.
@@ -50,15 +57,16 @@ def run_narrowest(
       body: takes the loop's counter, None where there is no loop (see `Layer.in_trip`), the marked entries as
         rows of `rows`, the positions there, and the carry.
       carry: the state that `body` returns changed.
+      skips: Whether a partial step's only width is a loop, which nothing runs if nothing is marked.
     """
     entries = marked.shape[1]
     in_place = full_rows(marked), rows.where(marked)
-    if rows.full and widths == (entries,):
+    if (rows.full or not skips) and widths == (entries,):
         return body(None, *in_place, carry)
 
     # One entry more than there are rows: what padding, whose place is the width, reads is padding again.
     position = jnp.pad(rows.index, ((0, 0), (0, 1)), constant_values=rows.length)
-    needed, narrower = jnp.max(jnp.sum(marked, axis=1)), jnp.int32(0)
+    needed, narrower = jnp.max(count_marked(marked)), jnp.int32(0)
 
     def narrowed(width: int) -> tuple[Rows, Rows]:
         places = compact_rows(marked, width)

@@ -26,6 +26,7 @@ from dllm_jax.state.cache import KV, Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows
+from pallas_kernels.counting import count_marked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ class PromptEviction(Policy):
     ) -> PairStore:
         """The store with the layer budgets of each sequence (MaskKV, equations 9-13)."""
         # Looked up by prompt length, since padding leaves sequences with shorter prompts.
-        table, length = self.table(canvas.spec, canvas.layout), jnp.sum(self.evictable(canvas), axis=1)
+        table, length = self.table(canvas.spec, canvas.layout), count_marked(self.evictable(canvas))
         budgets = jnp.asarray(table.T)[:, length if len(table) > 1 else jnp.zeros_like(length)]
 
         # The importance of the layers is measured only if the budgets ask for it.
@@ -213,7 +214,7 @@ class PromptEviction(Policy):
           canvas: state before the step.
         """
         widest = self.widest_head(canvas.spec, canvas.layout)
-        count = self.heads.budgets(seen, pairs.budget[layer.index], jnp.sum(self.evictable(canvas), axis=1))
+        count = self.heads.budgets(seen, pairs.budget[layer.index], count_marked(self.evictable(canvas)))
         position = layer.topk_evict(seen.votes, count, widest)
 
         # Layers lie one after the other in the store, each with the room of its budget. What was chosen
