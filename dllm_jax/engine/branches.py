@@ -168,4 +168,4 @@ def _not_stored(layer: Layer, x: Float[Array, "b q m"], rows: Rows, cache: Layer
     if jax.tree.leaves(cache.storage.layers):
         return None
     assert rows.full, "what stores nothing computes everything"
-    return KV(layer.qk(x, rows.index)[1], layer.value(x))
+    return KV(layer.qk(x, rows.positions)[1], layer.value(x))

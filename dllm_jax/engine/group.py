@@ -59,7 +59,7 @@ def next_variant(plan: Plan, state: State) -> Int[Array, ""]:
     active, whole = state.canvas.active, needs_full(plan, state)
     partial = active & ~whole
     need = stream(state.need, 0, plan.streams) & partial[:, None]
-    width = narrowest(plan.widths, need, plan.policy, state.canvas.spec)
+    width = narrowest(plan.widths[:-1], need, plan.policy, state.canvas.spec)
     full = ~jnp.any(partial)
     if full_step_batch(plan, len(active)) < len(active):
         some = lambda part: jnp.any(part.reshape(plan.shares, -1), axis=1)

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
@@ -31,10 +33,10 @@ class IntervenedLayer(Layer):
 
     @override
     def qk(
-        self, x: Float[Array, "b q m"], position: Int[Array, "b q"]
+        self, x: Float[Array, "b q m"], position: Int[Array | np.ndarray, "b q"]
     ) -> tuple[Float[Array, "b q h d"], Float[Array, "b q k d"]]:
         q, k = super().qk(x, position)
-        return q, self._changed("k", k, position)
+        return q, self._changed("k", k, jnp.asarray(position))
 
     @override
     def value(self, x: Float[Array, "b q m"]) -> Float[Array, "b q k d"]:

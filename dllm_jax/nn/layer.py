@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 from typing_extensions import override
 
@@ -53,12 +54,16 @@ class Layer:
     kernels: Kernels = BY_DEFAULT
 
     def qk(
-        self, x: Float[Array, "b q m"], position: Int[Array, "b q"]
+        self, x: Float[Array, "b q m"], position: Int[Array | np.ndarray, "b q"]
     ) -> tuple[Float[Array, "b q h d"], Float[Array, "b q k d"]]:
-        """Rotated queries and keys of the inputs x at their positions; padding has the position l."""
-        # Padding has the position l, for which the tables hold an entry.
-        normed = self._attention_input(x)
-        index = jnp.minimum(position, self.rope.cos.shape[0] - 1)
+        """Rotated queries and keys of the inputs x at their positions; padding has any, or l.
+
+        Of consecutive positions that are known on the host (`Rows.positions`) no angle is looked up.
+        """
+        # The tables hold an entry for l.
+        normed, index = self._attention_input(x), position
+        if not isinstance(position, np.ndarray):
+            index = jnp.minimum(position, self.rope.cos.shape[0] - 1)
 
         def turned(name: str) -> Float[Array, "b q heads d"]:
             y = self._project(name, normed)
@@ -265,15 +270,31 @@ def walk(
             carry = run(Layer(weights, spec, rope, index, kernels), carry)
         return carry
 
-    # Stacked layers: one body for all, so that programs are short and compile once for any depth.
+    # Stacked layers: one body for all, so that programs are short and compile once for any depth. Everything
+    # but weights is carried, caches included, so that it is written in place.
+    if where_used:
+
+        def next_layer(state):
+            index, carry = state
+            return index + 1, run(Layer(OneOfStacked(layers, index), spec, rope, index, kernels), carry)
+
+        return jax.lax.while_loop(lambda state: state[0] < spec.layers, next_layer, (jnp.int32(0), carry))[1]
+
     def body(carry, weights_and_index):
         weights, index = weights_and_index
-        weights = OneOfStacked(layers, index) if where_used else weights
         return run(Layer(weights, spec, rope, index, kernels), carry), None
 
-    # Weights are scanned over; everything else, caches included, is carried, so that it is written in place.
-    scanned = None if where_used else layers
-    return jax.lax.scan(body, carry, (scanned, jnp.arange(spec.layers)))[0]
+    return jax.lax.scan(body, carry, (layers, jnp.arange(spec.layers)))[0]
+
+
+def of_layer(stack: Array, layer: LayerIndex, axis: int = 0) -> Array:
+    """The entry of one layer in an array of all of them."""
+    return jax.lax.dynamic_index_in_dim(stack, layer, axis, keepdims=False, allow_negative_indices=False)
+
+
+def put_of_layer(stack: Array, new: Array, layer: LayerIndex, axis: int = 0) -> Array:
+    """The array of all layers with a new entry of one."""
+    return jax.lax.dynamic_update_index_in_dim(stack, new, layer, axis, allow_negative_indices=False)
 
 
 def traced_once(through: Callable[..., Any], params: Params) -> Callable[..., Any]:
@@ -307,8 +328,7 @@ class OneOfStacked(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         # Per leaf of the entry, as an int8 or low-rank matrix has several stacks: values and scales, base and
         # factors.
-        of_layer = lambda stack: jax.lax.dynamic_index_in_dim(stack, self._index, keepdims=False)
-        return jax.tree.map(of_layer, self._stacks[name])
+        return jax.tree.map(lambda stack: of_layer(stack, self._index), self._stacks[name])
 
     @override
     def __iter__(self) -> Iterator[str]:

@@ -6,7 +6,7 @@ Positions are those of the canvas, padding counted: attention sees differences o
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -98,21 +98,21 @@ def attention_factor(scaling: RopeScaling) -> float:
 
 
 def grown(
-    q: Float[Array, "b q h d"], rope: Rope, index: Int[Array, "b q"], scaling: RopeScaling | None
+    q: Float[Array, "b q h d"], rope: Rope, index: Int[Array | np.ndarray, "b q"], scaling: RopeScaling | None
 ) -> Float[Array, "b q h d"]:
     """Queries, multiplied by what their position in the sequence asks for (`RopeScaling.query_beta`)."""
     if scaling is None or not scaling.query_beta:
         return q
     assert scaling.original is not None, "checked by RopeScaling"
     # Positions count from the first token, unlike those of RoPE, of which differences alone are seen.
-    position = index if rope.first is None else index - rope.first[:, None]
+    position = jnp.asarray(index) if rope.first is None else index - rope.first[:, None]
     beyond = (jnp.maximum(position, 0) // scaling.original).astype(jnp.float32)
     factor = 1 + np.float32(scaling.query_beta) * jnp.log1p(beyond)
     return q * factor[:, :, None, None].astype(q.dtype)
 
 
 def rotate(
-    x: Float[Array, "b q h d"], rope: Rope, index: Int[Array, "b q"], in_f32: bool
+    x: Float[Array, "b q h d"], rope: Rope, index: Int[Array | np.ndarray, "b q"], in_f32: bool
 ) -> Float[Array, "b q h d"]:
     """Rotates the half-split pairs (j, j + d/2) of each head by the angle of its position.
 
@@ -121,12 +121,15 @@ def rotate(
     Args:
       x: queries or keys.
       rope: tables from `rope_table`.
-      index: canvas position of each query or key.
+      index: Canvas position of each query or key; consecutive ones if they are on the host.
       in_f32: rotate in float32 and cast back (LLaDA), or cast the tables to x's dtype first (Dream).
     """
     compute = jnp.dtype(jnp.float32) if in_f32 else x.dtype
-    cos = rope.cos[index][:, :, None].astype(compute)
-    sin = rope.sin[index][:, :, None].astype(compute)
+    lines: Any = index
+    if isinstance(index, np.ndarray):
+        lines = (None, slice(int(index[0, 0]), int(index[0, -1]) + 1))
+    cos = rope.cos[lines][:, :, None].astype(compute)
+    sin = rope.sin[lines][:, :, None].astype(compute)
 
     # Pairs are half a head apart (GPT-NeoX's order), as in the checkpoints of LLaDA and Dream.
     width = 2 * rope.cos.shape[-1]

@@ -86,7 +86,7 @@ class Policy(Options):
           x after the layer, and the changed cache.
         """
         # New K/V go into the cache first, so that computed positions attend to each other's new ones.
-        q, k = layer.qk(x, rows.index)
+        q, k = layer.qk(x, rows.positions)
         cache, now = cache.update(rows, KV(k, layer.value(x)))
 
         # Keys of all positions lie in canvas order, stored or new; the mask leaves the readable ones.

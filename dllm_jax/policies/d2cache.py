@@ -92,7 +92,7 @@ class D2Cache(Policy):
     ) -> tuple[Float[Array, "b q m"], LayerCache]:
         """The exact layer, whose head-averaged attention then multiplies the rollout matrix."""
         # As in `Policy.layer`, but the log-sum-exp is needed for the attention weights.
-        q, k = layer.qk(x, rows.index)
+        q, k = layer.qk(x, rows.positions)
         cache, now = cache.update(rows, KV(k, layer.value(x)))
         mask = cache.attends(rows, canvas)
         o, lse = layer.attention(q, now.k, now.v, mask)

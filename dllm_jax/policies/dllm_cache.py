@@ -88,12 +88,13 @@ class DLLMCache(Policy):
         # V-verify: new values against those of the previous step, over the response.
         similarity = self.similarity(layer, value, cache, rows)
         response = rows.take(canvas.response & canvas.valid) & rows.real
-        changed = self.most_changed(layer, similarity, response)
+        size = None if canvas.layout.padded else canvas.layout.response
+        changed = self.most_changed(layer, similarity, response, size)
 
         # Where a refresh is due, all of prompt or response instead.
         prompt_due, response_due = self.due(canvas, layer.index == 0)
-        in_prompt = rows.index < canvas.layout.prompt
-        return jnp.where(in_prompt, prompt_due, (response_due & rows.real) | changed)
+        in_prompt = rows.positions < canvas.layout.prompt
+        return rows.real & jnp.where(in_prompt, prompt_due, response_due | changed)
 
     def similarity(
         self, layer: Layer, value: Float[Array, "b q k d"], cache: LayerCache, rows: Rows
@@ -103,10 +104,10 @@ class DLLMCache(Policy):
         return cosine(value, rows.last(stored.shape[1]).take(stored))
 
     def most_changed(
-        self, layer: Layer, similarity: Float[Array, "b q"], among: Bool[Array, "b q"]
+        self, layer: Layer, similarity: Float[Array, "b q"], among: Bool[Array, "b q"], size: int | None
     ) -> Bool[Array, "b q"]:
-        """Those of a set that this layer updates between refreshes."""
-        return least_similar(similarity, among, self.ratio)
+        """Those of a set that this layer updates between refreshes; `size` is its own where it is known."""
+        return least_similar(similarity, among, self.ratio, size=size)
 
     @property
     def ratios_of_widths(self) -> tuple[float, ...]:
@@ -124,11 +125,11 @@ class DLLMCache(Policy):
         canvas: Canvas,
     ) -> LayerCache:
         """New values, and keys (`renews_keys`), of the response, at its refreshes of the prompt too."""
-        every_step = rows.index >= canvas.layout.prompt
+        every_step = rows.positions >= canvas.layout.prompt
         renewed = stale | every_step if self.ratio or self.renews_keys else stale
         slots = rows.last(cache.read().v.shape[1]).where(renewed)
         cache = cache.write(slots, v=value)
-        return cache.write(slots, k=layer.qk(x, rows.index)[1]) if self.renews_keys else cache
+        return cache.write(slots, k=layer.qk(x, rows.positions)[1]) if self.renews_keys else cache
 
     @override
     def layer(
@@ -189,7 +190,7 @@ class DLLMCache(Policy):
         Returns:
           the attention output at `some`, before the output projection, and the changed cache.
         """
-        q, k = layer.qk(x, some.index)
+        q, k = layer.qk(x, some.positions)
         if not self.renews_keys:
             cache = cache.write(some.last(cache.read().k.shape[1]), k=k)
         now = cache.read()

@@ -3,13 +3,12 @@
 import dataclasses
 from typing import Annotated, Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 from typing_extensions import override
 
 from dllm_jax.nn.attention import weights
-from dllm_jax.nn.layer import Layer
+from dllm_jax.nn.layer import Layer, put_of_layer
 from dllm_jax.nn.memory import read_before_write
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt
@@ -133,7 +132,7 @@ class ElasticCache(Policy):
         top = most_attended(votes, canvas.valid & ~self.undecided(canvas), self.track)
 
         # `attended` stays as it is until `observe`: all layers of a step test the same tokens.
-        put = lambda array, new: jax.lax.dynamic_update_index_in_dim(array, new, layer.index, axis=1)
+        put = lambda array, new: put_of_layer(array, new, layer.index, axis=1)
         drift = Drift(
             drift.attended,
             put(drift.coming, top),

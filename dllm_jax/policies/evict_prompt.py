@@ -147,7 +147,7 @@ class EvictPrompt(PromptEviction):
         self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
     ) -> tuple[Float[Array, "b q m"], LayerCache]:
         """Attention to the kept pairs and the response, or to everything before the eviction."""
-        q, k = layer.qk(x, rows.index)
+        q, k = layer.qk(x, rows.positions)
         v, shared = layer.value(x), cache.shared
         slots = self.dense_positions(canvas.spec, canvas.layout)
         cache, dense = cache.update(rows.last(slots), KV(k, v))

@@ -85,7 +85,7 @@ class FOCUS(DelayedCache):
         def run(trip, where, some, carry):
             (x, cache), of_trip = carry, layer.in_trip(trip).at(some.index)
             part = where.take(x)
-            q, k = of_trip.qk(part, some.index)
+            q, k = of_trip.qk(part, some.positions)
             cache, now = cache.update(some, KV(k, of_trip.value(part)))
             mask = canvas.attends(some, cache.shared.read)
             o, _ = of_trip.attention(q, now.k, now.v, mask, canvas.lookahead(some))
@@ -102,7 +102,7 @@ class FOCUS(DelayedCache):
         self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
     ) -> LayerCache:
         """Stores keys and values of all rows, and what masks receive; in the last layer lets masks go."""
-        q, k = layer.qk(x, rows.index)
+        q, k = layer.qk(x, rows.positions)
         cache = cache.write(rows, k=k, v=layer.value(x))
         index = compact(candidate_masks(canvas), canvas.layout.block)
         place = rows.slot(index)

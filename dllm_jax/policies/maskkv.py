@@ -100,7 +100,7 @@ class MaskKV(PromptEviction, DLLMCache):
         """Attention to the kept pairs, or, where the prompt is due, to all of it before the eviction."""
         # The response's own pairs are dense, and read like `DLLMCache`'s.
         layout = canvas.layout
-        q, k = layer.qk(x, some.index)
+        q, k = layer.qk(x, some.positions)
         cache = cache.write(some.last(layout.response), k=k)
         now = cache.read()
 

@@ -93,10 +93,11 @@ class SPACache(DLLMCache):
 
     @override
     def most_changed(
-        self, layer: Layer, similarity: Float[Array, "b q"], among: Bool[Array, "b q"]
+        self, layer: Layer, similarity: Float[Array, "b q"], among: Bool[Array, "b q"], size: int | None
     ) -> Bool[Array, "b q"]:
         shape = self.ratio, self.start, self.end, self.peak, self.least
-        return least_similar(similarity, among, gaussian_ratios(layer.spec.layers, *shape), layer.index)
+        ratios = gaussian_ratios(layer.spec.layers, *shape)
+        return least_similar(similarity, among, ratios, layer.index, size)
 
     @property
     @override
@@ -119,6 +120,6 @@ class SPACache(DLLMCache):
         cache = super().renew(layer, x, value, stale, cache, rows, canvas)
         if self.proxy is None:
             return cache
-        renewed = stale | (rows.index >= canvas.layout.prompt)
+        renewed = stale | (rows.positions >= canvas.layout.prompt)
         tail = rows.last(cache.read().mlp.shape[1])
         return cache.write(tail.where(renewed), proxy=self.proxy(layer, value))

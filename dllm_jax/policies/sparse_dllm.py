@@ -87,7 +87,7 @@ class SparseDLLM(Policy):
         self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
     ) -> tuple[Float[Array, "b q m"], LayerCache]:
         """Full steps attend to the canvas, and one fills the cache; the block attends to it and itself."""
-        q, k = layer.qk(x, rows.index)
+        q, k = layer.qk(x, rows.positions)
         new = KV(k, layer.value(x))
 
         # The exact layer; the last full step also scores its keys and stores the best pairs (Algorithm 1).

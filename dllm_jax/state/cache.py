@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from dllm_jax.nn.kernels import BY_DEFAULT, Kernels
-from dllm_jax.nn.layer import LayerIndex
+from dllm_jax.nn.layer import LayerIndex, of_layer
 from dllm_jax.nn.mask import Mask
 from dllm_jax.nn.memory import same_in_all_loops
 from dllm_jax.nn.spec import ModelSpec
@@ -84,16 +84,14 @@ class Stacked(NamedTuple):
 
     def read(self) -> PyTree:
         """The arrays of the layer that runs."""
-        return jax.tree.map(
-            lambda a: jax.lax.dynamic_index_in_dim(a, self.index, keepdims=False), self.layers
-        )
+        return jax.tree.map(lambda array: of_layer(array, self.index), self.layers)
 
     def put_last(
         self, array: Shaped[Array, "n b s *d"], new: Shaped[Array, "b q *d"]
     ) -> Shaped[Array, "n b s *d"]:
         """One of the arrays with new values in the layer's last slots."""
         start = self.index, 0, array.shape[2] - new.shape[1], *[0] * (array.ndim - 3)
-        return jax.lax.dynamic_update_slice(array, new[None], start)
+        return jax.lax.dynamic_update_slice(array, new[None], start, allow_negative_indices=False)
 
     def changed(self, change: Callable[[PyTree], PyTree], ahead: int) -> "Stacked":
         """The storage after a change of the layer `ahead` of the one that runs."""
@@ -109,10 +107,10 @@ class Stacked(NamedTuple):
             first, begin = max(-rows.start, 0), max(rows.start, 0)
             start = index, 0, begin, *[0] * (array.ndim - 3)
             shape = 1, array.shape[1], array.shape[2] - begin, *array.shape[3:]
-            stored = jax.lax.dynamic_slice(array, start, shape)[0]
+            stored = jax.lax.dynamic_slice(array, start, shape, allow_negative_indices=False)[0]
             real = rows.real[:, first:] & (index < len(array))
             kept = jnp.where(real.reshape(*real.shape, *[1] * (array.ndim - 3)), new[:, first:], stored)
-            return jax.lax.dynamic_update_slice(array, kept[None], start)
+            return jax.lax.dynamic_update_slice(array, kept[None], start, allow_negative_indices=False)
         # At padding, and at a layer beyond the last, there is no such index: the scatter drops the write.
         batch = jnp.arange(array.shape[1])[:, None]
         return array.at[index, batch, rows.index].set(new, mode="drop")

@@ -199,7 +199,7 @@ class Canvas:
 
     def every_n_steps(self, every: Count) -> Bool[Array, "b 1"]:
         """Whether the coming step's index, counted over the generation, is a multiple of `every`."""
-        return (self.step % every == 0)[:, None]
+        return (jnp.fmod(self.step, every) == 0)[:, None]
 
     # -- block-causal models --------------------------------------------------------------------------
 

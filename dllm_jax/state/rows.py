@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Shaped
 
@@ -46,6 +47,13 @@ class Rows:
     def real(self) -> Bool[Array, "b q"]:
         """Marks entries that are positions, not padding."""
         return self.index < self.length
+
+    @property
+    def positions(self) -> Int[Array | np.ndarray, "b q"]:
+        """Position of each entry, of padding any: in place known on the host, else `index`."""
+        if not self.in_place:
+            return self.index
+        return np.broadcast_to(np.arange(self.start, self.length, dtype=np.int32), self.index.shape)
 
     def mask(self) -> Bool[Array, "b l"]:
         """The rows as a set of positions."""
@@ -102,7 +110,7 @@ class Rows:
         if slots == self.length:
             return self
         before = self.length - slots
-        slot = jnp.where(self.real & (self.index >= before), self.index - before, slots)
+        slot = jnp.where(self.real & (self.positions >= before), self.positions - before, slots)
         return Rows(slot, slots, self.in_place)
 
 

@@ -54,7 +54,7 @@ class ChosenReads(ChoosingSteps, BlockScores):
         self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
     ) -> tuple[Float[Array, "b q m"], LayerCache]:
         """Exact steps attend to everything before the block's end, others to chosen pairs and their own."""
-        q, k = layer.qk(x, rows.index)
+        q, k = layer.qk(x, rows.positions)
         new = KV(k, layer.value(x))
 
         # A step over the canvas is a first one, or the block is all there is.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
-from dllm_jax.nn.layer import LayerIndex
+from dllm_jax.nn.layer import LayerIndex, of_layer
 from dllm_jax.options import Options
 from dllm_jax.state.rows import Rows, compact
 
@@ -112,7 +112,7 @@ class KeyCosine(DriftTest):
     @override
     def tokens(self, attended: Int[Array, "b n track"], layer: LayerIndex, length: int) -> Int[Array, "b t"]:
         """The tokens that this layer itself attended to most."""
-        return jax.lax.dynamic_index_in_dim(attended, layer, axis=1, keepdims=False)
+        return of_layer(attended, layer, axis=1)
 
     @override
     def cosine(

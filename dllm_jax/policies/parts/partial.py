@@ -21,6 +21,7 @@ def least_similar(
     among: Bool[Array, "b q"],
     ratio: float | tuple[float, ...],
     layer: LayerIndex = 0,
+    size: int | None = None,
 ) -> Bool[Array, "b q"]:
     """The int(count * ratio) least similar of a sequence's `count` marked positions, ties to the lower one.
 
@@ -29,9 +30,11 @@ def least_similar(
       among: marked positions.
       ratio: fraction of them to update; one for each layer, or for all.
       layer: Index of the layer.
+      size: Number of marked positions of each sequence that has any; None where padding leaves fewer.
     """
     # Of the sequence's own positions: padding must not count, or batch mates would change the result.
-    counts = selection.fraction_of(count_marked(among), ratio, similarity.shape[1])
+    sizes = count_marked(among) if size is None else jnp.full(len(among), size)
+    counts = selection.fraction_of(sizes, ratio, similarity.shape[1])
     count = counts[layer] if isinstance(ratio, tuple) else counts
     return selection.best(jnp.where(among, -similarity, -jnp.inf), count)
 

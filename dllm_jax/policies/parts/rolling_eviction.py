@@ -75,7 +75,7 @@ class RollingEviction(Policy):
         self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
     ) -> tuple[Float[Array, "b q m"], LayerCache]:
         """Attention to kept and new pairs; and the choice, where a block is entered."""
-        q, k = layer.qk(x, rows.index)
+        q, k = layer.qk(x, rows.positions)
         new, length = KV(k, layer.value(x)), canvas.layout.length
         mask, stored = cache.attends(rows, canvas), canvas.before_model_block
 

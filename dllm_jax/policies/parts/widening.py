@@ -99,7 +99,7 @@ def _compute(
 ) -> LayerResult:
     """The exact layer at the rows; only the K/V of `keep`, a subset in the same places, are stored."""
     layer = layer.at(rows.index)
-    q, k = layer.qk(x, rows.index)
+    q, k = layer.qk(x, rows.positions)
     cache = cache.write(keep, k=k, v=layer.value(x))
     now = cache.read()
     o, lse = layer.attention(q, now.k, now.v, cache.attends(rows, canvas))
