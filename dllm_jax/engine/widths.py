@@ -48,7 +48,7 @@ def step_widths(
     if override is None and widths and layout.compiles_longer_than_it_runs(spec):
         widths = {max(widths)}
     if not policy.only_sets:
-        widest = min(max(own, default=layout.length), layout.length)
+        widest = min(max(own, default=0), layout.length)
         widths |= {widest} if widest > max(widths, default=0) else set()
     return tuple(sorted(widths))
 

@@ -155,5 +155,11 @@ class ElasticCache(Policy):
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
-        """Four windows, which usually hold the tracked tokens too; else halvings of the canvas."""
+        """Four windows, which usually hold the tracked tokens too; else halvings of the canvas.
+
+        None of a small model: a layer that computes the selection alone is one more to compile, beside that
+        which computes all positions after drift, and saves little.
+        """
+        if layout.compiles_longer_than_it_runs(spec):
+            return ()
         return (min(4 * self.window, layout.length),) if self.block_caching else halvings(layout.length)[:-1]
