@@ -156,10 +156,9 @@ def kept():
     for pairs in (k, v):
         for sequence, end in enumerate(ends[:, -1]):
             pairs[sequence, end:] = np.nan
-    position, *lengths = (
-        np.asarray(a, np.int32) for a in (np.zeros((2, room)), start, LENGTHS, LENGTHS.sum(2))
-    )
-    return PairStore(*jax.device_put((k, v, position, *lengths)))
+    runs = np.stack([start, LENGTHS], axis=-1)
+    position, runs, budget = (np.asarray(a, np.int32) for a in (np.zeros((2, room)), runs, LENGTHS.sum(2)))
+    return PairStore(*jax.device_put((k, v, position, runs, budget)))
 
 
 @jax.jit

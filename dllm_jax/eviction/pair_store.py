@@ -2,13 +2,13 @@
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from dllm_jax.nn.layer import Layer, LayerIndex
+from dllm_jax.nn.layer import Layer, LayerIndex, of_layer, put_of_layer
 from dllm_jax.state.rows import marked
+from pallas_kernels.counting import count_marked
 
 
 class PairStore(NamedTuple):
@@ -18,17 +18,25 @@ class PairStore(NamedTuple):
       k: rotated keys.
       v: values.
       position: prompt position of each pair.
-      start: first slot of each layer and head.
-      length: slots of each layer and head.
+      runs: First slot of each layer and head, and number of slots.
       budget: slots of each layer, per KV head.
     """
 
     k: Float[Array, "b s d"]
     v: Float[Array, "b s d"]
     position: Int[Array, "b s"]
-    start: Int[Array, "n b k"]
-    length: Int[Array, "n b k"]
+    runs: Int[Array, "n b k 2"]
     budget: Int[Array, "n b"]
+
+    @property
+    def start(self) -> Int[Array, "n b k"]:
+        """First slot of each layer and head."""
+        return self.runs[..., 0]
+
+    @property
+    def length(self) -> Int[Array, "n b k"]:
+        """Number of slots of each layer and head."""
+        return self.runs[..., 1]
 
     def slots(
         self, layer: LayerIndex, width: int, first: int | Int[Array, ""] = 0
@@ -41,9 +49,9 @@ class PairStore(NamedTuple):
           first: place in each head's run at which to begin.
         """
         # Padding has the first index behind the store: writes drop it, reads must clip it.
-        order = first + jnp.arange(width)
-        real = order < self.length[layer][..., None]
-        return jnp.where(real, self.start[layer][..., None] + order, self.k.shape[1]), real
+        order, runs = first + jnp.arange(width), of_layer(self.runs, layer)
+        real = order < runs[..., 1:]
+        return jnp.where(real, runs[..., :1] + order, self.k.shape[1]), real
 
     def read(
         self,
@@ -91,19 +99,17 @@ class PairStore(NamedTuple):
           where: sequences to assign in; the others keep what they have.
         """
         # The heads' runs lie back to back, each as long as its number of kept positions.
-        kept = position < prompt
-        length = jnp.sum(kept, axis=-1)
-        start = first[:, None] + jnp.cumsum(length, axis=1) - length
-        put = lambda a, new: jax.lax.dynamic_update_index_in_dim(
-            a, jnp.where(where, new, a[layer]).astype(a.dtype), layer, axis=0
-        )
+        kept, head = position < prompt, np.arange(position.shape[1])
+        length = count_marked(kept)
+        before = jnp.where(head[:, None] > head, length[:, None], 0)
+        start = first[:, None] + jnp.sum(before, axis=2)
+        runs = jnp.where(where[..., None], jnp.stack([start, length], axis=2), of_layer(self.runs, layer))
 
         # A kept position's slot is its place in its head's run; padding is written nowhere.
         slot = start[..., None] + jnp.arange(position.shape[-1])
         slot = jnp.where(kept & where[..., None], slot, self.k.shape[1])
         return self._replace(
-            start=put(self.start, start),
-            length=put(self.length, length),
+            runs=put_of_layer(self.runs, runs.astype(jnp.int32), layer),
             position=self.position.at[_sequence(slot), slot].set(position, mode="drop"),
         )
 
@@ -154,8 +160,8 @@ def empty(
     # At least one slot, so that padding has something to read where nothing is stored.
     room = max(int(budgets.sum(axis=1).max()) * kv_heads, 1)
     pairs = jnp.zeros((batch, room, head), dtype)
-    segments = jnp.zeros((budgets.shape[1], batch, kv_heads), jnp.int32)
-    return PairStore(pairs, pairs, jnp.zeros((batch, room), jnp.int32), segments, segments, segments[..., 0])
+    runs = jnp.zeros((budgets.shape[1], batch, kv_heads, 2), jnp.int32)
+    return PairStore(pairs, pairs, jnp.zeros((batch, room), jnp.int32), runs, runs[..., 0, 0])
 
 
 def _sequence(index: Int[Array, "b k w"]) -> Int[Array, "b 1 1"]:

@@ -195,5 +195,6 @@ def evidence(
     preference = to_prompt / jnp.maximum(to_prompt + to_masks, 1e-30)
 
     # Padding ranks last, whatever it received.
-    votes = voter.score(received(voters)[..., :p], canvas)
+    given = from_masks if isinstance(voter, MaskVotes) else received(voters)
+    votes = voter.score(given[..., :p], canvas)
     return Evidence(jnp.where(canvas.prompt[:, None, :p], votes, -jnp.inf), preference)

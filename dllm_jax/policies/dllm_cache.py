@@ -10,6 +10,7 @@ from typing_extensions import override
 from dllm_jax.nn.arithmetic import cosine
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.mask import require_full_attention
+from dllm_jax.nn.memory import read_before_write
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, TracedPositiveInt
 from dllm_jax.policies.base import Policy
@@ -127,6 +128,7 @@ class DLLMCache(Policy):
         """New values, and keys (`renews_keys`), of the response, at its refreshes of the prompt too."""
         every_step = rows.positions >= canvas.layout.prompt
         renewed = stale | every_step if self.ratio or self.renews_keys else stale
+        value = after_reading(stale, value, rows)
         slots = rows.last(cache.read().v.shape[1]).where(renewed)
         cache = cache.write(slots, v=value)
         return cache.write(slots, k=layer.qk(x, rows.positions)[1]) if self.renews_keys else cache
@@ -163,7 +165,12 @@ class DLLMCache(Policy):
         cache, attended, mlp = run_narrowest(stale, widths, rows, refresh, carry, skips=not short)
 
         # The residual stream is new everywhere; the other positions add their cached branch outputs to it.
-        cache = cache.write(tail.where(stale), attention=attended, mlp=mlp)
+        # In place these are what is stored, so that no old ones are read again.
+        if rows.in_place:
+            for name, new in (("attention", attended), ("mlp", mlp)):
+                cache, _ = cache.write_last(new[:, -stored.mlp.shape[1] :], name)
+        else:
+            cache = cache.write(tail.where(stale), attention=attended, mlp=mlp)
         return layer.residual(x + attended + mlp), cache
 
     def attend(
@@ -195,3 +202,15 @@ class DLLMCache(Policy):
             cache = cache.write(some.last(cache.read().k.shape[1]), k=k)
         now = cache.read()
         return layer.attention(q, now.k, now.v, cache.attends(some, canvas))[0], cache
+
+
+def after_reading(
+    stale: Bool[Array, "b q"], new: Float[Array, "b q *d"], rows: Rows
+) -> Float[Array, "b q *d"]:
+    """New values of rows, available only after the old ones were read, by which the stale rows were found.
+
+    In a partial step in place all rows are written, so that nothing else makes the write wait for the read.
+    """
+    if rows.full or not rows.in_place:
+        return new
+    return read_before_write(stale.astype(jnp.float32), new)

@@ -104,13 +104,14 @@ class MaskKV(PromptEviction, DLLMCache):
         cache = cache.write(some.last(layout.response), k=k)
         now = cache.read()
 
-        # A step of the response's width alone holds no prompt. Pairs are chosen in the first step, with
-        # `reselect` at every prompt refresh.
+        # A step of the response's width alone holds no prompt, and in full steps it is due. Pairs are chosen
+        # in the first step, with `reselect` at every prompt refresh.
         widest_response = layout.response_inputs(canvas.spec.shifted)
         holds_prompt = rows.index.shape[1] > widest_response or (rows.full and layout.prompt > 0)
         due = canvas.every_n_steps(self.prompt_every) & canvas.active[:, None] if holds_prompt else None
         o, pairs = self.attend_or_evict(
             layer, q, cache.shared, KV(now.k, now.v), (some, k), (rows, value), due,
             canvas.first_step | self.reselect, canvas, cache.readable,
+            all_due=rows.full and widest_response < layout.length,
         )  # fmt: skip
         return o, cache._replace(shared=pairs)

@@ -11,7 +11,7 @@ from dllm_jax.nn.arithmetic import cosine
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, NoneMeans, TracedPositiveInt
-from dllm_jax.policies.dllm_cache import DLLMCache
+from dllm_jax.policies.dllm_cache import DLLMCache, after_reading
 from dllm_jax.policies.parts.partial import gaussian_ratios, least_similar
 from dllm_jax.policies.parts.value_proxy import ValueProxy
 from dllm_jax.state.cache import Cache, LayerCache
@@ -122,4 +122,5 @@ class SPACache(DLLMCache):
             return cache
         renewed = stale | (rows.positions >= canvas.layout.prompt)
         tail = rows.last(cache.read().mlp.shape[1])
-        return cache.write(tail.where(renewed), proxy=self.proxy(layer, value))
+        proxy = after_reading(stale, self.proxy(layer, value), rows)
+        return cache.write(tail.where(renewed), proxy=proxy)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from dllm_jax.nn.kernels import BY_DEFAULT, Kernels
-from dllm_jax.nn.layer import LayerIndex, of_layer
+from dllm_jax.nn.layer import LayerIndex, of_layer, put_of_layer
 from dllm_jax.nn.mask import Mask
 from dllm_jax.nn.memory import same_in_all_loops
 from dllm_jax.nn.spec import ModelSpec
@@ -101,16 +101,14 @@ class Stacked(NamedTuple):
         self, array: Shaped[Array, "n b s *d"], rows: Rows, new: Shaped[Array, "b q *d"], ahead: int
     ) -> Shaped[Array, "n b s *d"]:
         """One of the arrays with new values at the rows; at a layer beyond the last, unchanged."""
-        # Rows that lie in place are replaced there; what a sequence did not compute keeps its value.
+        # In a full step the layer is replaced in place; what a sequence did not compute keeps its value. Of
+        # fewer rows XLA's CPU compiler would write once more wherever all of the layer is read, and copy the
+        # array for it.
         index = self.index + ahead
-        if rows.in_place:
-            first, begin = max(-rows.start, 0), max(rows.start, 0)
-            start = index, 0, begin, *[0] * (array.ndim - 3)
-            shape = 1, array.shape[1], array.shape[2] - begin, *array.shape[3:]
-            stored = jax.lax.dynamic_slice(array, start, shape, allow_negative_indices=False)[0]
-            real = rows.real[:, first:] & (index < len(array))
-            kept = jnp.where(real.reshape(*real.shape, *[1] * (array.ndim - 3)), new[:, first:], stored)
-            return jax.lax.dynamic_update_slice(array, kept[None], start, allow_negative_indices=False)
+        if rows.in_place and rows.start <= 0:
+            stored = of_layer(array, index)
+            kept = jnp.where(index < len(array), rows.put(stored, new), stored)
+            return put_of_layer(array, kept, index)
         # At padding, and at a layer beyond the last, there is no such index: the scatter drops the write.
         batch = jnp.arange(array.shape[1])[:, None]
         return array.at[index, batch, rows.index].set(new, mode="drop")

@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 from dllm_jax import eviction
 from dllm_jax.eviction.attending import attend_to_kept, prompt_pairs
 from dllm_jax.eviction.pair_store import PairStore, empty
-from dllm_jax.nn.layer import Layer
-from dllm_jax.nn.mask import block_start
+from dllm_jax.nn.layer import Layer, of_layer
+from dllm_jax.nn.mask import block_start, key_mask
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt
@@ -59,8 +59,10 @@ class PromptEviction(Policy):
     ) -> PairStore:
         """The store with the layer budgets of each sequence (MaskKV, equations 9-13)."""
         # Looked up by prompt length, since padding leaves sequences with shorter prompts.
-        table, length = self.table(canvas.spec, canvas.layout), count_marked(self.evictable(canvas))
-        budgets = jnp.asarray(table.T)[:, length if len(table) > 1 else jnp.zeros_like(length)]
+        table, length = self.table(canvas.spec, canvas.layout), self._evictable_positions(canvas)
+        budgets = jnp.broadcast_to(table.T, (table.shape[1], len(length)))
+        if len(table) > 1:
+            budgets = jnp.asarray(table.T)[:, length]
 
         # The importance of the layers is measured only if the budgets ask for it.
         measure = lambda: eviction.importance(model, x, canvas.valid, canvas.valid)
@@ -74,6 +76,12 @@ class PromptEviction(Policy):
         end = jnp.full((len(canvas.valid), 1), layout.prompt)
         first = block_start(end, canvas.valid, spec, layout.response_start)
         return canvas.prompt & (canvas.position < first)
+
+    def _evictable_positions(self, canvas: Canvas) -> Int[Array, "b"]:
+        """Number of positions that are evictable; of sequences that are padding alone any."""
+        if canvas.layout.padded or canvas.spec.block_size:
+            return count_marked(self.evictable(canvas))
+        return jnp.full(len(canvas.valid), canvas.layout.prompt)
 
     def counting(self, cache: Cache, spec: ModelSpec, batch: int) -> Cache:
         """The cache before the first step, with a count of extra positions if layers are measured."""
@@ -100,6 +108,7 @@ class PromptEviction(Policy):
         chooses: Bool[Array, "b 1"],
         canvas: Canvas,
         readable: Bool[Array, "b l"] | None = None,
+        all_due: bool = False,
     ) -> tuple[Float[Array, "b w h d"], PairStore]:
         """Attention to the kept pairs, or, where the prompt is due, to all of it before the eviction.
 
@@ -114,6 +123,7 @@ class PromptEviction(Policy):
           chooses: sequences that choose their pairs again if they are due; the others renew those they have.
           canvas: state before the step.
           readable: Positions that may be attended to (`LayerCache`).
+          all_due: Whether all active sequences are due, in a full step.
 
         Returns:
           the attention output, before the output projection, and the changed store.
@@ -127,19 +137,24 @@ class PromptEviction(Policy):
             return attend_to_kept(layer, q, pairs, dense, real, self.budget, widest, readable), pairs
 
         # At a refresh (of some sequences at least): the full prompt where it is due, kept pairs elsewhere.
-        prompt = canvas.prompt if readable is None else canvas.prompt & readable
-        prompt_k, prompt_v, in_prompt = prompt_pairs(
-            pairs, layer.index, due, keys, values, prompt, columns, readable
-        )
+        if all_due:
+            prompt_k, prompt_v = keys[1][:, :columns], values[1][:, :columns]
+            unread = canvas.layout.padded or readable is not None
+            mask = key_mask(canvas.valid if readable is None else readable) if unread else None
+        else:
+            prompt = canvas.prompt if readable is None else canvas.prompt & readable
+            prompt_k, prompt_v, in_prompt = prompt_pairs(
+                pairs, layer.index, due, keys, values, prompt, columns, readable
+            )
+            in_response = jnp.broadcast_to(real, (*in_prompt.shape[:3], dense.k.shape[1]))
+            mask = jnp.concatenate([in_prompt, in_response], axis=-1)
         k = jnp.concatenate([prompt_k, dense.k], axis=1)
-        in_response = jnp.broadcast_to(real, (*in_prompt.shape[:3], dense.k.shape[1]))
-        mask = jnp.concatenate([in_prompt, in_response], axis=-1)
         o, lse = layer.attention(q, k, jnp.concatenate([prompt_v, dense.v], axis=1), mask)
 
         # Equations 7 and 14: votes and each head's preference choose what is kept (equation 16). What is
         # dense needs no pair.
         seen = eviction.evidence(self.votes, layer, q, k, lse, mask, keys[0], canvas)
-        packed = jnp.arange(canvas.layout.prompt) < columns
+        packed = np.arange(canvas.layout.prompt) < columns
         seen = seen._replace(votes=jnp.where(packed, seen.votes, -jnp.inf))
         return o, self.keep_best(layer, pairs, seen, (prompt_k, prompt_v), due & chooses, due, canvas)
 
@@ -214,12 +229,14 @@ class PromptEviction(Policy):
           canvas: state before the step.
         """
         widest = self.widest_head(canvas.spec, canvas.layout)
-        count = self.heads.budgets(seen, pairs.budget[layer.index], count_marked(self.evictable(canvas)))
+        budget = of_layer(pairs.budget, layer.index)
+        count = self.heads.budgets(seen, budget, self._evictable_positions(canvas))
         position = layer.topk_evict(seen.votes, count, widest)
 
         # Layers lie one after the other in the store, each with the room of its budget. What was chosen
         # before is renewed.
-        first_slot = (jnp.cumsum(pairs.budget, axis=0) - pairs.budget)[layer.index] * canvas.spec.kv_heads
+        before = jnp.cumsum(pairs.budget, axis=0) - pairs.budget
+        first_slot = of_layer(before, layer.index) * canvas.spec.kv_heads
         pairs = pairs.allot(layer.index, first_slot, position, canvas.layout.prompt, chooses)
         return pairs.renew(layer, *prompt, widest, due)
 
