@@ -12,7 +12,8 @@ from hypothesis.extra import numpy as hnp
 
 from dllm_jax.state import rows as library
 from dllm_jax.state import selection
-from dllm_jax.state.rows import Rows, full_rows
+from dllm_jax.state.rows import Rows, full_rows, last_rows
+from pallas_kernels.counting import LONGEST, WINDOW, any_marked, count_marked
 
 B, L = 2, 7
 sets = hnp.arrays(bool, (B, L))
@@ -116,6 +117,35 @@ def test_the_last_positions_as_slots_of_a_smaller_store(chosen, slots):
 
         # A slot's place is the place of its position.
         np.testing.assert_array_equal(found["slot"], found["there"])
+
+
+@few
+@given(sets, st.sampled_from([1, 4, L]))
+def test_the_last_rows_lie_in_place_and_are_the_list_of_them(chosen, width):
+    """They are a list of the same positions, in other places and without a gather."""
+    rows, at_end = last_rows(jnp.asarray(chosen), width), chosen & (np.arange(L) >= L - width)
+    listed = Rows(compact(jnp.asarray(at_end), width), L)
+    assert rows.in_place
+    assert rows.full == (width == L)
+    np.testing.assert_array_equal(rows.mask(), at_end)
+    assert rows.positions.tolist() == [list(range(L - width, L))] * B
+    real = np.asarray(rows.real)
+    np.testing.assert_array_equal(np.asarray(rows.index)[real], rows.positions[real])
+    negated = lambda rows: rows.put(jnp.asarray(DATA), -rows.take(jnp.asarray(DATA)))
+    np.testing.assert_array_equal(negated(rows), negated(listed))
+    asked = jnp.tile(jnp.arange(L + 1, dtype=jnp.int32), (B, 1))
+    found = np.asarray(rows.slot(asked)) < width
+    np.testing.assert_array_equal(found, np.asarray(listed.slot(asked)) < width)
+    assert (np.asarray(rows.slot(asked))[found] == np.asarray(asked)[found] - (L - width)).all()
+    mask = jnp.asarray(DATA[:, None, None, :, 0] % 2 == 0)
+    np.testing.assert_array_equal(rows.keys(mask)[:, 0, 0], np.asarray(mask)[:, 0, 0, L - width :] & real)
+
+
+@pytest.mark.parametrize("length", [0, 1, WINDOW, WINDOW + 1, 3 * WINDOW, LONGEST - 1, LONGEST, LONGEST + 1])
+def test_marked_entries_are_counted_whatever_the_length(length):
+    lines = np.random.default_rng(length).random((2, 5, length)) < np.linspace(0, 1, 5)[:, None]
+    np.testing.assert_array_equal(count_marked(jnp.asarray(lines)), lines.sum(axis=2))
+    np.testing.assert_array_equal(any_marked(jnp.asarray(lines)), lines.any(axis=2))
 
 
 @few

@@ -155,7 +155,7 @@ def evidence(
     q: Float[Array, "b q h d"],
     k: Float[Array, "b s k d"],
     lse: Float[Array, "b h q"],
-    mask: Mask,
+    mask: Mask | None,
     rows: Rows,
     canvas: Canvas,
     among: Bool[Array, "b l"] | None = None,
@@ -168,7 +168,7 @@ def evidence(
       q: rotated queries of the computed positions.
       k: rotated keys of all positions, in canvas order.
       lse: log-sum-exp of these queries' attention to the keys.
-      mask: Keys that may be attended to.
+      mask: Keys that may be attended to; None for all.
       rows: the computed positions; votes count where all voters are among them.
       canvas: state before the step.
       among: positions that may vote, and masks that count; None for all.
