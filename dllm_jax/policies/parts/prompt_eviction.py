@@ -60,9 +60,8 @@ class PromptEviction(Policy):
         """The store with the layer budgets of each sequence (MaskKV, equations 9-13)."""
         # Looked up by prompt length, since padding leaves sequences with shorter prompts.
         table, length = self.table(canvas.spec, canvas.layout), self._evictable_positions(canvas)
-        budgets = jnp.broadcast_to(table.T, (table.shape[1], len(length)))
-        if len(table) > 1:
-            budgets = jnp.asarray(table.T)[:, length]
+        by_length = jnp.asarray(table.T)
+        budgets = by_length[:, length] if len(table) > 1 else by_length.repeat(len(length), axis=1)
 
         # The importance of the layers is measured only if the budgets ask for it.
         measure = lambda: eviction.importance(model, x, canvas.valid, canvas.valid)
