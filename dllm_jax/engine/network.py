@@ -22,7 +22,7 @@ from dllm_jax.state.rows import Rows, compact_rows, full_rows, last_rows
 def computed_rows(need: Bool[Array, "b l"], width: int | None, spec: ModelSpec, policy: Policy) -> Rows:
     """The rows of one step: in place on the canvas (None), or `width` that hold them all.
 
-    These are gathered, unless the policy's selections lie at the end of the canvas (`Policy.at_end`).
+    These are gathered, unless the policy's selections lie at the end of the canvas (`Policy._at_end`).
     """
     if width is None:
         return full_rows(need)

@@ -54,11 +54,11 @@ def step_widths(
 
 
 def at_end(policy: Policy, spec: ModelSpec) -> bool:
-    """Whether partial steps compute the last positions of the canvas (`Policy.at_end`), in place.
+    """Whether partial steps compute the last positions of the canvas (`Policy._at_end`), in place.
 
     The engine adds blocks to the selections on block-causal models.
     """
-    return policy.at_end and not spec.block_size
+    return policy._at_end and not spec.block_size
 
 
 def exceeds(width: int, need: Bool[Array, "b l"], policy: Policy, spec: ModelSpec) -> Bool[Array, "b"]:

@@ -139,7 +139,7 @@ class Policy(Options):
         """
         return halvings(layout.length) if self.reuses else ()
 
-    at_end: ClassVar[bool] = False
+    _at_end: ClassVar[bool] = False
     """Whether partial steps select the last positions of the canvas, which are then computed in place. A
     selection of others makes a full step."""
 

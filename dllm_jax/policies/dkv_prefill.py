@@ -30,7 +30,7 @@ class DKVPrefill(Policy):
     Differences: LLaDA works too; the reference supports Dream only.
     """
 
-    at_end: ClassVar[bool] = True
+    _at_end: ClassVar[bool] = True
 
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:

@@ -54,7 +54,7 @@ class DLLMCache(Policy):
     response_every: TracedPositiveInt = 7
     ratio: Fraction = 0.25
 
-    at_end: ClassVar[bool] = True
+    _at_end: ClassVar[bool] = True
     renews_keys: ClassVar[bool] = False
     """Whether every step renews the keys of the whole response, as it does the values."""
 

@@ -32,7 +32,7 @@ class PrefixCache(Policy):
       predict the suffix are recomputed, where the reference unmasks each block's first token unconditionally.
     """
 
-    at_end: ClassVar[bool] = True
+    _at_end: ClassVar[bool] = True
 
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:

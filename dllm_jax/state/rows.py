@@ -58,7 +58,7 @@ class Rows:
     def mask(self) -> Bool[Array, "b l"]:
         """The rows as a set of positions."""
         if self.in_place:
-            return self.put(jnp.zeros((len(self.index), self.length), bool), self.real)
+            return jnp.pad(self.real, ((0, 0), (max(self.start, 0), 0)))[:, max(-self.start, 0) :]
         return places(self.index, self.length) < self.index.shape[1]
 
     def take(self, x: Shaped[Array, "b l *d"]) -> Shaped[Array, "b q *d"]:
@@ -83,12 +83,13 @@ class Rows:
 
     def put(self, x: Shaped[Array, "b l *d"], values: Shaped[Array, "b q *d"]) -> Shaped[Array, "b l *d"]:
         """x with values at the computed positions."""
-        if not self.in_place:
+        # Of fewer positions than x has, compilers copy x for a slice that is written where they do not for a
+        # scatter.
+        if not self.in_place or self.start > 0:
             return scatter(x, self.index, values)
-        first, begin = max(-self.start, 0), max(self.start, 0)
+        first = -self.start
         real, new = self.real[:, first:], values[:, first:].astype(x.dtype)
-        kept = jnp.where(real.reshape(*real.shape, *[1] * (x.ndim - 2)), new, x[:, begin:])
-        return jax.lax.dynamic_update_slice_in_dim(x, kept, begin, axis=1) if begin else kept
+        return jnp.where(real.reshape(*real.shape, *[1] * (x.ndim - 2)), new, x)
 
     def slot(self, position: Int[Array, "b c"]) -> Int[Array, "b c"]:
         """The place of each position in `index`; q if it is not among the rows."""
