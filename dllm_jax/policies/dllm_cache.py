@@ -165,8 +165,8 @@ class DLLMCache(Policy):
         cache, attended, mlp = run_narrowest(stale, widths, rows, refresh, carry, skips=not short)
 
         # The residual stream is new everywhere; the other positions add their cached branch outputs to it.
-        # In place these are what is stored, so that no old ones are read again.
-        if rows.in_place:
+        # In a partial step in place these are what is stored, so that no old ones are read again.
+        if rows.in_place and not rows.full:
             for name, new in (("attention", attended), ("mlp", mlp)):
                 cache, _ = cache.write_last(new[:, -stored.mlp.shape[1] :], name)
         else:
