@@ -14,8 +14,9 @@ TILE = 256
 # Of what all experts make of the tokens at once, gate, up or their product: 2048 tokens of LLaDA2-mini's 256
 # experts in bfloat16, of which a product reads the matrices far faster than it multiplies.
 WIDE_BYTES = 2**29
-# Rows of one expert that a CPU multiplies at once, the same for few tokens and many.
-ROWS = 16
+# Fewest and most rows of one expert that a CPU multiplies at once, and those whose products take as long as
+# the rest of a turn of the loop, which copies the expert's matrices.
+LEAST_ROWS, MOST_ROWS, TURN = 8, 96, 24
 SMALL = 2**14  # numbers of an expert's matrix below which CPUs multiply all tokens with all experts
 
 # Into an expert's width, and back; in `_ragged` either of the two. Scales are of an int8 matrix, by output.
@@ -63,12 +64,17 @@ def experts(
 def _tiles_pay(chosen: Int[Array, "t c"], gate: Into) -> bool:
     """Whether a CPU takes less time for tiles than for all tokens with all experts.
 
-    An expert's matrices are read again for each of its tiles, which takes the time of as many rows as a tile
-    has; with small matrices a turn of the loop takes longer than its products.
+    With small matrices a turn of the loop takes longer still than `TURN` rows.
     """
     count, of_expert = gate.shape[0], gate.shape[1] * gate.shape[2]
-    tiles = most_tiles(chosen.size, count, ROWS)
-    return of_expert >= SMALL and 2 * ROWS * tiles < count * (ROWS + len(chosen))
+    rows = _rows_of_a_tile(chosen.size, count)
+    tiles = most_tiles(chosen.size, count, rows)
+    return of_expert >= SMALL and tiles * (rows + TURN) < count * (TURN + len(chosen))
+
+
+def _rows_of_a_tile(rows: int, count: int) -> int:
+    """Rows that a CPU multiplies at once: half as many again as an expert is sent on average, by eights."""
+    return min(max(-(-3 * rows // (16 * count)) * 8, LEAST_ROWS), MOST_ROWS)
 
 
 def check_shapes(
@@ -158,15 +164,16 @@ def _ragged(
 def by_tiles(tokens, chosen, weight, gate, up, down, gate_scale=None, up_scale=None, down_scale=None):
     """As `experts`: sorted rows in a loop over the tiles that there are; gradients are `by_all_experts`'."""
     count, of = gate.shape[0], chosen.reshape(-1)
-    tiles = tiles_of(of, count, ROWS)
-    token = jnp.pad(tiles.order // chosen.shape[1], (0, ROWS))
+    rows = _rows_of_a_tile(len(of), count)
+    tiles = tiles_of(of, count, rows)
+    token = jnp.pad(tiles.order // chosen.shape[1], (0, rows))
     matrices = (gate, gate_scale), (up, up_scale), (down, down_scale)
 
     def one(tile: Int[Array, ""], out: Float[Array, "r m"]) -> Float[Array, "r m"]:
         first = tiles.first[tile]
         of_expert = lambda array: jax.lax.dynamic_slice_in_dim(array, tiles.expert[tile], 1)
         into, through, back = jax.tree.map(of_expert, matrices)
-        x = tokens[jax.lax.dynamic_slice_in_dim(token, first, ROWS)]
+        x = tokens[jax.lax.dynamic_slice_in_dim(token, first, rows)]
         wide = jax.nn.silu(_product("ti,eio->eto", x, *into)) * _product("ti,eio->eto", x, *through)
         # Rows behind the tile's end are of the next tiles, which write them later, or of no expert.
         made = _product("eti,eim->etm", wide, *back)[0]
@@ -174,7 +181,7 @@ def by_tiles(tokens, chosen, weight, gate, up, down, gate_scale=None, up_scale=N
 
     out = jnp.zeros((len(token), tokens.shape[1]), tokens.dtype)
     out = jax.lax.fori_loop(0, jnp.sum(tiles.first < tiles.end), one, out)
-    here = jnp.pad(of[tiles.order] < count, (0, ROWS))
+    here = jnp.pad(of[tiles.order] < count, (0, rows))
     return _added(out, here, tiles.order, weight)
 
 
