@@ -1,5 +1,6 @@
 """`logprobs=k`: log-probabilities of tokens in the steps that unmasked them."""
 
+import functools
 from unittest import mock
 
 import jax
@@ -88,10 +89,11 @@ def test_every_way_to_ask_has_them_and_nothing_else_changes():
     *_, last = dj.stream(model, ids, prompt_mask=mask, **options)
     many = dict(dj.generate_many(model, [ids[0], ids[1, 3:]], slots=2, buckets=None, **options))
     for name, array in out.logprobs._asdict().items():
+        near = functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-5)
         for found in (last.logprobs, last.output.logprobs):
-            np.testing.assert_allclose(getattr(found, name), array, atol=1e-5)
-        np.testing.assert_allclose(getattr(many[0].logprobs, name)[0], array[0], atol=1e-5)
-        np.testing.assert_allclose(getattr(many[1].logprobs, name)[0], array[1, 3:], atol=1e-5)
+            near(getattr(found, name), array)
+        near(getattr(many[0].logprobs, name)[0], array[0])
+        near(getattr(many[1].logprobs, name)[0], array[1, 3:])
     template = np.concatenate([ids[:1], np.full((1, 4), 59)], axis=1)
     filled = dj.infill(model, template, logprobs=1)
     best = np.asarray(filled.logprobs.top_tokens)[0, -4:, 0]

@@ -82,7 +82,7 @@ FURTHER_TODAY = [
 @matrix("policy, family", EVERY, ALIKE, today=FURTHER_TODAY)
 def test_policy_further(policy, family):
     every_day = [check for check, kinds in FURTHER.items() if type(policy) in kinds]
-    asked = FURTHER if family in FAMILIES else (checks.alone_as_in_a_batch,)
+    asked = list(FURTHER) if family in FAMILIES else [checks.alone_as_in_a_batch]
     check(policy, family, asked if EXHAUSTIVE else every_day)
 
 

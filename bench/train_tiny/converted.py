@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dllm_jax.nn.model import Model, encode, exact_layer
+from dllm_jax.nn.layer import embed, walk
+from dllm_jax.nn.model import Model, exact_layer, full_pass
 from dllm_jax.nn.parameters import separate
 from dllm_jax.nn.spec import ModelSpec
 
@@ -21,11 +22,13 @@ def block_causal(model: Model, spec: ModelSpec, tokens: Int[Array, "b l"]) -> Mo
         raise ValueError(f"a {model.spec.family} model cannot be the beginning of {spec.family}")
     layers, norms = separate(model.params)["layers"], []
 
-    def measured(layer, x, position, mask):
+    position, mask, rope = full_pass(model.spec, tokens, None)
+
+    def measured(layer, x):
         norms.append([jnp.full(part.shape[-1], jnp.mean(part**2) ** 0.5) for part in layer.qk(x, position)])
         return exact_layer(layer, x, position, mask)
 
-    encode(dataclasses.replace(model, params=model.params | {"layers": layers}), tokens, layer_pass=measured)
+    walk({"layers": layers}, model.spec, rope, measured, embed(model.params, tokens))
     layers = [layer | {"q_norm": q, "k_norm": k} for layer, (q, k) in zip(layers, norms, strict=True)]
     return Model(model.params | {"layers": layers}, spec)
 

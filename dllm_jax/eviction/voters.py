@@ -195,6 +195,6 @@ def evidence(
     preference = to_prompt / jnp.maximum(to_prompt + to_masks, 1e-30)
 
     # Padding ranks last, whatever it received.
-    given = from_masks if isinstance(voter, MaskVotes) else received(voters)
+    given = from_masks if type(voter) is MaskVotes else received(voters)
     votes = voter.score(given[..., :p], canvas)
     return Evidence(jnp.where(canvas.prompt[:, None, :p], votes, -jnp.inf), preference)
