@@ -276,7 +276,7 @@ class Sampler(Options, abc.ABC):
         # A position decoded to [MASK] would stay masked and could be decoded without end.
         if not self.allow_mask_token:
             logits = scores.ruled_out(logits, canvas.spec.mask_id)
-        token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        token = scores.likeliest(logits)
         if keep is None:
             return token
 
@@ -284,7 +284,7 @@ class Sampler(Options, abc.ABC):
         # taken.
         truncated = jnp.where(keep, logits, -jnp.inf)
         nothing_left = jnp.max(truncated, axis=-1) == -jnp.inf
-        return jnp.where(nothing_left, token, jnp.argmax(truncated, axis=-1).astype(jnp.int32))
+        return jnp.where(nothing_left, token, scores.likeliest(truncated))
 
 
 def _is_ours(method: Callable) -> bool:

@@ -10,6 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from dllm_jax.nn.arithmetic import of_token
 
+MANY_TOKENS = 1024  # of which a second pass takes a CPU less time than to compile it
+
 
 def probability(logits: Float[Array, "b c v"], token: Int[Array, "b c"]) -> Float[Array, "b c"]:
     """Probability of the token, softmax(logits)[token], in [0, 1]."""
@@ -33,6 +35,21 @@ def negative_entropy(logits: Float[Array, "b c v"]) -> Float[Array, "b c"]:
     """Negative entropy sum p log(p + 1e-10) in nats, at most 0; the offset is the reference's."""
     p = jax.nn.softmax(logits, axis=-1)
     return jnp.sum(p * jnp.log(p + 1e-10), axis=-1)
+
+
+def likeliest(logits: Float[Array, "b c v"]) -> Int[Array, "b c"]:
+    """The token with the largest logit, of equal ones the lowest; where one is NaN any."""
+
+    def in_two_passes(logits):
+        below = logits < jnp.max(logits, axis=-1, keepdims=True)
+        ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+        return jnp.min(jnp.where(below, logits.shape[-1], ids), axis=-1)
+
+    # CPUs compare one number after the other if a reduction carries its place along.
+    once = lambda logits: jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if logits.shape[-1] < MANY_TOKENS:
+        return once(logits)
+    return jax.lax.platform_dependent(logits, cpu=in_two_passes, default=once)
 
 
 def ruled_out(logits: Float[Array, "b c v"], *tokens: int | None) -> Float[Array, "b c v"]:

@@ -171,12 +171,12 @@ def by_tiles(tokens, chosen, weight, gate, up, down, gate_scale=None, up_scale=N
 
     def one(tile: Int[Array, ""], out: Float[Array, "r m"]) -> Float[Array, "r m"]:
         first = tiles.first[tile]
-        of_expert = lambda array: jax.lax.dynamic_slice_in_dim(array, tiles.expert[tile], 1)
+        of_expert = lambda array: jax.lax.dynamic_index_in_dim(array, tiles.expert[tile], keepdims=False)
         into, through, back = jax.tree.map(of_expert, matrices)
         x = tokens[jax.lax.dynamic_slice_in_dim(token, first, rows)]
-        wide = jax.nn.silu(_product("ti,eio->eto", x, *into)) * _product("ti,eio->eto", x, *through)
+        wide = jax.nn.silu(_product("ti,io->to", x, *into)) * _product("ti,io->to", x, *through)
         # Rows behind the tile's end are of the next tiles, which write them later, or of no expert.
-        made = _product("eti,eim->etm", wide, *back)[0]
+        made = _product("ti,im->tm", wide, *back)
         return jax.lax.dynamic_update_slice_in_dim(out, made, first, axis=0)
 
     out = jnp.zeros((len(token), tokens.shape[1]), tokens.dtype)
@@ -240,7 +240,7 @@ def _product(formula: str, x: Array, matrix: Array, scale: Scale | None = None, 
     # The conversion is all that stands between the values and the product: compilers then fuse the two.
     matrix = matrix.astype(x.dtype)
     sums = jnp.einsum(formula, x, matrix, precision=_precision(x), preferred_element_type=jnp.float32)
-    return (sums * scale[:, None]).astype(x.dtype)
+    return (sums * scale[..., None, :]).astype(x.dtype)
 
 
 def _precision(x: Array) -> jax.lax.Precision:
