@@ -35,9 +35,8 @@ class FOCUS(DelayedCache):
 
     Memory: Dense keys and values for all positions.
 
-    Limits: Needs a head that is not shifted, and no guidance, constraints, `early_commit` or `Edit`. Steps of
-    a dense model wait for its weights up to about 300 rows (batch times block) on an H100; nothing is saved
-    there.
+    Limits: Needs a head that is not shifted, and no guidance, constraints, `early_commit` or `Edit`. On an
+    H100, dense models save nothing up to about 300 rows (batch times block), as steps wait for weights.
 
     Equals exact decoding when: delayed=False and alpha is at least the block length.
     Differences: Unmasked tokens right of the last row that stays are read, which the reference leaves out.
@@ -110,17 +109,12 @@ class FOCUS(DelayedCache):
         shared = cache.shared._replace(importance=cache.shared.importance.at[:, layer.index].set(new))
 
         # Of all layers one program: what the others make of it is not kept.
-        leaves = leaving(shared, canvas, self.alpha) & (layer.index == LAYERS - 1)
-        stays = shared.stays & ~leaves
-        end = jnp.max(jnp.where(stays & canvas.block, canvas.position, -1), axis=1)
-        read = canvas.valid & ~(leaves & (canvas.position > end[:, None]))
-        progress = jnp.where(layer.index == LAYERS - 1, jnp.maximum(shared.progress, end), shared.progress)
-        shared = shared._replace(stays=stays, read=read, progress=progress)
-        return cache._replace(shared=shared, no_output=leaves)
+        last = layer.index == LAYERS - 1
+        leaves = leaving(shared, canvas, self.alpha) & last
+        return cache._replace(shared=shared.without(leaves, canvas, last), no_output=leaves)
 
     @override
     def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
         """Counts the rows that left, in all layers but the first."""
         left = jnp.sum(rows.mask() & canvas.valid & ~cache.shared.stays, axis=1, keepdims=True)
-        layers = jnp.arange(canvas.spec.layers) >= LAYERS - 1
-        return cache._replace(extra_positions=-1.0 * left * layers)
+        return cache._replace(extra_positions=-1.0 * left * (jnp.arange(canvas.spec.layers) >= LAYERS - 1))

@@ -69,7 +69,7 @@ class Rows:
             return jnp.pad(x, ((0, 0), (-self.start, 0), *((0, 0),) * (x.ndim - 2)))
         return x[:, self.start :]
 
-    def keys(self, mask: Mask | None) -> Mask:
+    def keys(self, mask: Mask | None) -> Bool[Array, "#b #k #q width"]:
         """Marks the rows that each query attends to, from a mask over canvas positions [b #k #q l].
 
         None lets every query attend to every computed position.

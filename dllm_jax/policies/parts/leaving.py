@@ -30,6 +30,14 @@ class Focus(NamedTuple):
     read: Bool[Array, "b l"]
     progress: Int[Array, "b"]
 
+    def without(self, leaves: Bool[Array, "b l"], canvas: Canvas, last: Bool[Array, ""] | bool) -> "Focus":
+        """The state after these masks have left; before the `last` layer of `LAYERS` none does."""
+        stays = self.stays & ~leaves
+        end = jnp.max(jnp.where(stays & canvas.block, canvas.position, -1), axis=1)
+        read = canvas.valid & ~(leaves & (canvas.position > end[:, None]))
+        progress = jnp.where(last, jnp.maximum(self.progress, end), self.progress)
+        return self._replace(stays=stays, read=read, progress=progress)
+
 
 def candidate_masks(canvas: Canvas) -> Bool[Array, "b l"]:
     """The masks of the block that may be unmasked: these may leave."""
