@@ -69,8 +69,9 @@ def check(policy, family, asked):
 @matrix("policy, family", EVERY, ALIKE, today=OWN.items())
 def test_policy(policy, family):
     check(policy, family, BASIC)
-    # What all heads of all layers have evicted is shown as not attended to.
-    if isinstance(policy, p.SparseDLLM | p.MaskKV):
+    # What all heads of all layers have evicted is shown as not attended to. In another family than their own,
+    # all positions of prompts as short may be kept by some head.
+    if isinstance(policy, p.SparseDLLM | p.MaskKV) and family == OWN[type(policy)]:
         assert leaves_out(checks.Subject(policy, suited(policy, SEVERAL_AT_ONCE), family).batch.trace)
 
 
