@@ -272,19 +272,13 @@ def walk(
 
     # Stacked layers: one body for all, so that programs are short and compile once for any depth. Everything
     # but weights is carried, caches included, so that it is written in place.
-    if where_used:
+    def body(state, weights):
+        index, carry = state
+        weights = OneOfStacked(layers, index) if where_used else weights
+        return (index + 1, run(Layer(weights, spec, rope, index, kernels), carry)), None
 
-        def next_layer(state):
-            index, carry = state
-            return index + 1, run(Layer(OneOfStacked(layers, index), spec, rope, index, kernels), carry)
-
-        return jax.lax.while_loop(lambda state: state[0] < spec.layers, next_layer, (jnp.int32(0), carry))[1]
-
-    def body(carry, weights_and_index):
-        weights, index = weights_and_index
-        return run(Layer(weights, spec, rope, index, kernels), carry), None
-
-    return jax.lax.scan(body, carry, (layers, jnp.arange(spec.layers)))[0]
+    scanned = None if where_used else layers
+    return jax.lax.scan(body, (jnp.int32(0), carry), scanned, length=spec.layers)[0][1]
 
 
 def of_layer(stack: Array, layer: LayerIndex, axis: int = 0) -> Array:

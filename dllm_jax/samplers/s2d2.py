@@ -249,7 +249,7 @@ class S2D2(UntilDone):
         nothing = jnp.max(residual, axis=-1, keepdims=True) == -jnp.inf
         residual = jnp.where(nothing, scores.ruled_out(log_q, canvas.spec.mask_id), residual)
         gumbel = noise.token_gumbel(canvas, draft.index, log_q.shape[-1])
-        return accepted, jnp.argmax(residual + gumbel, axis=-1).astype(jnp.int32)
+        return accepted, scores.likeliest(residual + gumbel)
 
     @override
     def max_steps(self, layout: Layout) -> int:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from dllm_jax.nn.arithmetic import of_token
 
-MANY_TOKENS = 1024  # of which a second pass takes a CPU less time than to compile it
+MANY_TOKENS = 1024  # of fewer, a second pass saves a CPU microseconds, and its kernels take longer to compile
 
 
 def probability(logits: Float[Array, "b c v"], token: Int[Array, "b c"]) -> Float[Array, "b c"]:
@@ -38,7 +38,7 @@ def negative_entropy(logits: Float[Array, "b c v"]) -> Float[Array, "b c"]:
 
 
 def likeliest(logits: Float[Array, "b c v"]) -> Int[Array, "b c"]:
-    """The token with the largest logit, of equal ones the lowest; where one is NaN any."""
+    """The token with the largest logit, of equal ones the lowest; any token where a logit is NaN."""
 
     def in_two_passes(logits):
         below = logits < jnp.max(logits, axis=-1, keepdims=True)
