@@ -85,3 +85,9 @@ def test_float32_matmuls_are_exact_and_narrow_ones_fast():
     assert precision(jnp.dtype(BF16)) == Precision.DEFAULT
     x = jnp.full((1, 4), 1 / 3, BF16)
     assert einsum("bi,bi->b", x, x, out=jnp.float32).dtype == jnp.float32
+
+
+def test_a_matrix_of_several_summed_axes_is_not_turned_around():
+    o, matrix = jnp.ones((1, 4, 6, 8)), jnp.ones((6, 8, 16))
+    product = jax.jit(lambda x, y: einsum("bqhd,hdm->bqm", x, y))
+    assert " transpose(" not in product.lower(o, matrix).compile().as_text()

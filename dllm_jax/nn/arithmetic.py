@@ -1,5 +1,7 @@
 """The decoder's arithmetic as free functions: norm, projections, guidance, cosine."""
 
+import string
+
 import jax
 import jax.numpy as jnp
 from jax.lax import Precision
@@ -30,6 +32,7 @@ def einsum(
     """
     if isinstance(y, LowRankMatrix):
         return _updated(formula, x, y, out)
+    formula = _in_order_of_names(formula)
     if isinstance(y, Int8Matrix):
         # The conversion is all that stands between the values and the product: compilers then fuse the two.
         sums = jnp.einsum(
@@ -46,6 +49,16 @@ def einsum(
         scale = jnp.expand_dims(y.scale, [i - len(outputs) for i in between]) if between else y.scale
         return (sums * scale).astype(out or x.dtype)
     return jnp.einsum(formula, x, y, precision=precision(x.dtype), preferred_element_type=out)
+
+
+def _in_order_of_names(formula: str) -> str:
+    """The same formula, whose axes have the names a, b, ... in the order in which they appear.
+
+    `jnp.einsum` sums axes in the order of their names. Where a matrix stores them in another order, XLA's
+    CPU compiler turns the whole matrix around in every call.
+    """
+    names = "".join(dict.fromkeys(filter(str.isalpha, formula)))
+    return formula.translate(str.maketrans(names, string.ascii_lowercase[: len(names)]))
 
 
 def _updated(formula: str, x: Float[Array, "..."], y: LowRankMatrix, out) -> Float[Array, "..."]:
