@@ -2,7 +2,7 @@
 
 `pytest` is the quick suite: it leaves out what `tests/quick.py` names, in whatever files it is given. A test
 that is given by its id (`tests/test_x.py::test_y`) runs. `--full` runs every test, as CI does; `--exhaustive`
-also runs every combination.
+also runs it with every pair of the values of its axes.
 """
 
 import gc
@@ -70,7 +70,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--exhaustive",
         action="store_true",
-        help="run every test and every combination of a `matrix`, and draw new examples",
+        help="run every test with every pair of values of a `matrix`, and draw new examples",
     )
     parser.addoption(
         "--annotations",

@@ -12,7 +12,7 @@ from dllm_jax.state.cache import KV
 from dllm_jax.testing import check_policy, check_sampler, checks, combinations, tiny
 from dllm_jax.testing.combinations import Combination
 from tests import DOCS
-from tests.models import EXHAUSTIVE
+from tests.policy_cases import EXHAUSTIVE, every_pair
 
 PLACE = r"step \d+, sequence \d+, position \d+"
 
@@ -78,12 +78,6 @@ def test_a_sampler_that_leaves_masks_is_told_where():
 
 # -- what goes with what ---------------------------------------------------------------------------------
 
-EVERY_COMBINATION = [
-    Combination(policy, sampler, place)
-    for policy in combinations.POLICIES
-    for sampler in combinations.SAMPLERS
-    for place in combinations.PLACES
-]
 OF_TODAY = [
     Combination(policies.DKVPD(), samplers.Factor(), "Dream"),
     Combination(policies.WindowDiffusion(), samplers.EBSampler(), "sliding block"),
@@ -91,10 +85,13 @@ OF_TODAY = [
     Combination(policies.Policy(), samplers.Edit(), "Nemotron"),
     Combination(policies.SparseDLLM(), samplers.WINO(), "LLaDA"),
 ]
+AXES = combinations.POLICIES, combinations.SAMPLERS, combinations.PLACES
 of_combination = lambda c: f"{type(c.policy).__name__}-{type(c.sampler).__name__}-{c.place}"
 
 
-@pytest.mark.parametrize("one", EVERY_COMBINATION if EXHAUSTIVE else OF_TODAY, ids=of_combination)
+@pytest.mark.parametrize(
+    "one", [Combination(*c) for c in every_pair(*AXES)] if EXHAUSTIVE else OF_TODAY, ids=of_combination
+)
 def test_a_combination_decodes_or_is_refused_before_its_first_step(one):
     if why := one.refusal():
         with pytest.raises(ValueError, match=re.escape(why)):
