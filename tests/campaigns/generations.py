@@ -205,6 +205,8 @@ def contradiction(setting: Setting, request: Request, out: dj.Output) -> str:
     response, is_eos = tokens[:, width:], tokens[:, width:] == spec.eos_id
     valid = request.mask.sum(axis=1) + length
     possible, computed = valid * stats.nfe, stats.computed_tokens + stats.widened_tokens
+    # Without its dropped suffix no step is of every position, unless the last block is decoded.
+    drops = isinstance(setting.options["policy"], p.SuffixDropout) and setting.options["stop_at_eos"]
     rules = {
         "shape": tokens.shape == (setting.batch, width + length),
         "prompt": np.array_equal(tokens[:, :width][request.mask], request.ids[request.mask]),
@@ -212,7 +214,7 @@ def contradiction(setting: Setting, request: Request, out: dj.Output) -> str:
         "vocabulary": (tokens >= 0) & (tokens < spec.vocab),
         "finite": stats.finite,
         "nfe": (stats.nfe >= 1) & (stats.nfe <= setting.options["steps"] + 2 * length),
-        "refreshes": (stats.refreshes >= 1) & (stats.refreshes <= stats.nfe),
+        "refreshes": (stats.refreshes >= (not drops)) & (stats.refreshes <= stats.nfe),
         "computed": (stats.computed_tokens >= stats.refreshes * valid) & (stats.computed_tokens <= possible),
         "widened": (stats.widened_tokens >= 0) & (stats.widened_tokens <= possible + valid),
         "decoded": (stats.decoded_tokens <= length)
