@@ -5,7 +5,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from dllm_jax import eviction
 from dllm_jax.nn.layer import Layer
@@ -40,7 +40,7 @@ def queries_of_block(
     lse: Float[Array, "b h q"],
     rows: Rows,
     own: Rows,
-    mask: Mask,
+    mask: Bool[Array, "#b #k #w s"],
 ) -> tuple[Float[Array, "b w h d"], Float[Array, "b h w"]]:
     """Takes the queries of the model's block, and their attention's log-sum-exp, out of a step's rows.
 
