@@ -9,6 +9,7 @@ import pytest
 
 from dllm_jax.nn.kernels import Kernels
 from dllm_jax.nn.layer import Layer
+from dllm_jax.nn.memory import as_named_on_tpu
 from dllm_jax.nn.parameters import layer_of
 from dllm_jax.nn.rope import rope_table
 from dllm_jax.state.cache import KV, Cache, LayerCache
@@ -79,6 +80,13 @@ def test_what_is_never_scattered_lies_heads_first_on_tpus(scattered, order):
         return written.storage
 
     assert stated_orders("tpu", program) == [order] * 4
+
+
+def test_new_keys_of_a_whole_layer_are_as_named_on_tpus_alone():
+    """XLA would turn MaskKV's stack of keys in every refresh of the response."""
+    keys = jnp.zeros((1, S, 2, 4))
+    assert stated_orders("tpu", as_named_on_tpu, keys) == ["[3, 2, 1, 0]"]
+    assert stated_orders("cuda", as_named_on_tpu, keys) == []
 
 
 @pytest.mark.parametrize(

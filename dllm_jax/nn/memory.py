@@ -48,6 +48,12 @@ def heads_first_on_tpu(x: Float[Array, "b q h d"], rules: MeshRules | None = Non
     return _on_each_device(order, x, rules, "bqhd")
 
 
+def as_named_on_tpu(x: Float[Array, "b q h d"], rules: MeshRules | None = None) -> Float[Array, "b q h d"]:
+    """New keys of a layer's slots, as named on TPUs: XLA would turn the whole stack to their order."""
+    order = lambda x: jax.lax.platform_dependent(x, tpu=_as_named, default=lambda x: x)
+    return _on_each_device(order, x, rules, "bqhd")
+
+
 def apart_on_cuda(x: Float[Array, "b q m"], product: int) -> Float[Array, "b q m"]:
     """The inputs of one of several products, which XLA does not recognise as those of the others.
 

@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.mask import require_full_attention
+from dllm_jax.nn.memory import as_named_on_tpu
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import TracedPositiveInt
@@ -101,7 +102,9 @@ class MaskKV(PromptEviction, DLLMCache):
         # The response's own pairs are dense, and read like `DLLMCache`'s.
         layout = canvas.layout
         q, k = layer.qk(x, some.positions)
-        cache = cache.write(some.last(layout.response), k=k)
+        refresh = some.in_place and not rows.full
+        new = as_named_on_tpu(k, cache.kernels.rules) if refresh else k
+        cache = cache.write(some.last(layout.response), k=new)
         now = cache.read()
 
         # A step of the response's width alone holds no prompt, and in full steps it is due. Pairs are chosen
