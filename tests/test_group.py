@@ -94,6 +94,8 @@ def test_groups_come_before_partial_steps_and_a_whole_batch_after_them():
 
 def test_the_size_of_a_group_saturates_the_device():
     layout = lambda length: dj.Layout(length - 32, 32, 32, 32)
-    sizes = [group_size(P.DualCache(), layout(n), of) for of in ("cpu", "gpu") for n in (64, 1280)]
+    dense, blocks = (dj.presets.model_spec(name) for name in ("llada-8b", "sdar-8b"))
+    sizes = [group_size(P.DualCache(), dense, layout(n), of) for of in ("cpu", "gpu") for n in (64, 1280)]
     assert sizes == [1, 1, 8, 1]
-    assert group_size(P.Policy(), layout(1280), "gpu") == 4, "every step of the exact decoder is a full one"
+    assert group_size(P.Policy(), dense, layout(1280), "gpu") == 4, "every exact step is a full one"
+    assert group_size(P.Policy(), blocks, layout(1280), "gpu") == 1, "but those after the prompt in blocks"

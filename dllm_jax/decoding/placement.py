@@ -85,7 +85,7 @@ def place(model: Model, request: Request, prompt: Any = None) -> Placed:
     plan = request.plan if _described(model) else numbers(request.plan, mesh)
     group = plan.group
     if group is None and not plan.layout.compiles_longer_than_it_runs(model.spec):
-        group = group_size(plan.policy, plan.layout, _platform(model))
+        group = group_size(plan.policy, model.spec, plan.layout, _platform(model))
     plan = dataclasses.replace(plan, group=group, shares=model.rules.batch_ways(mesh))
     without = dataclasses.replace(model, vision=None)
     return Placed(without, split, plan, mesh, batch, request.extra, request.nonfinite)

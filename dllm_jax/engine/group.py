@@ -18,25 +18,27 @@ from dllm_jax.engine.plan import Plan
 from dllm_jax.engine.widths import exceeds, narrowest
 from dllm_jax.nn.intervention import of_sequences as interventions_of
 from dllm_jax.nn.model import Model
+from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas, stream
 from dllm_jax.state.layout import Layout
 
 
-def group_size(policy: Policy, layout: Layout, platform: str) -> int:
+def group_size(policy: Policy, spec: ModelSpec, layout: Layout, platform: str) -> int:
     """How many sequences a full step runs: as many as it takes to saturate the device.
 
     Args:
-      policy: without reuse every step is a full one, so that groups are never short of sequences, and more of
-        them read the weights once.
+      policy: without stored KV pairs every step is a full one, so that groups are never short of sequences,
+        and more of them read the weights once.
+      spec: Spec of the model.
       layout: the geometry.
       platform: Platform of the devices, as jax calls it.
     """
     # Positions from which on arithmetic limits a step rather than reading weights: peak FLOP/s over bytes/s
     # of bfloat16 are 295 on an H100, 560 on a v6e, some tens on the cores of a CPU.
     reusing, not_reusing = (32, 512) if platform == "cpu" else (512, 2048)
-    if policy.reuses:
+    if policy.stores(spec):
         return -(-reusing // layout.length)
     return max(4, -(-not_reusing // layout.length))
 

@@ -51,7 +51,7 @@ def throughput(
     if not requests or not all(len(blocks) and min(blocks) > 0 for blocks in requests):
         raise ValueError(f"requests={shown(requests)} must be blocks of steps, such as [[4, 2], [3]]")
     seconds = lambda batch: work(spec, policy, layout, batch).on(hardware)
-    group = min(slots, group_size(policy, layout, "tpu"))
+    group = min(slots, group_size(policy, spec, layout, "tpu"))
     whole, count = seconds(slots), 1e3 * len(requests)
     return Throughput(
         count / _in_flight(requests, slots, group, seconds(group).full_ms, whole.partial_ms),

@@ -373,7 +373,7 @@ def traced(of: Subject, apart: bool = False) -> Any:
     keys = lambda: KeyNoise(jax.random.split(jax.random.key(7), 2))
     noise = jax.eval_shape(keys) if of.sampler.draws else None
     widths = step_widths(of.policy, model.spec, PROGRAM)
-    plan = Plan(of.policy, of.sampler, PROGRAM, widths, group_size(of.policy, PROGRAM, "cpu"))
+    plan = Plan(of.policy, of.sampler, PROGRAM, widths, group_size(of.policy, model.spec, PROGRAM, "cpu"))
     shape = 2, PROGRAM.length
     tokens, valid = jax.eval_shape(lambda: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool)))
     return denoise.trace(model, Inputs(tokens, valid, noise), plan)
