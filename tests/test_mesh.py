@@ -62,10 +62,13 @@ def assert_same(ours: dj.Output, alone: dj.Output):
             np.testing.assert_array_equal(ours_leaf, leaf)
 
 
-ONE_OF_ALL = [(policies.DKVPrefill, samplers.RandomOrder(), "llada", BOTH)]
+SOME = [
+    (policies.DKVPrefill, samplers.RandomOrder(), "llada", BOTH),
+    (policies.MaskKV, samplers.EBSampler(gamma=3.0), "llada", BOTH),
+]
 
 
-@matrix("policy, sampler, family, mesh", EVERY, SAMPLER_CASES, FAMILIES, MESHES, today=ONE_OF_ALL)
+@matrix("policy, sampler, family, mesh", EVERY, SAMPLER_CASES, FAMILIES, MESHES, today=SOME)
 def test_a_mesh_gives_what_one_device_gives(policy, sampler, family, mesh):
     """Three sequences of unequal length, which no mesh with several parts of the batch divides."""
     alone = one_device(family)

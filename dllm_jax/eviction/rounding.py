@@ -47,8 +47,9 @@ def round_to_total(target: Vector, total, cap) -> Vector:
     # Largest remainders: what rounding down leaves goes to the largest fractional parts below the cap.
     floor = xp.floor(filled + slack)
     remainder = xp.where(floor < cap, filled - floor, -1)
-    rank, rounded = _sums(xp, _ahead(xp, remainder), floor[..., None, :])
-    return (floor + (rank < total - rounded)).astype(xp.int32)
+    missing = total - xp.sum(floor, axis=-1, keepdims=True)
+    rank = xp.sum(_ahead(xp, remainder), axis=-1)
+    return (floor + (rank < missing)).astype(xp.int32)
 
 
 def _ahead(xp, values):
@@ -57,19 +58,14 @@ def _ahead(xp, values):
     return (other > mine) | ((other == mine) & (index[None, :] < index[:, None]))
 
 
-def _sums(xp, one, other):
-    """Sums along the last axis of two arrays, one of which is boolean, together: one kernel on CPUs."""
-    both = xp.broadcast_arrays(one.astype(other.dtype), other)
-    total = xp.sum(xp.stack(both, axis=-1), axis=-2)
-    return total[..., 0], total[..., 1]
-
-
 def _water_fill(xp, target, total, cap):
     """Scales the targets to `total` after setting the m largest to the cap, for the least possible m."""
     # Of each entry its rank m, and the sum of all but the m entries ahead of it. A sort would be several
     # kernels, for few numbers.
     n, ahead = target.shape[-1], _ahead(xp, target)
-    rank, rest = _sums(xp, ahead, xp.where(ahead, 0, target[..., None, :]))
+    # Ranks are whole numbers: floats came out wrong over a mesh where XLA compiled with few optimisations.
+    rank = xp.sum(ahead, axis=-1)
+    rest = xp.sum(xp.where(ahead, 0, target[..., None, :]), axis=-1)
 
     # With the m largest at the cap, the others are scaled by scale[m]; it fits if the largest stays below.
     scale = (total - rank * cap) / rest
