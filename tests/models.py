@@ -98,7 +98,7 @@ def canvas(
     valid = np.asarray(state.pop("valid", np.ones((batch, length), bool)))
     if (start := state.get("block_start")) is not None:
         state["block_start"] = jnp.broadcast_to(start, batch)
-    return dataclasses.replace(begun(tokens, valid, described, layout), **state)
+    return dataclasses.replace(begun(tokens, valid, described, layout), **jax.tree.map(jnp.asarray, state))
 
 
 def members(chosen) -> list[list[int]]:

@@ -105,7 +105,7 @@ def test_a_canvas_gives_each_computed_row_its_part_of_the_mask():
     rows = dataclasses.replace(compact_rows(first, size), in_one_block=True)
     one = of.attends(rows)
     assert one.shape == (len(PADS), 1, 1, LENGTH)
-    np.testing.assert_array_equal(one, of.attends(rows.where(jnp.arange(size) == 1)))
+    np.testing.assert_array_equal(one, of.attends(rows.where(jnp.tile(jnp.arange(size) == 1, (len(PADS), 1)))))
     np.testing.assert_array_equal(one, of.attends(compact_rows(first, 1)))
     np.testing.assert_array_equal(one[:, 0, 0], valid & np.asarray(first))
     read = of.attends(rows, jnp.asarray(valid & (np.arange(LENGTH) != 8)))
@@ -138,7 +138,8 @@ def test_segments_of_a_prompt_attend_as_the_whole_does(monkeypatch):
 
     @functools.partial(jax.jit, static_argnames="lookahead")
     def attend(qkv, valid, lookahead=None):
-        mask = block_causal(key_mask(valid), described, jnp.arange(length)[None], valid, length)
+        position = jnp.broadcast_to(jnp.arange(length), valid.shape)
+        mask = block_causal(key_mask(valid), described, position, valid, length)
         return Layer({}, described, rope_of(described, length), 0).attention(*qkv, mask, lookahead)
 
     whole = attend(arrays, valid)
