@@ -76,6 +76,8 @@ def test_a_mesh_gives_what_one_device_gives(policy, sampler, family, mesh):
     if isinstance(sampler, dj.samplers.PCSampler):  # this model has another vocabulary
         sampler = dataclasses.replace(sampler, frequencies=frequencies(alone.spec.vocab))
     options = dict(length=8, block=4, policy=policy, sampler=suited(policy, sampler), key=KEY, trace=True)
+    if isinstance(policy, policies.DLLMCache) and isinstance(sampler, samplers.DreamSchedule):
+        options["steps"] = 4  # after a step that decodes nothing, rounding chooses among equal positions
     run = lambda model, **more: dj.generate(model, prompt, prompt_mask=mask, **options, **more)
     assert_same(run(on_mesh(alone, mesh_of(mesh))), run(alone, widths=WIDE))
 
