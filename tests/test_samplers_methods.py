@@ -79,7 +79,7 @@ def test_far_positions_keep_their_order():
     score = np.where(masked, np.linspace(0.2, 1, length, dtype=np.float32), -np.inf)
     score[0, 905] = 5
     at = canvas(masked, steps=length)
-    at = dataclasses.replace(at, block_masks=np.asarray([2 * length], np.int32))
+    at = dataclasses.replace(at, block_masks=jnp.asarray([2 * length], jnp.int32))
     offered = candidates(score, np.arange(length, dtype=np.int32)[None])
     chosen = jax.jit(PCSampler(frequencies(), decay=0.25).transfer)(offered, at, None)
     np.testing.assert_array_equal(np.flatnonzero(chosen[0]), [900, 905])
