@@ -188,7 +188,7 @@ def by_tiles(tokens, chosen, weight, gate, up, down, gate_scale=None, up_scale=N
     # barrier is for the router's top-k, whose results XLA would cut out of those of a sort.
     back, here = jax.lax.optimization_barrier((_back(tiles.order).reshape(chosen.shape), chosen < count))
     row = lambda i: jnp.where(here[:, i, None], out[back[:, i]], 0).astype(jnp.float32)
-    return sum(weight[:, i, None] * row(i) for i in range(chosen.shape[1]))
+    return functools.reduce(jnp.add, (weight[:, i, None] * row(i) for i in range(chosen.shape[1])))
 
 
 by_tiles.defjvp(lambda arrays, tangents: jax.jvp(by_all_experts, arrays, tangents))
