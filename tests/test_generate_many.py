@@ -150,7 +150,7 @@ def test_the_device_runs_for_those_who_need_it():
     assert ratio(flight) < 1.1 < 1.2 < ratio(batches)
 
 
-def test_no_program_is_compiled_for_the_hundredth_request():
+def test_no_program_is_compiled_for_the_hundredth_request(unannotated):
     model, options = tiny("llada"), SHORT | dict(policy=P.DualCache())
     dj.warmup(model, LADDER, slots=2, **{k: v for k, v in options.items() if k != "buckets"})
     with compilations() as compiled:
@@ -218,7 +218,7 @@ def test_what_is_refused_is_told_with_its_index_and_loses_no_other():
         (dict(prompts="text"), ValueError, "must be an iterable of prompts"),
     ],
 )
-def test_options_that_no_request_could_have_are_refused_at_the_call(options, error, message):
+def test_options_that_no_request_could_have_are_refused_at_the_call(unannotated, options, error, message):
     with pytest.raises(error, match=message):
         dj.generate_many(tiny("llada"), **dict(prompts=[[1]]) | SHORT | options)
 

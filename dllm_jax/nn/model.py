@@ -70,7 +70,7 @@ class Model:
         return children, (self.spec, self.implementation, self.rules)
 
     @classmethod
-    def tree_unflatten(cls, static: tuple[Any, ...], children: tuple[Any, Any]) -> "Model":
+    def tree_unflatten(cls, static: tuple[Any, ...], children: Sequence[Any]) -> "Model":
         """The model of these parameters, whose origin is not known."""
         (params, vision), (spec, implementation, rules) = children, static
         return cls(params, spec, implementation, rules, vision, is_rebuilt=True)
