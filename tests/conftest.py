@@ -75,7 +75,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--annotations",
         action="store_true",
-        help="check shapes and dtypes of all calls, as --exhaustive does",
+        help="check shapes and dtypes of all calls; tests of refusals then see other errors",
     )
 
 
@@ -86,7 +86,7 @@ def pytest_configure(config):
 
     # CI does so in files that call the engine's rooms: what looks at each call takes a fifth of the time that
     # tests take, however little it checks. Annotations of what is imported before this are not checked.
-    if config.getoption("annotations") or config.getoption("exhaustive"):
+    if config.getoption("annotations"):
         jaxtyping.install_import_hook(["dllm_jax", "pallas_kernels"], "tests.checked")
 
 
