@@ -1,7 +1,5 @@
 """The decoder's arithmetic as free functions: norm, projections, guidance, cosine."""
 
-import string
-
 import jax
 import jax.numpy as jnp
 from jax.lax import Precision
@@ -52,13 +50,14 @@ def einsum(
 
 
 def _in_order_of_names(formula: str) -> str:
-    """The same formula, whose axes have the names a, b, ... in the order in which they appear.
+    """The same formula, whose summed axes have their names in the order in which the matrix stores the axes.
 
     `jnp.einsum` sums axes in the order of their names. Where a matrix stores them in another order, XLA's
-    CPU compiler turns the whole matrix around in every call.
+    CPU compiler transposes the whole matrix in every call.
     """
-    names = "".join(dict.fromkeys(filter(str.isalpha, formula)))
-    return formula.translate(str.maketrans(names, string.ascii_lowercase[: len(names)]))
+    operands, result = formula.split("->")
+    summed = "".join(axis for axis in operands.split(",")[1] if axis not in result)
+    return formula.translate(str.maketrans(summed, "".join(sorted(summed))))
 
 
 def _updated(formula: str, x: Float[Array, "..."], y: LowRankMatrix, out) -> Float[Array, "..."]:

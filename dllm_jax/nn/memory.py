@@ -44,14 +44,20 @@ def same_in_all_loops(
 
 def heads_first_on_tpu(x: Float[Array, "b q h d"], rules: MeshRules | None = None) -> Float[Array, "b q h d"]:
     """Projected heads, heads first on TPUs, where XLA would else turn their weights around."""
-    order = lambda x: jax.lax.platform_dependent(x, tpu=_heads_first, default=lambda x: x)
-    return _on_each_device(order, x, rules, "bqhd")
+    return _on_tpu(_heads_first, x, rules)
 
 
 def as_named_on_tpu(x: Float[Array, "b q h d"], rules: MeshRules | None = None) -> Float[Array, "b q h d"]:
     """New keys of a layer's slots, as named on TPUs: XLA would turn the whole stack to their order."""
-    order = lambda x: jax.lax.platform_dependent(x, tpu=_as_named, default=lambda x: x)
-    return _on_each_device(order, x, rules, "bqhd")
+    return _on_tpu(_as_named, x, rules)
+
+
+def _on_tpu(
+    order: Callable[[Array], Array], x: Float[Array, "b q h d"], rules: MeshRules | None
+) -> Float[Array, "b q h d"]:
+    """Heads in this order on TPUs."""
+    on_tpu = lambda x: jax.lax.platform_dependent(x, tpu=order, default=lambda x: x)
+    return _on_each_device(on_tpu, x, rules, "bqhd")
 
 
 def apart_on_cuda(x: Float[Array, "b q m"], product: int) -> Float[Array, "b q m"]:
