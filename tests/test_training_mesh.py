@@ -58,8 +58,8 @@ for lengths, names, family, form, options in CASES[skipped:]:
     alone, whole, _ = curve(model, **options)
     losses, state, setup = curve(model, mesh, **options)
     np.testing.assert_allclose(losses, alone, rtol=1e-5, err_msg=str(names))
-    # Muon's iteration brings small singular values, and their rounding, to the size of large ones.
-    apart = 1e-3 if "muon" in options else 3e-4
+    # On one device, weights that differ by rounding give parameters 4.0e-4 apart with Muon, 2.8e-4 without.
+    apart = 5e-4 if "muon" in options else 3e-4
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=apart, err_msg=str(names))
     jax.tree.map(close, whole.params, state.params)
     data, tensor = mesh.shape.get("fsdp", 1), mesh.shape.get("tp", mesh.shape.get("model", 1))
