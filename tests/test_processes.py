@@ -69,7 +69,7 @@ READ = """
 from pathlib import Path
 import numpy as np
 import dllm_jax as dj
-from dllm_jax.checkpoint import hf, save_hf
+from dllm_jax.checkpoint import save_hf, tensors
 
 hugging_face, converted, out = paths
 read = 0
@@ -107,7 +107,7 @@ class Opened:
         return Counted(self.opened.get_slice(name))
 
 
-safe_open, hf.safe_open = hf.safe_open, Opened
+safe_open, tensors.safe_open = tensors.safe_open, Opened
 of_files = lambda: int(Path("/proc/self/io").read_text().split()[1])
 
 

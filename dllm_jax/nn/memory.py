@@ -111,3 +111,13 @@ def read_before_write(read: Float[Array, "..."], inputs: PyTree) -> PyTree:
     """
     never = jnp.any(read == jnp.inf)
     return jax.tree.map(lambda a: jnp.where(never, jnp.zeros_like(a), a), inputs)
+
+
+def after_on_tpu(first: Float[Array, "..."], then: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`then`, unchanged, but on TPUs available only after `first`, which must not hold infinity.
+
+    For what needs VMEM beside an MLP: while XLA may compute it before or after the MLP, it leaves the MLP's
+    widest result in main memory.
+    """
+    follow = lambda first, then: read_before_write(first, then)
+    return jax.lax.platform_dependent(first, then, tpu=follow, default=lambda first, then: then)

@@ -10,9 +10,10 @@ from jaxtyping import Array, Bool, Float
 from typing_extensions import override
 
 from dllm_jax.nn.layer import Layer
+from dllm_jax.nn.memory import after_on_tpu
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NoneMeans, PositiveInt, TracedPositiveInt, TracedWidth
-from dllm_jax.policies.base import Policy, halvings
+from dllm_jax.policies.base import Policy
 from dllm_jax.policies.parts import rollout
 from dllm_jax.policies.parts.d2cache_sets import Salience, candidates, inflated, prior
 from dllm_jax.state.cache import KV, Cache, LayerCache
@@ -102,13 +103,12 @@ class D2Cache(Policy):
         known = cache.shared
         rolls = True if self.rollout_layers is None else layer.index < self.rollout_layers
         rolled = roll(known.rolled) if rolls is True else jax.lax.cond(rolls, roll, lambda c: c, known.rolled)
-        return layer.finish(x, o), cache._replace(shared=known._replace(rolled=rolled))
+        return layer.finish(x, after_on_tpu(rolled, o)), cache._replace(shared=known._replace(rolled=rolled))
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
-        """Halvings of the canvas down to an eighth, then a 32nd: narrow steps wait for the weights anyhow."""
-        ladder = halvings(layout.length)
-        return (*ladder[-6:-5], *ladder[-4:-1])
+        """An eighth of the canvas and three: narrower steps wait for the weights anyhow."""
+        return (-(-layout.length // 8), -(-3 * layout.length // 8))
 
     @property
     @override
