@@ -6,6 +6,7 @@ import io
 import json
 import pathlib
 import re
+import runpy
 import shutil
 import sys
 import unittest.mock
@@ -109,15 +110,16 @@ OPTIONS = ["--length", "4", "--block", "2"]
 
 
 @pytest.mark.exhaustive
-def test_the_example_streams_prints_and_writes_pages(tmp_path, capsys):
-    namespace = {"__name__": "example"}
-    exec(compile(WATCH.read_text(), str(WATCH), "exec"), namespace)
-    namespace["main"](tmp_path)
+def test_the_example_streams_prints_and_writes_pages(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(WATCH), "--out", str(tmp_path)])
+    runpy.run_path(str(WATCH), run_name="__main__")
     text = capsys.readouterr().out
-    assert text.count("step 4, block 1: 211<|eot_id|>") == 3
+    assert text.count("step 7, block 3: P>L;L>G;G>M;M>V;V>Z;Z>B;B>W;<|eot_id|>") == 3
     pages = {file.name: file.read_text(encoding="utf-8") for file in tmp_path.iterdir()}
     assert pages.keys() == {"answer.html", "policies.html"}
-    assert "DKVDecode(refresh_every=8" in pages["policies.html"]
+    assert all(
+        f'"name":"{name}"' in pages["policies.html"] for name in ("Policy", "DualCache", "ElasticCache")
+    )
 
 
 def chat(monkeypatch, typed: str, *options: str) -> int:
