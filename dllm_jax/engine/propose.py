@@ -14,7 +14,7 @@ from dllm_jax.nn.layer import unembed
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.samplers.candidates import Candidates
 from dllm_jax.state.canvas import Canvas, repeat, stream
-from dllm_jax.state.rows import Rows, compact, gather, gather_in_turn
+from dllm_jax.state.rows import Rows, compact, gather
 from pallas_kernels.counting import any_marked
 
 
@@ -58,7 +58,7 @@ def propose(
         slot = jnp.where(holds_token, rows.index.shape[1] + place_in_shadow(canvas, index), slot)
     elif verifying is not None and not spec.shifted:
         slot = jnp.where(verifying[:, None], rows.index.shape[1] + place_in_shadow(canvas, index), slot)
-    logits = unembed(generation.model.params, spec, gather_in_turn(hidden, repeat(slot, plan.streams)))
+    logits = unembed(generation.model.params, spec, gather(hidden, repeat(slot, plan.streams)))
 
     # Classifier-free guidance: the two streams' logits are combined before anything looks at them.
     if plan.streams == 2:

@@ -11,7 +11,6 @@ from jaxtyping import Array, Bool, Int, Shaped
 from dllm_jax.nn.mask import Mask
 from pallas_kernels.topk_evict.xla import listed
 
-AT_ONCE = 64  # rows that a TPU gathers in a loop
 FEW = 32  # entries of a list that are compared with each position: XLA makes a single loop of them
 
 
@@ -150,20 +149,6 @@ def gather(x: Shaped[Array, "b l *d"], index: Int[Array, "b q"]) -> Shaped[Array
     index = jnp.minimum(index, x.shape[1] - 1)
     index = index.reshape(*index.shape, *[1] * (x.ndim - 2))
     return jnp.take_along_axis(x, index, axis=1, mode="promise_in_bounds")
-
-
-def gather_in_turn(x: Shaped[Array, "b l m"], index: Int[Array, "b q"]) -> Shaped[Array, "b q m"]:
-    """As `gather`; on TPUs `AT_ONCE` positions after the other, which XLA compiles much faster."""
-    b, q = index.shape
-    if q <= AT_ONCE:
-        return gather(x, index)
-
-    def in_turn(x: Array, index: Array) -> Array:
-        parts = jnp.pad(index, ((0, 0), (0, -q % AT_ONCE))).reshape(b, -1, AT_ONCE)
-        found = jax.lax.map(lambda part: gather(x, part), jnp.swapaxes(parts, 0, 1))
-        return jnp.swapaxes(found, 0, 1).reshape(b, -1, x.shape[2])[:, :q]
-
-    return jax.lax.platform_dependent(x, index, tpu=in_turn, default=gather)
 
 
 def scatter(
