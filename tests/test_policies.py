@@ -216,7 +216,7 @@ def test_which_static_widths_a_generation_compiles():
     assert widths(policies.Policy()) == ()
     assert widths(policies.DualCache()) == widths(policies.SparseDLLM()) == (32,)
     assert widths(policies.DLLMCache()) == widths(policies.MaskKV()) == (256,)
-    assert widths(policies.D2Cache()) == (160, 480)
+    assert widths(policies.D2Cache()) == (160, 352)
     assert widths(policies.DualCache(), (8, 1280)) == (8,)
     assert widths(policies.SparseDLLM(), (8, 1280)) == (8, 32)
     assert widths(policies.DualCache(), (10**6,)) == ()

@@ -23,6 +23,8 @@ from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import Rows
 from dllm_jax.traced import Count, Number, Traced
 
+MASKS = 32  # k by default
+
 
 @dataclasses.dataclass(frozen=True)
 class D2Cache(Policy):
@@ -54,7 +56,7 @@ class D2Cache(Policy):
       divided by the density.
     """
 
-    k: TracedPositiveInt = 32
+    k: TracedPositiveInt = MASKS
     sigma: TracedWidth = 10.0
     p: Annotated[Number, Interval(ge=0, le=1), Traced(unless=1)] = 0.1
     inflate: Annotated[Count, Ge(0), Traced(unless=0)] = 0
@@ -107,8 +109,12 @@ class D2Cache(Policy):
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
-        """An eighth of the canvas and three: narrower steps wait for the weights anyhow."""
-        return (-(-layout.length // 8), -(-3 * layout.length // 8))
+        """An eighth of the canvas, and a quarter beside as many masks as M* has by default.
+
+        Narrower steps of a large model wait for the weights anyhow.
+        """
+        some = -(-layout.length // 8), -(-layout.length // 4) + MASKS
+        return tuple(width for width in some if width < layout.length)
 
     @property
     @override
