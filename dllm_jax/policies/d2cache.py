@@ -109,12 +109,12 @@ class D2Cache(Policy):
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
-        """An eighth of the canvas, and a quarter beside as many masks as M* has by default.
+        """An eighth of the canvas; and a quarter beside the default masks of M*, at most a half.
 
         Narrower steps of a large model wait for the weights anyhow.
         """
-        some = -(-layout.length // 8), -(-layout.length // 4) + MASKS
-        return tuple(width for width in some if width < layout.length)
+        eighth, quarter, half = (-(-layout.length // part) for part in (8, 4, 2))
+        return (eighth, min(quarter + MASKS, half))
 
     @property
     @override
