@@ -119,5 +119,13 @@ def after_on_tpu(first: Float[Array, "..."], then: Float[Array, "..."]) -> Float
     For what needs VMEM beside an MLP: while XLA may compute it before or after the MLP, it leaves the MLP's
     widest result in main memory.
     """
-    follow = lambda first, then: read_before_write(first, then)
-    return jax.lax.platform_dependent(first, then, tpu=follow, default=lambda first, then: then)
+    return jax.lax.platform_dependent(first, then, tpu=read_before_write, default=lambda first, then: then)
+
+
+def after_on_cuda(first: Float[Array, "..."], then: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`then`, unchanged, but on CUDA available only after `first`, which must not hold infinity.
+
+    For statistics of a layer's attention scores that nothing needs before the last layer: XLA would compute
+    them there, and hold the scores of all layers until then.
+    """
+    return jax.lax.platform_dependent(first, then, cuda=read_before_write, default=lambda first, then: then)

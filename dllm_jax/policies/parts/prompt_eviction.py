@@ -17,6 +17,7 @@ from dllm_jax.eviction.attending import attend_to_kept, prompt_pairs
 from dllm_jax.eviction.pair_store import PairStore, empty
 from dllm_jax.nn.layer import Layer, of_layer
 from dllm_jax.nn.mask import block_start, key_mask
+from dllm_jax.nn.memory import after_on_cuda
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt
@@ -153,6 +154,7 @@ class PromptEviction(Policy):
         # Equations 7 and 14: votes and each head's preference choose what is kept (equation 16). What is
         # dense needs no pair.
         seen = eviction.evidence(self.votes, layer, q, k, lse, mask, keys[0], canvas)
+        o = after_on_cuda(seen.votes, o)
         packed = np.arange(canvas.layout.prompt) < columns
         seen = seen._replace(votes=jnp.where(packed, seen.votes, -jnp.inf))
         return o, self.keep_best(layer, pairs, seen, (prompt_k, prompt_v), due & chooses, due, canvas)
