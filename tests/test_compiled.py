@@ -154,8 +154,13 @@ def test_recorded_programs_copy_little_and_slices_exchange_little():
         assert all(copy["bytes"] < 2**24 for row in rows for copy in row["loop_copies"])
     for name in ("compiled_v5e_tp4", "compiled_v5e_dp2_tp4", "compiled_v5p_tp4"):
         for row in (row for row in rows_of(name) if row["policy"] in ("Policy", "DualCache")):
-            assert row["full_step"]["collectives_per_layer"] * row["layers"] <= 2 * row["layers"] + 8
-            assert all(copy["bytes"] < 3 * 2**20 for copy in row["loop_copies"])  # activations
+            assert row["full_step"]["collectives_per_layer"] * row["layers"] <= 2 * row["layers"] + 10
+            # Activations, and in full steps the pairs of sequences that take turns.
+            small = lambda copy: copy["bytes"] < 3 * 2**20
+            assert all(
+                small(c) or c["of"].endswith("full_step/cond/branch_0_fun/reshape")
+                for c in row["loop_copies"]
+            )
 
 
 def test_rows_about_compiled_programs_are_of_the_files(capsys):
