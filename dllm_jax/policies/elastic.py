@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from dllm_jax.nn.attention import weights
 from dllm_jax.nn.layer import Layer, put_of_layer
-from dllm_jax.nn.memory import read_before_write
+from dllm_jax.nn.memory import after_on_cuda, read_before_write
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt
 from dllm_jax.policies.base import Policy, halvings
@@ -139,7 +139,7 @@ class ElasticCache(Policy):
             jnp.where(drifted, layer.index + 1, start),
             put(drift.similarity, jnp.where(wide, jnp.inf, similarity)),
         )
-        return x, cache._replace(shared=drift)
+        return after_on_cuda(votes, x), cache._replace(shared=drift)
 
     @override
     def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
