@@ -74,6 +74,14 @@ def test_rollout_of_a_whole_step_with_a_frozen_row_and_poisoned_padding():
     np.testing.assert_allclose(ours[1], 1.0)
 
 
+def test_rows_of_the_rollout_in_turn_are_the_product():
+    """TPUs compute it in parts, of which the last one is filled up."""
+    rng = np.random.default_rng(0)
+    attention, c = (rng.random(shape, np.float32) for shape in ((2, 300, 20), (2, 20, 30)))
+    ours = jax.jit(rollout.times_in_turn)(jnp.asarray(attention), jnp.asarray(c))
+    np.testing.assert_allclose(ours, np.einsum("bqr,brl->bql", attention, c), rtol=1e-5)
+
+
 @few
 @given(coarse(9), bits(9), st.sampled_from([0.0, 0.1234, 0.37, 0.613, 1.0]))
 def test_nucleus(weight, among, p):

@@ -58,18 +58,19 @@ def roll(
 
 
 def _times(attention: Float[Array, "b q r"], c: Float[Array, "b r l"]) -> Float[Array, "b q l"]:
-    """The product of attention and C; on TPUs of `ROWS_AT_ONCE` rows after the other."""
+    """The product of attention and C."""
+    whole = lambda attention, c: einsum("bqr,brl->bql", attention, c)
+    if attention.shape[1] <= 2 * ROWS_AT_ONCE:
+        return whole(attention, c)
+    return jax.lax.platform_dependent(attention, c, tpu=times_in_turn, default=whole)
+
+
+def times_in_turn(attention: Float[Array, "b q r"], c: Float[Array, "b r l"]) -> Float[Array, "b q l"]:
+    """The product of attention and C, `ROWS_AT_ONCE` rows after the other."""
     b, q, r = attention.shape
-    whole = lambda attention: einsum("bqr,brl->bql", attention, c)
-    if q <= 2 * ROWS_AT_ONCE:
-        return whole(attention)
-
-    def in_turn(attention: Array) -> Array:
-        parts = jnp.pad(attention, ((0, 0), (0, -q % ROWS_AT_ONCE), (0, 0))).reshape(b, -1, ROWS_AT_ONCE, r)
-        products = jax.lax.map(whole, jnp.swapaxes(parts, 0, 1))
-        return jnp.swapaxes(products, 0, 1).reshape(b, -1, c.shape[2])[:, :q]
-
-    return jax.lax.platform_dependent(attention, tpu=in_turn, default=whole)
+    parts = jnp.pad(attention, ((0, 0), (0, -q % ROWS_AT_ONCE), (0, 0))).reshape(b, -1, ROWS_AT_ONCE, r)
+    products = jax.lax.map(lambda part: einsum("bqr,brl->bql", part, c), jnp.swapaxes(parts, 0, 1))
+    return jnp.swapaxes(products, 0, 1).reshape(b, -1, c.shape[2])[:, :q]
 
 
 def column_sums(c: Float[Array, "b q l"], rows: Rows, valid: Bool[Array, "b l"]) -> Float[Array, "b l"]:
