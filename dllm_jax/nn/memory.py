@@ -66,7 +66,7 @@ def apart_on_cuda(x: Float[Array, "b q m"], product: int) -> Float[Array, "b q m
     On CUDA, XLA merges products of the same inputs (dot-merger): in every step it writes their matrices side
     by side into memory, and reads them again. On an H100 at LLaDA-8B's shape that took 1.45 of the 27.2 ms of
     a full step of 1056 positions. Products of few positions read both where they lie, and may merge. So do
-    those over a mesh: parts of matrices are smaller than the inputs, which would be written in their place.
+    those over a mesh: its devices' parts of matrices are smaller than the inputs, which would be written.
 
     Args:
       x: Inputs of all the products.
