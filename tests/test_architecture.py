@@ -16,7 +16,7 @@ STATE = NETWORK | {"state"}
 POLICIES = STATE | {"eviction", "policies"}
 MAY_IMPORT = {
     "traced": set(), "options": {"traced", "options"}, "provenance": set(), "command_line": {"starting"},
-    "interrupts": set(), "starting": set(),
+    "interrupts": set(), "locks": set(), "starting": set(),
     "nn": NETWORK, "state": STATE,
     "samplers": STATE | {"samplers"},  # a sampler never imports a policy, nor a policy a sampler
     "eviction": STATE | {"eviction"}, "policies": POLICIES,

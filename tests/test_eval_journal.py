@@ -74,16 +74,16 @@ def test_of_two_writers_the_second_is_refused_and_nothing_is_lost(tmp_path):
     first, second = Journal(path), Journal(path)
     for i in range(3):
         first.add([entry(f"first {i}", "1")])
-        with pytest.raises(ValueError, match=r"journal\.jsonl: another evaluation is adding its answers"):
+        with pytest.raises(ValueError, match=r"journal\.jsonl: another run is adding answers"):
             second.add([entry(f"second {i}", "2")])
-        with pytest.raises(ValueError, match="another evaluation"):
+        with pytest.raises(ValueError, match="another run"):
             second.claim()
     assert second.entries == {}
     assert len(Journal(path).entries) == 3  # reading needs no lock
     first.close()
     second.add([entry("second", "2")])
     assert set(Journal(path).entries) == {"first 0", "first 1", "first 2", "second"} == set(second.entries)
-    with pytest.raises(ValueError, match="another evaluation"):
+    with pytest.raises(ValueError, match="another run"):
         first.add([entry("first", "1")])
 
 
@@ -96,7 +96,7 @@ def test_the_lock_ends_with_the_process_that_holds_it(tmp_path):
     with subprocess.Popen([sys.executable, "-c", hold, str(path)], stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"holds\n"
-        with pytest.raises(ValueError, match="another evaluation"):
+        with pytest.raises(ValueError, match="another run"):
             Journal(path).claim()
         holder.kill()
     Journal(path).add([entry("a", "1")])

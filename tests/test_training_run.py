@@ -1,4 +1,6 @@
 import dataclasses
+import errno
+import fcntl
 import functools
 import json
 import os
@@ -15,6 +17,7 @@ import optax
 import pytest
 import tyro
 
+from dllm_jax import locks
 from dllm_jax.command_line import plain_errors
 from dllm_jax.command_line import run as run_command
 from dllm_jax.interrupts import uninterrupted
@@ -95,6 +98,43 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(tmp_path):
     refuses(message, interrupted, error=KeyboardInterrupt)
     entries = lambda run: [(entry["step"], entry["loss"]) for entry in run.log]
     assert entries(run(Counting(), directory=tmp_path / "a")) == entries(run(Counting()))
+
+
+def test_a_second_training_in_a_directory_is_refused_and_changes_nothing(tmp_path):
+    """The second begins when the first has a checkpoint, from the same process or another (`kills`)."""
+    run = functools.partial(train, tiny("llada"), config=CONFIG, directory=tmp_path, progress=False)
+    held = lambda: {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    hold = (
+        "import sys; from pathlib import Path; from dllm_jax.training.run_directory import RunDirectory\n"
+        "files = RunDirectory(Path(sys.argv[1]), {}); print('holds', flush=True); sys.stdin.read()"
+    )
+
+    class Meanwhile(Counting):
+        def batch(self, memory, step):
+            if step == 6:
+                before = held()
+                refuses(rf"^directory='{tmp_path}' is in use: another run trains in it\. Wait", run, Never())
+                assert held() == before
+            return super().batch(memory, step)
+
+    run(Meanwhile())
+    assert len(run(Never()).log) == 5
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", hold, str(tmp_path)], stdin=pipe, stdout=pipe) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"holds\n"
+        refuses("is in use: another run trains", run, Never())
+        holder.kill()
+    assert len(run(Never()).log) == 5
+
+
+def test_a_file_system_without_locks_warns_and_goes_on(tmp_path, monkeypatch):
+    def unknown(file, flags):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unknown)
+    with pytest.warns(locks.NoLockWarning, match=r"log\.jsonl: its file system has no locks"):
+        train(tiny("llada"), Counting(), CONFIG, directory=tmp_path, progress=False)
 
 
 def test_an_interrupt_waits_until_a_file_is_written_and_ends_a_command_in_one_line(capsys):

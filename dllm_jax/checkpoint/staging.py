@@ -1,12 +1,12 @@
 """Writes a directory atomically: whenever the process dies, it is either absent or complete."""
 
 import contextlib
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from dllm_jax import locks
 from dllm_jax.options import absolute
 
 
@@ -101,7 +101,7 @@ def _clear_up(destination: Path, partial: Path, old: Path):
     shutil.rmtree(old, ignore_errors=True)
     if partial.exists():
         try:
-            with _locked(partial, fcntl.LOCK_NB):
+            with _locked(partial, wait=False):
                 shutil.rmtree(partial)
         except BlockingIOError:
             raise FileExistsError(f"{destination} is being written by another process") from None
@@ -123,11 +123,11 @@ def _sync(path: Path):
 
 
 @contextlib.contextmanager
-def _locked(path: Path, flags: int = 0) -> Iterator[None]:
+def _locked(path: Path, wait: bool = True) -> Iterator[None]:
     """Locks a directory; the lock dies with the process."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
+        locks.hold(descriptor, path, wait)
         yield
     finally:
         os.close(descriptor)

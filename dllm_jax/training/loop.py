@@ -64,7 +64,7 @@ def train(
       model: Initial model; not changed.
       source: the batches, see `Source`; `Batches` wraps a function of the step.
       config: options.
-      directory: Directory of checkpoints and the log; None keeps everything in memory.
+      directory: Directory of checkpoints and the log, of one run at a time; None keeps everything in memory.
       optimizer: any transformation of optax, in place of the one that `config` describes; it sees what is
         trained, in float32 for bfloat16 models. Or a mapping from names in `trainable` to transformations,
         None for what is frozen.
@@ -81,8 +81,8 @@ def train(
       progress: show a progress bar.
 
     Raises:
-      ValueError: the directory holds a run of another model, of more steps or with another configuration;
-        options that do not go together; a batch that the mesh does not divide.
+      ValueError: another run trains in the directory, or it holds a run of another model, of more steps or
+        with another configuration; options that do not go together; a batch that the mesh does not divide.
       TypeError: an optimizer that is none.
       FloatingPointError: the loss is not finite.
       KeyboardInterrupt: Ctrl-C, with a message that says which step the directory holds. A checkpoint that is

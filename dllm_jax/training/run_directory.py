@@ -3,11 +3,12 @@
 A checkpoint holds the run's configuration, a `Record`, with which that of a resumed run is compared.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,12 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 from jaxtyping import Array, PyTree
 
+from dllm_jax import locks
 from dllm_jax.nn.keys import THREEFRY
 from dllm_jax.nn.mesh import number_modes
 from dllm_jax.nn.model import Model
-from dllm_jax.options import check_argument
+from dllm_jax.options import check_argument, shown
 from dllm_jax.training.setup import Setup, Trainable, labels, parameters
 from dllm_jax.training.source import Memory
 from dllm_jax.training.state import TrainState
@@ -29,6 +32,7 @@ from dllm_jax.training.state import TrainState
 Record = dict[str, Any]
 LogEntry = dict[str, Any]
 STATE, SOURCE, CONFIGURATION, LOG = "state", "source", "configuration", "log"
+LOG_FILE = "log.jsonl"
 # Options that change no step that was done, but for rounding. "steps" and "decay" are compared by the rates
 # that they gave.
 FREE = ("steps", "decay", "save_every", "accumulate", "remat")
@@ -41,23 +45,37 @@ class RunDirectory:
     configuration and the log so far; `log.jsonl` beside them is for people. A context manager. Orbax writes
     beside the target and renames, so a run killed at any moment leaves complete checkpoints only. With
     several processes all call every method, and each writes and reads what its devices hold.
+
+    One run at a time has a directory. Its first process holds the lock of `log.jsonl`, which the system takes
+    back when that process ends, however it ends.
+
+    Raises:
+      ValueError: another run trains in the directory.
+      OSError: the directory or the log cannot be made.
     """
 
     def __init__(self, root: Path, record: Record, keep: int = 2):
         root.mkdir(parents=True, exist_ok=True)
+        self._root, self._record, self._log = root, record, root / LOG_FILE
+        self._folder = root.absolute() / "checkpoints"
+        with contextlib.ExitStack() as held:
+            # Claimed before Orbax looks at the checkpoints: it removes those that are being written.
+            _together(lambda: _claim(self._log, held), str(root))
+            self._manager = self._opened(keep)
+            held.callback(self._manager.close)
+            self._held = held.pop_all()
+
+    def _opened(self, keep: int) -> ocp.CheckpointManager:
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
         handlers = {name: ocp.JsonCheckpointHandler() for name in (SOURCE, CONFIGURATION, LOG)}
         handlers = {STATE: ocp.StandardCheckpointHandler(), **handlers}
-        self._root, self._record = root, record
-        self._folder = root.absolute() / "checkpoints"
-        self._manager = ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
-        self._log = root / "log.jsonl"
+        return ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
 
     def __enter__(self) -> "RunDirectory":
         return self
 
     def __exit__(self, *error: object):
-        self._manager.close()
+        self._held.close()
 
     @property
     def step(self) -> int | None:
@@ -127,6 +145,33 @@ class RunDirectory:
         if jax.process_index() == 0:
             with self._log.open(mode, encoding="utf-8") as out:
                 out.writelines(json.dumps(entry) + "\n" for entry in entries)
+
+
+def _claim(log: Path, held: contextlib.ExitStack):
+    """Locks a run's log until `held` is closed; raises ValueError if another run holds it."""
+    try:
+        locks.hold(held.enter_context(log.open("ab")), log)
+    except BlockingIOError:
+        raise ValueError(
+            f"directory={shown(str(log.parent))} is in use: another run trains in it. Wait until it has ended, "
+            "or choose another directory."
+        ) from None
+
+
+def _together(claim: Callable[[], None], where: str):
+    """Lets the first process claim a directory; the others hear whether it could, and raise OSError if not."""
+    failure: Exception | None = None
+    if jax.process_index() == 0:
+        try:
+            claim()
+        except (ValueError, OSError) as error:  # the others must hear of it, or they would wait for ever
+            failure = error
+    if jax.process_count() > 1:
+        failed = multihost_utils.broadcast_one_to_all(np.int32(failure is not None))
+        if failed and failure is None:
+            failure = OSError(f"{where} was not claimed: the first process failed, and says why")
+    if failure is not None:
+        raise failure
 
 
 def _saved(state: TrainState) -> dict[str, Any]:

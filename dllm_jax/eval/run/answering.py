@@ -77,8 +77,7 @@ class Answering(abc.ABC, Generic[Item]):
         """
         keyed = [(self.key(item), item) for item in items]
         journal = Journal() if journal is None else journal
-        failed = lambda key: key not in journal.entries or journal.entries[key]["error"] is not None
-        unanswered = lambda: {key: item for key, item in keyed if failed(key)}
+        unanswered = lambda: {key: item for key, item in keyed if not journal.has_answer(key)}
         try:
             # Who else adds to the journal is found out before anything is computed; it may be longer by then.
             if unanswered():

@@ -2,13 +2,14 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 
 def read_text(path: Path) -> str:
-    """The text of a UTF-8 file.
+    """The text of a UTF-8 file, without a byte order mark (as Excel, Notepad and PowerShell write it).
 
     Raises:
       FileNotFoundError: no such file.
@@ -17,7 +18,7 @@ def read_text(path: Path) -> str:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         byte = error.object[error.start]
@@ -82,10 +83,19 @@ def _value(text: str, path: Path, first: int) -> Any:
         raise ValueError(f"{path}:{first}: not JSON: nested too deeply") from None
 
 
+def as_json(value: Any, indent: int | None = None) -> str:
+    """Encodes a value as JSON that UTF-8 can hold: lone surrogates, as a broken text has them, as escapes."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False)
+    return text if text.isascii() else re.sub("[\ud800-\udfff]", lambda found: rf"\u{ord(found[0]):04x}", text)
+
+
 def write_json(path: Path, value: Any):
     """Writes a JSON file and its folders atomically: to a temporary file, which is then renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A reader, or a run that is killed here, sees the old file or the new one.
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(part, path)
+    # A reader, or a run that is killed here, sees the old file or the new one; two runs have a part each.
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(as_json(value, indent=1) + "\n", encoding="utf-8")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)

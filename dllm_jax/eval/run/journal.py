@@ -5,29 +5,54 @@ writes to it at a time: it holds a lock, which the system takes back when the ru
 """
 
 import contextlib
-import fcntl
+import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from dllm_jax import provenance
+from dllm_jax import locks, provenance
 from dllm_jax.eval.results.schema import Entry
+from dllm_jax.eval.run.files import as_json
+from dllm_jax.options import local_path, shown
+
+
+class Asked(NamedTuple):
+    """An item that a journal was asked about.
+
+    Attributes:
+      key: Key of its entry.
+      item: The item itself.
+    """
+
+    key: str
+    item: Any
 
 
 class Journal:
-    """Entries by request hash; the last one of each hash counts.
+    """Stores answers by key in a JSONL file, from which an interrupted run resumes.
 
-    A killed run leaves at most one unfinished line, the last; it is dropped. A journal is resumed by the
-    device and versions that began it only: a result names one of each, for all its answers and speeds.
+        with dj.Journal("answers.jsonl") as journal:
+            left = journal.left(questions)
+            for index, out in dj.generate_many(model, [ids(question) for _, question in left]):
+                journal.answer(left[index], tokenizer.decode(out.tokens[0, -32:]))
 
-    Anybody may read a journal. Who adds to it holds its lock from then on, until it is closed, forgotten, or
-    the process ends.
+    The last entry of a key counts. A killed run leaves at most one unfinished line, the last; it is dropped.
+    A journal is resumed by the device and versions that began it only: a result names one of each, for all
+    its answers and speeds.
+
+    Anybody may read a journal. A run that adds to it holds its lock from then on, until it is closed, or the
+    process ends.
 
     Args:
       path: Path of the file; created, with its folders, when it is claimed or first added to. None: entries
         are kept in memory alone.
+
+    Attributes:
+      path: Absolute path of the file, or None.
+      entries: Entry of each key: a dictionary with "key", "answer", "error" and what was added to these.
 
     Raises:
       ValueError: a broken line that is not the last, with file and line; or another device or version.
@@ -35,12 +60,65 @@ class Journal:
 
     _file = None  # locked, open for appending
 
-    def __init__(self, path: Path | None = None):
-        self.path = path
+    def __init__(self, path: str | os.PathLike[str] | None = None):
+        self.path = path = None if path is None else local_path("path", path)
         self.entries: dict[str, Entry] = {}
         self._whole = 0  # bytes up to the end of the last finished line
         if path is not None and path.exists():
             self._read(path.read_bytes())
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *error: object):
+        self.close()
+
+    def left(self, items: Iterable[Any], settings: Any = None) -> list[Asked]:
+        """Lists the items that have no answer yet, failed ones too, and claims the journal if there are any.
+
+        Args:
+          items: What is asked, such as texts: anything that JSON holds. Equal items are different requests,
+            told apart by their order.
+          settings: What else answers depend on, such as the model's name and the length. An item that was
+            answered with other settings has no answer.
+
+        Raises:
+          ValueError: another run adds to the journal; or an item or settings that JSON cannot hold.
+          OSError: the file cannot be made or locked.
+        """
+        asked = _asked(items, settings)
+        unanswered = lambda: [each for each in asked if not self.has_answer(each.key)]
+        if unanswered():
+            self.claim()  # another run may have answered some meanwhile
+        return unanswered()
+
+    def found(self, items: Iterable[Any], settings: Any = None) -> list[Entry | None]:
+        """Lists the entry of each item, in order; None where there is none. Arguments as of `left`."""
+        return [self.entries.get(each.key) for each in _asked(items, settings)]
+
+    def has_answer(self, key: str) -> bool:
+        """Whether a key has an answer; one whose last entry is a failure has none."""
+        return key in self.entries and self.entries[key]["error"] is None
+
+    def answer(self, asked: Asked, answer: Any, **more: Any):
+        """Appends the answer to an item of `left`, with `more` about it, such as costs; syncs it to disk.
+
+        Raises:
+          ValueError: another run adds to the journal, or JSON cannot hold the answer.
+          OSError: the file cannot be written, such as on a full disk; what was added before is kept.
+        """
+        self._add(asked, answer, None, more)
+
+    def fail(self, asked: Asked, error: Exception | str, **more: Any):
+        """Appends the reason why an item of `left` has no answer; `left` lists it again. See `answer`."""
+        reason = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        self._add(asked, None, reason, more)
+
+    def _add(self, asked: Asked, answer: Any, error: str | None, more: dict[str, Any]):
+        entry: Any = {"key": asked.key, "asked": asked.item, "answer": answer, "error": error}
+        if both := sorted(entry.keys() & more.keys()):
+            raise ValueError(f"{both[0]}={shown(more[both[0]])} has a name that every entry has: choose another")
+        self.add([entry | more])
 
     def claim(self):
         """Takes the journal's lock, which this journal keeps, and reads what others added before.
@@ -51,16 +129,15 @@ class Journal:
         """
         if self._file is not None or self.path is None:
             return
-        # The lock is the open file's: the system gives it back when the file closes, at a kill as well.
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by `close`)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locks.hold(file, self.path)
             self._read(self.path.read_bytes())
         except BaseException as error:
             file.close()
             if isinstance(error, BlockingIOError):
-                reason = "another evaluation is adding its answers to it: wait until it has ended"
+                reason = "another run is adding answers to it: wait until it has ended"
                 raise ValueError(f"{self.path}: {reason}, or choose another file or --out") from None
             raise
         self._file = file
@@ -84,7 +161,7 @@ class Journal:
         entries = list(entries)
         if self._file is not None:
             lines: list[Any] = [*([] if self._whole else [{"origin": origin()}]), *entries]
-            content = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
+            content = "".join(as_json(line) + "\n" for line in lines).encode()
             # An unfinished line, of a run that was killed or of a disk that was full, is cut off first.
             with open(self._file.fileno(), "ab", closefd=False) as file:
                 file.truncate(self._whole)
@@ -158,6 +235,22 @@ class Journal:
         self.add(new.values())
         self.close()
         return len(new)
+
+
+def _asked(items: Iterable[Any], settings: Any) -> list[Asked]:
+    """The items with their keys: hashes of settings, item, and how many equal items came before."""
+    if isinstance(items, str | bytes):
+        raise ValueError(f"items={shown(items)} must be several items, such as a list of texts")
+    asked, before = list[Asked](), Counter[str]()
+    for item in items:
+        try:
+            said = json.dumps([settings, item], sort_keys=True, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"item {shown(item)} or settings={shown(settings)} is not JSON: {error}") from None
+        repeat = f"#{before[said]}" if before[said] else ""
+        asked.append(Asked(hashlib.sha256(said.encode()).hexdigest() + repeat, item))
+        before[said] += 1
+    return asked
 
 
 def origin() -> dict[str, str]:
