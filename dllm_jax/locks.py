@@ -33,5 +33,5 @@ def hold(opened: IO[bytes] | int, path: Path, wait: bool = False):
     except OSError as error:
         if error.errno not in UNKNOWN:
             raise
-        message = f"{path}: its file system has no locks ({error.strerror}). Let one process alone write there"
+        message = f"{path}: its file system has no locks ({error.strerror}). Let one process write there"
         warnings.warn(message, NoLockWarning, stacklevel=3)

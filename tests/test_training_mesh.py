@@ -140,6 +140,7 @@ address, rank = arguments
 jax.config.update("jax_num_cpu_devices", 4)
 if address != "alone":
     jax.distributed.initialize(address, 2, int(rank))
+import fcntl
 import numpy as np
 from dllm_jax.training import Batch, Batches, TrainConfig, train
 from tests.models import tiny
@@ -156,6 +157,15 @@ for steps in (1, 2):
     config = TrainConfig(steps=steps, warmup=0, review_every=1, save_every=1)
     run = train(tiny("llada", vocab=64), Batches(batch), config, **options)
 print(*(entry["loss"] for entry in run.log))
+
+# Somebody else has the directory: the first process finds out, and the others hear of it.
+if rank == "0":
+    taken = open(directory + "/log.jsonl", "ab")
+    fcntl.flock(taken, fcntl.LOCK_EX)
+try:
+    train(tiny("llada", vocab=64), Batches(batch), config, **options)
+except (ValueError, OSError) as error:
+    print(f"{type(error).__name__}: {error}")
 """
 
 
@@ -169,10 +179,14 @@ def test_every_mesh_has_the_curve_of_one_device(tmp_path, pytestconfig):
 def test_two_processes_train_as_one(tmp_path):
     address, program = free_address(), COMMON + PROCESSES
     pair = [start(program, tmp_path / "pair", address, rank) for rank in range(2)]
-    (alone,) = output(start(program, tmp_path / "alone", "alone", 0))
+    alone, refused = output(start(program, tmp_path / "alone", "alone", 0))
+    assert "is in use: another run trains in it" in refused
     expected = [float(loss) for loss in alone.split()]
-    for process in pair:
-        losses = [float(loss) for loss in output(process)[-1].split()]
+    said = ("ValueError: directory=", "OSError: ")
+    for process, begins in zip(pair, said, strict=True):
+        *_, found, refused = output(process)
+        assert refused.startswith(begins)
+        losses = [float(loss) for loss in found.split()]
         assert len(losses) == 2
         assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 3e-5
     log = (tmp_path / "pair" / "log.jsonl").read_text().splitlines()

@@ -153,13 +153,13 @@ def _claim(log: Path, held: contextlib.ExitStack):
         locks.hold(held.enter_context(log.open("ab")), log)
     except BlockingIOError:
         raise ValueError(
-            f"directory={shown(str(log.parent))} is in use: another run trains in it. Wait until it has ended, "
-            "or choose another directory."
+            f"directory={shown(str(log.parent))} is in use: another run trains in it. Wait until it has "
+            "ended, or choose another directory."
         ) from None
 
 
 def _together(claim: Callable[[], None], where: str):
-    """Lets the first process claim a directory; the others hear whether it could, and raise OSError if not."""
+    """Lets the first process claim a directory; the others raise OSError if it could not."""
     failure: Exception | None = None
     if jax.process_index() == 0:
         try:

@@ -86,7 +86,7 @@ def _value(text: str, path: Path, first: int) -> Any:
 def as_json(value: Any, indent: int | None = None) -> str:
     """Encodes a value as JSON that UTF-8 can hold: lone surrogates, as a broken text has them, as escapes."""
     text = json.dumps(value, indent=indent, ensure_ascii=False)
-    return text if text.isascii() else re.sub("[\ud800-\udfff]", lambda found: rf"\u{ord(found[0]):04x}", text)
+    return re.sub("[\ud800-\udfff]", lambda found: rf"\u{ord(found[0]):04x}", text)
 
 
 def write_json(path: Path, value: Any):

@@ -117,7 +117,8 @@ class Journal:
     def _add(self, asked: Asked, answer: Any, error: str | None, more: dict[str, Any]):
         entry: Any = {"key": asked.key, "asked": asked.item, "answer": answer, "error": error}
         if both := sorted(entry.keys() & more.keys()):
-            raise ValueError(f"{both[0]}={shown(more[both[0]])} has a name that every entry has: choose another")
+            value = shown(more[both[0]])
+            raise ValueError(f"{both[0]}={value} is a name that every entry has. Choose another.")
         self.add([entry | more])
 
     def claim(self):
@@ -246,7 +247,8 @@ def _asked(items: Iterable[Any], settings: Any) -> list[Asked]:
         try:
             said = json.dumps([settings, item], sort_keys=True, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"item {shown(item)} or settings={shown(settings)} is not JSON: {error}") from None
+            given = f"item {shown(item)} or settings={shown(settings)}"
+            raise ValueError(f"{given} is not JSON: {error}") from None
         repeat = f"#{before[said]}" if before[said] else ""
         asked.append(Asked(hashlib.sha256(said.encode()).hexdigest() + repeat, item))
         before[said] += 1
