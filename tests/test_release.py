@@ -13,7 +13,8 @@ import yaml
 import dllm_jax as dj
 
 ROOT = pathlib.Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, GROUPS = PYPROJECT["project"], PYPROJECT["dependency-groups"]
 WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".github/workflows").iterdir()}
 
 
@@ -29,7 +30,10 @@ def test_versions_agree_and_the_changelog_names_every_policy_and_sampler():
 
 
 def test_workflows_run_what_exists_and_no_more_than_they_may():
-    """Actions are pinned; the oldest jax of the tests is the one that the package asks for."""
+    """Actions are pinned; the oldest jax of the tests is the one that the package asks for.
+
+    Versions of packages are held in pyproject.toml alone.
+    """
     assert {name for name, flow in WORKFLOWS.items() if flow["permissions"] != {"contents": "read"}} == set()
     assert WORKFLOWS["release"]["jobs"]["publish"]["permissions"] == {"id-token": "write"}
     jobs = [job for workflow in WORKFLOWS.values() for job in workflow["jobs"].values()]
@@ -40,7 +44,11 @@ def test_workflows_run_what_exists_and_no_more_than_they_may():
     assert extras <= PROJECT["optional-dependencies"].keys()
     oldest, newest = WORKFLOWS["ci"]["jobs"]["tests"]["strategy"]["matrix"]["include"]
     least = next(need for need in PROJECT["dependencies"] if need.startswith("jax>=")).split(",")[0]
-    assert oldest["jax"].split()[0] == least.replace(">=", "==")
+    assert GROUPS[oldest["jax"]][0] == least.replace(">=", "==")
+    assert newest["jax"] in GROUPS
+    ci = (ROOT / ".ci/run").read_text()
+    assert not re.search(r"[a-z]==\d", runs + ci)
+    assert set(re.findall(r"\$\(group (\w+)\)", ci)) == {"torch", "libtpu"} <= GROUPS.keys()
     assert newest["tests"].split()
     assert all((ROOT / file).exists() for file in newest["tests"].split())
 
