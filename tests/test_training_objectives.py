@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -200,6 +201,47 @@ def test_advantages_are_relative_to_the_group():
     spread = np.where(groups.std(1, keepdims=True) == 0, 1, groups.std(1, keepdims=True))
     np.testing.assert_allclose(group_advantages(rewards, 4), (centred / spread).ravel(), rtol=1e-6)
     assert not np.any(group_advantages(np.full(6, 0.1, np.float32), 3))  # not a rounding error over another
+
+
+STEP = float(np.nextafter(np.float32(1), np.float32(2)))  # of float32 after 1
+SUMMED = float(np.sum(np.full(9, 0.1, np.float32)))  # 0.9 but for rounding
+JITTED = jax.jit(group_advantages, static_argnums=(1, 2))
+
+
+@pytest.mark.parametrize("call", [group_advantages, JITTED], ids=["eager", "jit"])
+def test_advantages_know_no_scale_and_make_nothing_of_rounding(call):
+    """Rewards that are probabilities of answers, squares of losses, or sums in another order."""
+    at = lambda rewards, dtype: np.asarray(call(jnp.asarray(np.asarray(rewards, dtype)), 4, True))
+    for exponent in (-37, -30, -25, 0, 20, 25, 38):
+        for dtype in (np.float32, ml_dtypes.bfloat16):
+            found = at(np.array([1, 3, 2, 0]) * 10.0**exponent, dtype)
+            rtol = 1e-6 if dtype == np.float32 else 0.03
+            np.testing.assert_allclose(
+                found, np.array([-1, 3, 1, -3]) / np.sqrt(5), rtol=rtol, err_msg=exponent
+            )
+    whole = ([True, False, True, True], bool), ([2**31 - 1, 2**31 - 2] + 2 * [2**31 - 1], np.int32)
+    for rewards, dtype in (*whole, ([9, 8, 9, 9], np.uint8), ([1e6, 999999, 1e6, 1e6], np.float32)):
+        np.testing.assert_allclose(at(rewards, dtype), np.array([1, -3, 1, 1]) / np.sqrt(3), rtol=1e-6)
+    far = at([3e38, -3e38, 3e38, 0], np.float32)  # whose differences float32 does not hold
+    np.testing.assert_allclose(far, np.array([3, -5, 3, -1]) / np.sqrt(11), rtol=1e-6)
+    np.testing.assert_allclose(at([1e25, 1, 2, 3], np.float32), np.array([3, -1, -1, -1]) / np.sqrt(3))
+    for equal in ([1, 1, 1, STEP], [0.9, 0.9, SUMMED, 0.9], [0] * 4, [-1e-30 * STEP, -1e-30, -1e-30, -1e-30]):
+        for normalise in (True, False):
+            assert not np.any(call(jnp.asarray(equal, jnp.float32), 4, normalise)), equal
+
+
+def test_advantages_of_numbers_of_the_host_are_computed_in_float64():
+    for scale in (1e-300, 1e300):
+        found = group_advantages([scale, 3 * scale, 2 * scale, 0], 4)
+        np.testing.assert_allclose(found, np.array([-1, 3, 1, -3]) / np.sqrt(5), rtol=1e-6)
+    assert not np.any(group_advantages([0.9, 0.9, SUMMED, 0.9], 4))
+    refuses(
+        "advantages holds 7.5e\\+299; expected finite", lambda: group_advantages([1e300, 0, 0, 0], 4, False)
+    )
+    refuses(
+        "advantage holds 1e\\+300; expected finite",
+        lambda: grpo_loss(np.zeros((1, 2)), np.zeros((1, 2)), [1e300]),
+    )
 
 
 def test_grpo_is_the_formula():

@@ -1,5 +1,6 @@
 """Training and fine-tuning with LLaDA's masked-diffusion loss; resumable."""
 
+from dllm_jax.training.advantages import group_advantages
 from dllm_jax.training.batch import Batch
 from dllm_jax.training.config import TrainConfig
 from dllm_jax.training.estimators import Masks, elbo_masks, one_step_masks, response_log_probs, until_end
@@ -9,7 +10,6 @@ from dllm_jax.training.objectives import (
     PolicyMetrics,
     PreferenceMetrics,
     dpo_loss,
-    group_advantages,
     grpo_loss,
     vrpo_loss,
 )

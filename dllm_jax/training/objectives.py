@@ -14,8 +14,9 @@ from jaxtyping import Array, Bool, Float, Key
 from dllm_jax.nn.keys import one_key
 from dllm_jax.nn.mesh import number_modes
 from dllm_jax.nn.model import Model
-from dllm_jax.options import NonNegativeFloat, PositiveFloat, PositiveInt, check_argument
+from dllm_jax.options import NonNegativeFloat, PositiveFloat, check_argument
 from dllm_jax.state import host
+from dllm_jax.training.advantages import finite
 from dllm_jax.training.batch import Batch, check_rows, checked
 from dllm_jax.training.estimators import draw_levels, log_probs
 
@@ -157,36 +158,6 @@ def vrpo_loss(
 
 
 @number_modes()
-def group_advantages(
-    rewards: Float[Array, "b"] | Float[np.ndarray, "b"], group: int, normalise: bool = True
-) -> Float[Array, "b"]:
-    """Advantages relative to the group: (reward - mean) / standard deviation (GRPO, arXiv:2402.03300, 4.1.2).
-
-    Args:
-      rewards: Reward of each response; responses to one prompt are adjacent.
-      group: responses per prompt, at least 2.
-      normalise: divide by the group's standard deviation; d1 (arXiv:2504.12216) leaves that out, as Dr. GRPO
-        does (arXiv:2503.20783). A group of equal rewards has advantages of 0 either way.
-
-    Raises:
-      ValueError: rewards that are not finite, or a number of responses that is no multiple of `group`.
-    """
-    check_argument("group", group, Annotated[PositiveInt, Interval(ge=2)])
-    check_argument("normalise", normalise, bool)
-    rewards = _numbers("rewards", rewards)
-    if rewards.ndim != 1 or rewards.size % group or not rewards.size:
-        raise ValueError(f"rewards have shape {rewards.shape}; expected a multiple of group={group}")
-    grouped = rewards.reshape(-1, group)
-    # A_i = (r_i - mean) / std over the responses to one prompt; a group of equal rewards teaches nothing.
-    centred = grouped - jnp.mean(grouped, axis=1, keepdims=True)
-    if normalise:
-        spread = jnp.sqrt(jnp.mean(centred**2, axis=1, keepdims=True))
-        equal = jnp.max(grouped, axis=1, keepdims=True) == jnp.min(grouped, axis=1, keepdims=True)
-        centred = jnp.where(equal, 0.0, centred / jnp.where(equal, 1.0, spread))
-    return centred.reshape(-1)
-
-
-@number_modes()
 def grpo_loss(
     log_prob: Float[Array, "b r"],
     old: Float[Array, "b r"],
@@ -227,7 +198,7 @@ def grpo_loss(
     if (kl > 0) != (reference is not None):
         raise ValueError(f"kl={kl} and reference={'None' if reference is None else 'given'} go together")
     given = {"log_prob": log_prob, "old": old} | ({} if reference is None else {"reference": reference})
-    given, advantage = _floats(2, **given), _numbers("advantage", advantage)
+    given, advantage = _floats(2, **given), _advantages(advantage)
     counts = _counts(counted, given[0].shape)
     if advantage.shape != given[0].shape[:1]:
         raise ValueError(f"advantage has shape {advantage.shape}; expected {given[0].shape[:1]}")
@@ -272,14 +243,9 @@ def _floats(axes: int, **arrays: Any) -> list[Float[Array, "..."]]:
     return [jnp.asarray(array).astype(jnp.float32) for array in ours.values()]
 
 
-def _numbers(name: str, values: Any) -> Float[Array, "..."]:
-    """Finite numbers in float32; of traced ones the dtype alone is checked."""
-    array = host.array(name, values, "an array of numbers")
-    if not jnp.issubdtype(array.dtype, jnp.number) and array.dtype != bool:
-        raise ValueError(f"{name} has dtype {array.dtype}; expected numbers")
-    if not host.stays_on_devices(array) and not np.isfinite(array).all():
-        raise ValueError(f"{name} holds {array[~np.isfinite(array)][0]}; expected finite numbers")
-    return jnp.asarray(array).astype(jnp.float32)
+def _advantages(values: Any) -> Float[Array, "b"]:
+    """Advantages in float32."""
+    return jnp.asarray(finite("advantage", values, np.float32)).astype(jnp.float32)
 
 
 def _counts(counted: Any, shape: tuple[int, ...]) -> Bool[Array, "b r"]:
