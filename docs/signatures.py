@@ -1,7 +1,7 @@
 """Shows the options of functions that take `**options: Unpack[...]` in their signatures, with their defaults.
 
-griffe's own `unpack_typeddict` parses a docstring before it knows the options, and reports each described one as
-unknown. It shows no defaults either, as a `TypedDict` has none.
+griffe's own `unpack_typeddict` parses a docstring before it knows the options, and reports each described one
+as unknown. It shows no defaults either, as a `TypedDict` has none.
 """
 
 import inspect
