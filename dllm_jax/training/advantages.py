@@ -20,10 +20,11 @@ EQUAL = 2.0**-20  # of the largest magnitude of a group: eight steps of float32
 def group_advantages(rewards: Num[AnyArray, "b"], group: int, normalise: bool = True) -> Float[Array, "b"]:
     """Computes advantages relative to the group: (reward - mean) / standard deviation.
 
-    The formula is GRPO's (arXiv:2402.03300, 4.1.2). The result does not depend on the scale of the rewards, from 1e-37 to 1e38 in float32
-    (inside of `jit`) and over the whole range of float64 outside of it. Rewards that rounding alone tells
-    apart are equal: a group whose rewards span at most 2**-20 (a millionth) of their largest magnitude has
-    advantages of 0. Whole numbers are compared exactly.
+    The formula is GRPO's (arXiv:2402.03300, 4.1.2). It does not depend on the scale of the rewards: in
+    float32 (inside of `jit`) from 1e-37 to 1e38, outside of it over the whole range of float64.
+
+    Rewards that rounding alone tells apart are equal: a group whose rewards span at most 2**-20 (a millionth)
+    of their largest magnitude has advantages of 0. Whole numbers are compared exactly.
 
     TRL and verl divide by the deviation of a sample (over group - 1) plus 1e-4 and 1e-6. There advantages
     shrink with the scale of the rewards, and those of rewards that rounding tells apart are small, not 0.
