@@ -16,6 +16,7 @@ import jax
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from dllm_jax import starting
+from dllm_jax.encoding import SIMILAR_ERRORS
 
 INTERRUPTED, BROKEN_PIPE = starting.STATUS, 141  # exit status of what SIGINT or SIGPIPE ended, as in shells
 PATHS = ConstructorRegistry()  # `registry` of every tyro.cli: a shell leaves the `~` of --out=~/runs as it is
@@ -82,7 +83,8 @@ def wrapped_help() -> Iterator[None]:
     if not {"-h", "--help"} & set(sys.argv[1:]):
         yield
         return
-    text = io.TextIOWrapper(io.BytesIO(), encoding=sys.stdout.encoding)  # which decides tyro's characters
+    # The encoding decides which characters tyro draws with.
+    text = io.TextIOWrapper(io.BytesIO(), encoding=sys.stdout.encoding, errors=SIMILAR_ERRORS)
     try:
         with contextlib.redirect_stdout(text):
             yield
@@ -100,11 +102,21 @@ def wrapped_help() -> Iterator[None]:
             print(wrapper.fill(line) if len(line) > width else line)
 
 
+def usable_output():
+    """Lets standard output take any text, whatever its encoding, and discards the text of closed outputs."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (until the end)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors=SIMILAR_ERRORS)
+
+
 def run(main: Callable[[], object], interrupted: str = "interrupted") -> NoReturn:
     """Runs a command and ends the process with its status: the number that `main` returns, else 0.
 
     After Ctrl-C the interpreter is not torn down: threads of XLA may still work, and crash without it.
     """
+    usable_output()
     try:
         with wrapped_help(), plain_errors(interrupted):
             starting.raise_again()

@@ -15,14 +15,15 @@ NETWORK = {"traced", "options", "nn"}
 STATE = NETWORK | {"state"}
 POLICIES = STATE | {"eviction", "policies"}
 MAY_IMPORT = {
-    "traced": set(), "options": {"traced", "options"}, "provenance": set(), "command_line": {"starting"},
-    "interrupts": set(), "locks": set(), "starting": set(),
+    "traced": set(), "options": {"traced", "options"}, "provenance": set(),
+    "command_line": {"encoding", "starting"},
+    "encoding": set(), "interrupts": set(), "locks": set(), "starting": set(),
     "nn": NETWORK, "state": STATE,
     "samplers": STATE | {"samplers"},  # a sampler never imports a policy, nor a policy a sampler
     "eviction": STATE | {"eviction"}, "policies": POLICIES,
     # The pure program never imports the public functions that run it.
     "engine": POLICIES | {"samplers", "engine"},
-    "decoding": POLICIES | {"samplers", "engine", "decoding", "interrupts"},
+    "decoding": POLICIES | {"samplers", "engine", "decoding", "encoding", "interrupts"},
     "analysis": POLICIES | {"engine", "decoding", "analysis"},
     "testing": POLICIES | {"samplers", "engine", "decoding", "testing"},
     "vision": STATE | {"checkpoint", "vision"},

@@ -1,5 +1,6 @@
 """`python -m dllm_jax` as a user runs it."""
 
+import io
 import json
 import os
 import platform
@@ -13,9 +14,11 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax.__main__ import Arguments
+from dllm_jax import command_line
+from dllm_jax.__main__ import Arguments, command
 from dllm_jax.command_line import keep_programs, kept_programs
 from dllm_jax.demo import trains
+from dllm_jax.encoding import encodable
 from dllm_jax.policies import DualCache, Policy
 from dllm_jax.samplers import Threshold
 from dllm_jax.tasks import Chain, Example
@@ -25,10 +28,11 @@ from tests.models import tiny
 def test_the_demonstration_answers_and_measures(tmp_path):
     report = tmp_path / "table.json"
     command = [sys.executable, "-m", "dllm_jax", "--models", "tiny-dream", "--prompts", "4"]
-    wide = os.environ | {"COLUMNS": "100"}
+    wide = os.environ | {"COLUMNS": "100", "PYTHONIOENCODING": "ascii"}  # as a console may be
     run = subprocess.run([*command, "--json", str(report)], capture_output=True, text=True, env=wide)
     assert run.returncode == 0, run.stderr
-    assert " → ".join(trains.STOPS[:8]) in run.stdout
+    assert " > ".join(trains.STOPS[:8]) in run.stdout
+    assert ". masked   # end of text" in run.stdout
     (table,) = json.loads(report.read_text())["tables"]
     exact, dual, threshold = table["rows"]
     assert (table["model"], exact["policy"], exact["sampler"]) == ("tiny-dream", "Policy()", "Confidence()")
@@ -37,6 +41,36 @@ def test_the_demonstration_answers_and_measures(tmp_path):
     assert exact["computed"] > dual["computed"] >= threshold["computed"]
     assert exact["accuracy"] >= 0.75
     assert run.stdout.count(f" {dual['computed']:.0f} ") >= 1, "the table is printed"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "cp1252", "gbk", "ascii", "utf-16"])
+def test_any_encoding_takes_what_commands_and_show_print(encoding, monkeypatch):
+    """Similar characters stand in for missing ones, one for one; bytes of file names stay."""
+    model, file = tiny("llada"), io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(file, encoding))
+    out = dj.generate(model, [[11, 12]], length=4, trace=True, allow=[[0], None, [1], None])
+    dj.show(out)
+    with pytest.raises(SystemExit) as ended:
+        command_line.run(lambda: print("a → b ∎ ☃ \ud83d", "f\udce9" if encoding == "ascii" else ""))
+    assert not ended.value.code
+    shown = file.getvalue().decode(encoding, "replace")
+    assert ("·" if "·".encode(encoding, "ignore") else ".") in shown
+    printed = {"utf-8": "a → b ∎ ☃ ?", "utf-16": "a → b ∎ ☃ ?", "gbk": "a → b # ? ?"}
+    assert printed.get(encoding, "a > b # ? ?") in shown
+    assert encodable("a → b ∎", "ascii") == "a > b #"
+
+
+def test_closed_streams_end_in_a_line(monkeypatch, capsys):
+    for name in ("stdin", "stdout"):
+        monkeypatch.setattr(sys, name, None)
+    monkeypatch.setattr(sys, "argv", ["dllm_jax", "chat", "tiny-llada"])
+    with pytest.raises(SystemExit) as ended:
+        command()
+    sys.stdout.close()  # the replacement, which discards text
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: standard input is closed")
+    assert error.count("\n") == 1
 
 
 def test_commands_keep_programs_where_the_user_says_or_in_a_cache_of_the_machine(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from jaxtyping import Array, Int
 from dllm_jax.decoding.watch.grid import grid
 from dllm_jax.decoding.watch.page import Page, Panel, page
 from dllm_jax.decoding.watch.recording import Recording, values
+from dllm_jax.encoding import encodable
 from dllm_jax.engine.logprobs import LogProbs
 from dllm_jax.engine.stats import Stats
 from dllm_jax.engine.trace import Trace
@@ -131,4 +132,5 @@ def show(
     check_argument("confidence", confidence, bool)
     console = rich.console.Console() if console is None else console
     picture = grid(Recording.of(output.trace, sequence), tokenizer, console.width, confidence)
+    picture.plain = encodable(picture.plain, console.encoding)
     console.print(picture, end="", soft_wrap=True)

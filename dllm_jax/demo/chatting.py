@@ -82,6 +82,10 @@ class Arguments(Options):
 def main(args: list[str]) -> int:
     """Entry point of the command; its arguments are those after `chat`."""
     arguments = tyro.cli(Arguments, prog="python -m dllm_jax chat", args=args, registry=PATHS)
+    if sys.stdin is None:
+        raise ValueError(
+            "standard input is closed, but chat reads messages from it: use a terminal or a pipe"
+        )
     console = rich.console.Console()
     conversation = Conversation.open(arguments)
     messages: list[Message] = []

@@ -10,6 +10,7 @@ import hashlib
 import html
 import json
 import math
+import re
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -48,7 +49,7 @@ class Page(str):
 
 
 def page(panels: list[Panel], tokenizer: Any) -> Page:
-    """The page of several generations.
+    """The page of several generations, in ASCII: any encoding of a file holds it.
 
     Args:
       panels: at least one.
@@ -70,7 +71,11 @@ def page(panels: list[Panel], tokenizer: Any) -> Page:
 
 
 def _part(name: str) -> str:
-    return (resources.files("dllm_jax.decoding.watch") / name).read_text(encoding="utf-8")
+    """Reads a part of the page in ASCII: other characters as references in HTML, as escapes in JavaScript."""
+    text = (resources.files("dllm_jax.decoding.watch") / name).read_text(encoding="utf-8")
+    if name.endswith(".js"):
+        return re.sub(r"[^\x00-\x7f]", lambda found: f"\\u{ord(found[0]):04x}", text)
+    return text.encode("ascii", "xmlcharrefreplace").decode()
 
 
 def _hash(text: str) -> str:
