@@ -68,6 +68,7 @@ from dllm_jax.options import renamed as _renamed
 # Applications: loaded at first use
 if TYPE_CHECKING:
     from dllm_jax import roofline, tasks, testing, training
+    from dllm_jax.eval.run.journal import Journal
     from dllm_jax.eval.tuning import tune
 
 # isort: on
@@ -78,6 +79,7 @@ __all__ = [
     "EMBEDS_PLACEHOLDER",
     "Capture",
     "Intervention",
+    "Journal",
     "Layout",
     "MeshRules",
     "Model",
@@ -127,6 +129,8 @@ __all__ = [
 
 _ON_DEMAND = ("roofline", "tasks", "testing", "training")  # packages that are imported at first use
 
+_FROM = {"Journal": "eval.run.journal", "tune": "eval.tuning"}  # names of modules that wait
+
 _RENAMED = {"embedded": "bundled", "EMBEDDED": "EMBEDS_PLACEHOLDER", "explain": "explain_kernels"}
 
 
@@ -137,8 +141,8 @@ def __getattr__(name: str) -> Any:
     if name in _RENAMED:
         _renamed.warn(f"{__name__}.{name}", f"{__name__}.{_RENAMED[name]}")
         return globals()[_RENAMED[name]]
-    if name == "tune":
-        return importlib.import_module(f"{__name__}.eval.tuning").tune
+    if name in _FROM:
+        return getattr(importlib.import_module(f"{__name__}.{_FROM[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -100,6 +100,17 @@ def test_the_examples_of_background_pages_run(capsys):
     assert "sparse-dllm/llada-8b-instruct/gpqa" in listing
 
 
+def test_the_journal_of_the_page_resumes(tmp_path, monkeypatch, capsys):
+    """Every question has an answer of its own, and the second run asks nothing."""
+    monkeypatch.chdir(tmp_path)
+    names, blocks = {}, examples("how-to/many-prompts.md")
+    run_blocks([blocks[0], blocks[2], blocks[2]], names=names)
+    first, again = capsys.readouterr().out.splitlines()[-2:]
+    assert first == again
+    assert len(eval(first)) == len(names["questions"])
+    assert names["left"] == []
+
+
 def test_what_a_model_costs_is_printed_as_the_page_says(capsys):
     """And the example of the package's docstring runs."""
     exec(examples("background/performance.md")[0], {})

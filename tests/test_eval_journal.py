@@ -9,7 +9,9 @@ import sys
 
 import pytest
 
+import dllm_jax as dj
 from dllm_jax.eval.run.journal import Journal, origin
+from tests import refuses
 
 
 def entry(key: str, answer: str | None) -> dict:
@@ -85,6 +87,43 @@ def test_of_two_writers_the_second_is_refused_and_nothing_is_lost(tmp_path):
     assert set(Journal(path).entries) == {"first 0", "first 1", "first 2", "second"} == set(second.entries)
     with pytest.raises(ValueError, match="another run"):
         first.add([entry("first", "1")])
+
+
+def test_it_serves_many_prompts(tmp_path):
+    """Repeats, failures, a cut line, other settings, and the mark that editors on Windows write."""
+    model, path = dj.load(dj.bundled.path("tiny-llada")), tmp_path / "answers.jsonl"
+    prompts, options = [[40, 41], [42], [40, 41], [10**6], [43]], dict(length=2, errors="return")
+
+    def run(settings=None) -> list[int]:
+        """Answers what is left; the numbers of what was asked."""
+        with dj.Journal(path) as journal:
+            left = journal.left(prompts, settings)
+            for index, out in dj.generate_many(model, [one.item for one in left], **options):
+                asked = left[index]
+                if isinstance(out, Exception):
+                    journal.fail(asked, out)
+                else:
+                    journal.answer(asked, out.tokens[0, -2:].tolist(), forwards=int(out.stats.nfe[0]))
+                refuses(f"^{path}: another run is adding answers to it", dj.Journal(path).left, prompts)
+        return [asked.number for asked in left]
+
+    assert run() == [0, 1, 2, 3, 4]
+    entries = dj.Journal(path).found(prompts)
+    assert entries[3]["error"].startswith("ValueError: prompt")
+    answers = [entry["answer"] for entry in entries]
+    assert answers[0] == answers[2] == dj.generate(model, [prompts[0]], length=2).tokens[0, -2:].tolist()
+    assert [entry["asked"] for entry in entries] == prompts
+    assert run() == [3]  # which fails again
+    cut = path.read_bytes().splitlines(keepends=True)[:5]
+    path.write_bytes(b"\xef\xbb\xbf" + b"".join(cut)[:-9])
+    assert set(run()) == {2, 3, 4}  # in the order in which requests finish, the refused one came first
+    assert [entry["answer"] for entry in dj.Journal(path).found(prompts)] == answers
+    assert run({"length": 3}) == [0, 1, 2, 3, 4]
+    memory = dj.Journal()
+    refuses("items='ab' must be several items", memory.left, "ab")
+    refuses("is not JSON: Object of type object", memory.left, [object()])
+    refuses("key='x' is a name that every entry has", memory.answer, memory.left(["a"])[0], "b", key="x")
+    refuses("path='gs://b/a.jsonl' is a URL", dj.Journal, "gs://b/a.jsonl")
 
 
 def test_the_lock_ends_with_the_process_that_holds_it(tmp_path):

@@ -25,9 +25,9 @@ from dllm_jax.analysis import activations
 from dllm_jax.decoding.watch.recording import Recording
 from dllm_jax.demo import chatting, trains
 from dllm_jax.nn.intervention import Place
-from examples import animate, dpo, form, grpo, see_inside, sft_lora
+from examples import animate, dpo, form, grpo, many_prompts, see_inside, sft_lora
 from examples.learning import pretrained
-from tests import run_page
+from tests import refuses, run_page
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "how-to" / "seeing-inside.md").read_text()
@@ -188,6 +188,26 @@ def test_an_example_runs_and_writes_its_curve(name, tmp_path, capsys):
         assert lora.options_of(lora.load(model, tmp_path / "adapter")).rank == 2
     if name == "dpo":
         assert curve.rows[-1]["loss"] > 0
+
+
+def test_a_file_of_prompts_is_answered_once_line_by_line(tmp_path):
+    """A question that occurs twice, a line that a kill has cut, and another run at the same time."""
+    questions, answers = tmp_path / "questions.txt", tmp_path / "answers.jsonl"
+    questions.write_text("T=211;T=\nT=105;T=\n\nT=211;T=\n", encoding="utf-8-sig")
+    ask = lambda: many_prompts.main(questions, answers, "tiny-llada", slots=2, length=4, block=2)
+    ask()
+    whole = answers.read_bytes()
+    entries = [json.loads(line) for line in whole.splitlines()[1:]]
+    assert sorted(entry["asked"] for entry in entries) == ["T=105;T=", "T=211;T=", "T=211;T="]
+    assert all(entry["answer"] and entry["forwards"] for entry in entries)
+    answers.write_bytes(whole[:-20])
+    with dj.Journal(answers) as other:
+        other.claim()
+        refuses(f"{answers}: another run is adding answers to it", ask)
+    ask()
+    assert answers.read_bytes() == whole
+    questions.write_bytes(b"T=1\nT=\xe9\n")
+    refuses(f"{questions}:2: not UTF-8: byte 0xe9", ask)
 
 
 NOTEBOOK = Path(__file__).parent.parent / "examples/quickstart.ipynb"

@@ -25,10 +25,12 @@ class Asked(NamedTuple):
     Attributes:
       key: Key of its entry.
       item: The item itself.
+      number: Its place among all items, from 0: the same in every run, as a random key of its own needs it.
     """
 
     key: str
     item: Any
+    number: int
 
 
 class Journal:
@@ -36,7 +38,7 @@ class Journal:
 
         with dj.Journal("answers.jsonl") as journal:
             left = journal.left(questions)
-            for index, out in dj.generate_many(model, [ids(question) for _, question in left]):
+            for index, out in dj.generate_many(model, [ids(asked.item) for asked in left], length=32):
                 journal.answer(left[index], tokenizer.decode(out.tokens[0, -32:]))
 
     The last entry of a key counts. A killed run leaves at most one unfinished line, the last; it is dropped.
@@ -92,9 +94,10 @@ class Journal:
             self.claim()  # another run may have answered some meanwhile
         return unanswered()
 
-    def found(self, items: Iterable[Any], settings: Any = None) -> list[Entry | None]:
+    def found(self, items: Iterable[Any], settings: Any = None) -> list[dict[str, Any] | None]:
         """Lists the entry of each item, in order; None where there is none. Arguments as of `left`."""
-        return [self.entries.get(each.key) for each in _asked(items, settings)]
+        entries: dict[str, Any] = {**self.entries}
+        return [entries.get(each.key) for each in _asked(items, settings)]
 
     def has_answer(self, key: str) -> bool:
         """Whether a key has an answer; one whose last entry is a failure has none."""
@@ -243,14 +246,14 @@ def _asked(items: Iterable[Any], settings: Any) -> list[Asked]:
     if isinstance(items, str | bytes):
         raise ValueError(f"items={shown(items)} must be several items, such as a list of texts")
     asked, before = list[Asked](), Counter[str]()
-    for item in items:
+    for number, item in enumerate(items):
         try:
             said = json.dumps([settings, item], sort_keys=True, allow_nan=False)
         except (TypeError, ValueError) as error:
             given = f"item {shown(item)} or settings={shown(settings)}"
             raise ValueError(f"{given} is not JSON: {error}") from None
         repeat = f"#{before[said]}" if before[said] else ""
-        asked.append(Asked(hashlib.sha256(said.encode()).hexdigest() + repeat, item))
+        asked.append(Asked(hashlib.sha256(said.encode()).hexdigest() + repeat, item, number))
         before[said] += 1
     return asked
 
