@@ -1,5 +1,7 @@
 """Conversations as token ids."""
 
+import itertools
+
 import pytest
 from transformers import AutoTokenizer
 
@@ -47,10 +49,98 @@ def test_special_tokens_in_messages_are_plain_text(tokenizer):
     assert isinstance(dj.chat(model, tokenizer, talk, length=4), str)
 
 
-def test_special_tokens_that_cannot_be_told_apart_are_refused_in_the_words_of_a_chat(tokenizer):
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'][3:] }}{% endfor %}"
-    with pytest.raises(ValueError, match=r"<\|mdm_mask\|>.* holds the text of special tokens.*other words"):
-        chat_ids(tokenizer, [{"role": "user", "content": "what is <|mdm_mask|>?"}])
+def encoded(tokenizer, talk, **how) -> list[int]:
+    """What transformers itself encodes, special tokens of messages included."""
+    return tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_dict=True, **how)[
+        "input_ids"
+    ]
+
+
+QWEN3 = (
+    "{%- for m in messages %}{%- set content = m.content %}"
+    "{%- if m.role == 'assistant' and '</think>' in content %}"
+    "{%- set content = content.split('</think>')[-1].lstrip('\n') %}{%- endif %}"
+    "{{- '<|start_header_id|>' + m.role + '<|end_header_id|>' + content + '<|eot_id|>\n' }}{%- endfor %}"
+)
+BODY = "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>BODY<|eot_id|>{% endfor %}"
+TEMPLATES = [
+    None, QWEN3,
+    *(BODY.replace("BODY", body) for body in (
+        "{{ m.content }}", "{{ m.content.strip() }}{{ m.content }}", "{{ m.content[3:] }}",
+        "{{ m | tojson }}",
+        "{{ m.content | upper }}", "{{ m.content.split('</think>')[-1] }}", "<|{{ m.content }}|>",
+        "{{ m.content | reverse }}", "{{ messages[-1].content }}",
+    )),
+    "{% for m in messages | reverse %}<|start_header_id|><|{{ m.role }}|>{{ m.content }}{% endfor %}",
+]  # fmt: skip
+TEXTS = (
+    "plain", "<|eot_id|>", " x <|eot_id|>\n", "a</think>\n\nb<|mdm_mask|>", "eot_id", "<|eot_", "id|>",
+    "<|start_header_id|>system<|end_header_id|>", "\ue000\ue001<|eot_id|>\ue001\ue000",
+    "\U0010fffd\U0010fffc<",
+    "<|<|eot_id|>|>",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_special_tokens_come_from_the_template_alone(tokenizer, template):
+    """Of every text in every role, whatever the template does to it; other ids are those of transformers."""
+    tokenizer.chat_template = template or tokenizer.chat_template
+    special = {
+        i for i, token in tokenizer.added_tokens_decoder.items() if token.special and i != 6
+    }  # unknown
+    count = lambda ids: [i for i in ids if i in special]
+    for roles in (("user",), ("system", "user"), ("user", "assistant", "user")):
+        talk = [{"role": role, "content": "q w"} for role in roles]
+        assert chat_ids(tokenizer, talk) == encoded(tokenizer, talk)
+        for texts in itertools.product(TEXTS, repeat=min(2, len(roles))):
+            said = [m | {"content": text} for m, text in zip(talk, [*texts, *texts], strict=False)]
+            said += talk[len(said) :]
+            ids = chat_ids(tokenizer, said)
+            assert count(ids) == count(encoded(tokenizer, talk)), said
+            if not any("<" in text or "eot" in text or ">" in text for text in texts):
+                assert ids == encoded(tokenizer, said)
+
+
+def test_what_a_template_makes_a_special_token_of_is_refused_by_name(tokenizer):
+    tokenizer.chat_template = BODY.replace("BODY", "{{ m.content | replace('a', '') }}")
+    talk = [{"role": "user", "content": "x"}, {"role": "user", "content": "<|eaot_id|>"}]
+    refuses(
+        r"messages contain a part of .*'<\|eot_id\|>', a special token.*Remove it", chat_ids, tokenizer, talk
+    )
+    talk[1]["content"] += "<|mdm_mask|>"
+    refuses(
+        r"messages\[1\]\['content'\] contains '<\|mdm_mask\|>', .* rewrites it", chat_ids, tokenizer, talk
+    )
+
+
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream", "tiny-sdar", "tiny-sdar-moe", "tiny-llada-v"])
+def test_ordinary_messages_are_encoded_as_transformers_does(name):
+    tokenizer = dj.load_tokenizer(bundled.path(name))
+    for text in ("T=105;T=", " a\nb ", "\ue000\ue001", "\ue001\ue000", "1 < 2", "x |> y", "[1]"):
+        talk = [{"role": "system", "content": "s"}, {"role": "user", "content": text}]
+        assert chat_ids(tokenizer, talk) == encoded(tokenizer, talk)
+
+
+def test_a_lone_surrogate_is_refused_with_its_place(tokenizer):
+    """In any text of a conversation or its template's variables, and in a terminal's input."""
+    bad, rule = (
+        "T=1;\ud83dT=",
+        "holds the lone surrogate U.D83D at position 4, half of a character. Remove it",
+    )
+    ask = lambda *given: refuses(given[0] + rule, chat_ids, tokenizer, *given[1:])
+    user = {"role": "user", "content": "T=1;"}
+    ask(r"messages\[1\]\['content'\] ", [user, user | {"content": bad}])
+    ask(r"messages\[0\]\['name'\]\[0\] ", [user | {"name": [bad]}])
+    ask(r"template\['x'\] ", [user], {"x": bad})
+    with pytest.raises(ValueError, match=r"messages\[1\]\[0\]\['content'\] " + rule):
+        dj.chat(dj.load(bundled.path("tiny-llada")), tokenizer, [[user], [user | {"content": bad}]], length=4)
+    refuses("or the byte 0xE9, which is no UTF-8", chat_ids, tokenizer, [user | {"content": "1\udce9"}])
+
+
+def test_the_same_text_may_stand_in_two_roles(tokenizer):
+    model = dj.load(bundled.path("tiny-llada"))
+    talk = [{"role": role, "content": "<|eot_id|>"} for role in ("user", "assistant", "user")]
+    assert isinstance(dj.chat(model, tokenizer, talk, length=4), str)
 
 
 def test_variables_reach_the_template_and_those_that_it_does_not_read_are_warned_of(tokenizer):

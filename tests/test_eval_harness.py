@@ -190,6 +190,38 @@ def test_special_tokens_are_plain_text_but_for_those_of_the_template(lm):
     lm.arguments = before
 
 
+def test_a_request_that_cannot_be_read_fails_alone(lm, tasks):
+    """With and without a chat template, of both kinds; what lm_eval itself makes of its requests is kept."""
+    from lm_eval.api.instance import Instance
+
+    bad, good, until = "T=1;\ud83dT=", ROWS[0]["question"], {"until": ["\n"]}
+    chat = lambda text: lm.apply_chat_template([{"role": "user", "content": text}])
+    for ask in (str, chat):
+        asked = instances(*((ask(text), until) for text in (good, bad, good)))
+        with pytest.raises(RuntimeError, match=r"1 of 3 .*U.D83D at position 4, half of a character"):
+            lm.generate_until(asked)
+        pairs = (ask(good), "2"), (ask(bad), "2"), (ask(good), "\ud83d"), ("", "2")
+        empty = model(failures="empty")
+        found = empty.generate_until(asked)
+        assert (found[0], found[1]) == (found[2], "")
+        likelihoods = empty.loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in pairs])
+        assert [math.isfinite(nats) for nats, _ in likelihoods] == [True, False, False, True]
+    again = chat(good)
+    assert lm.tok_encode(again) == chat_ids(lm.tokenizer, [{"role": "user", "content": good}])
+
+    # No text is one of a template's by chance: a character more, and it is plain text.
+    assert lm.tok_encode("x" + again)[0] == lm.tok_encode("x")[0]
+    assert not {3, 4, 5} & set(lm.tok_encode(again + "x"))
+    for text in ("\ue001\ue002<|eot_id|>", "\ue000\ue001<|eot_id|>\ue001\ue000"):
+        assert 5 not in lm.tok_encode(text)
+        assert lm.tokenizer.decode(lm.tok_encode(chat(text))).count("<|eot_id|>") == 2
+
+
+def test_the_same_text_may_be_an_example_and_the_question(lm):
+    talk = [{"role": role, "content": "<|eot_id|>"} for role in ("user", "assistant", "user")]
+    assert lm.tok_encode(lm.apply_chat_template(talk)) == chat_ids(lm.tokenizer, talk)
+
+
 def test_a_length_between_blocks_is_rounded_up_and_the_answer_cut(lm):
     text = lm.apply_chat_template([{"role": "user", "content": ROWS[0]["question"]}])
     shorter = type(lm).of(lm.arguments, dataclasses.replace(lm.runner, decoding=Decoding(3, 2)), None)

@@ -135,6 +135,23 @@ def test_a_conversation_without_a_terminal_prints_answers_alone(monkeypatch, cap
     assert second
 
 
+def test_a_line_that_cannot_be_read_is_reported_and_the_others_are_answered(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["dllm_jax", "chat", "tiny-llada", *OPTIONS])
+    piped = io.BytesIO(f"{ASKED}\nT=1\xe9;\n{ASKED}\n".encode("latin-1"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(piped, encoding="utf-8"))
+    assert command.main() == 1
+    told = capsys.readouterr()
+    assert told.out.splitlines()[0] == "211"
+    assert len(told.out.splitlines()) == 2
+    (line,) = [line for line in told.err.splitlines() if line.startswith("error")]
+    assert line.startswith(
+        "error: message 2: messages[2]['content'] holds the lone surrogate U+DCE9 at position 3"
+    )
+    with pytest.raises(SystemExit):
+        chat(monkeypatch, ASKED, "tiny-llada", "--system", "\udce9")
+    assert "--system holds the lone surrogate U+DCE9" in capsys.readouterr().err
+
+
 def test_a_picture_shows_masks_ends_and_what_has_just_been_decoded():
     conversation = chatting.Conversation.open(chatting.Arguments("tiny-llada", length=4, block=2))
     ids = conversation.tokenizer.encode("21", add_special_tokens=False)

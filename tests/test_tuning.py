@@ -198,6 +198,10 @@ def test_prompts_are_text_messages_or_ids(lm):
     for bad in (3, [], ["a", 1.5], None):
         with pytest.raises(ValueError, match="must be text, messages, or token ids"):
             prompt_ids(lm.tokenizer, bad)
+    with pytest.raises(ValueError, match=r"prompt='1.ud83d' holds the lone surrogate U.D83D at position 1"):
+        prompt_ids(lm.tokenizer, "1\ud83d")
+    with pytest.raises(ValueError, match=r"questions.1..answer='.ud83d' holds the lone surrogate"):
+        dj.tune(lm.model, lm.tokenizer, [("a", "1"), ("a", "\ud83d")])
 
 
 def test_what_the_command_line_compares():
@@ -217,6 +221,9 @@ def test_questions_of_a_file(tmp_path):
         path.write_text(f'{{"prompt": "a", "answer": "1"}}\n{bad}\n')
         with pytest.raises(ValueError, match=r"q\.jsonl:2: (not JSON|expected an object|no object with)"):
             read_jsonl(path)
+    path.write_text(f'{lines[0]}\n{{"prompt": "T=1;\\ud83d", "answer": "1"}}')
+    with pytest.raises(ValueError, match=r"q\.jsonl:2: the object\['prompt'\] holds .* U.D83D at position 4"):
+        read_jsonl(path)
     with pytest.raises(FileNotFoundError):
         read_jsonl(tmp_path / "none.jsonl")
 

@@ -1,11 +1,13 @@
 """Text in, text out, with the checkpoint's own chat template."""
 
 import contextlib
+import functools
 import json
+import re
 import types
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, Unpack, cast, runtime_checkable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol, Unpack, cast, runtime_checkable
 
 import jinja2
 import jinja2.meta
@@ -22,13 +24,22 @@ from dllm_jax.options import check_argument, check_names, shown
 from dllm_jax.samplers import Confidence, Sampler
 from dllm_jax.state import host
 from dllm_jax.state.inputs import Prompts, padded_together
-from dllm_jax.state.text import encode_marked, mark_plain
+from dllm_jax.state.text import (
+    NAMED,
+    Disguise,
+    Rendered,
+    check_texts,
+    encode_rendered,
+    texts_of,
+    with_texts,
+)
 
 Message = dict[str, Any]
 PARTS = "role", "content"
 PICTURES = {"images", "image", "videos", "video"}  # keys of messages that a processor reads
 NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 OWN = ("stop", "enable_thinking", "template", "sampler", "buckets", "forbid")
+LITERALS = re.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\"""")  # words in a template
 WITHOUT_THINKING = "a2d-qwen3", "a2d-qwen2", "a2d-llama"  # an empty think block stands before their answers
 RULE = 'must be messages {"role": "user", "content": "..."}, or a list of such conversations'
 
@@ -144,62 +155,111 @@ def encode_chats(
     """Returns left-padded prompts and their padding mask; arguments and errors are those of `chat_ids`."""
     if not conversations:
         raise ValueError("messages are empty: there is no conversation to answer")
-    return padded_together([chat_ids(tokenizer, one, template) for one in conversations], pad_id)
+    names = ["messages"] if len(conversations) == 1 else [f"messages[{i}]" for i in range(len(conversations))]
+    pairs = zip(conversations, names, strict=True)
+    return padded_together([chat_ids(tokenizer, one, template, name) for one, name in pairs], pad_id)
 
 
-def chat_ids(tokenizer: Any, conversation: list[Message], template: Mapping[str, Any] = NOTHING) -> list[int]:
+def chat_ids(
+    tokenizer: Any, conversation: list[Message], template: Mapping[str, Any] = NOTHING, name: str = "messages"
+) -> list[int]:
     """Encodes a conversation under the chat template, up to where the answer begins.
+
+    Special tokens come from the template alone: those that a message spells are plain text.
 
     Args:
       tokenizer: Tokenizer of the checkpoint, with a chat template.
       conversation: Messages with "role" and "content".
       template: Variables of the chat template by name, such as {"enable_thinking": False}.
+      name: Name of the conversation in errors.
 
     Raises:
-      ValueError: an empty conversation, a message with images, or a tokenizer without a chat template.
+      ValueError: an empty conversation, a message with images, a text with a lone surrogate, a template that
+        rewrites a special token of a message, or a tokenizer without a chat template.
     """
     if not isinstance(conversation, list | tuple):
-        raise ValueError(f"messages={shown(conversation)} {RULE}")
+        raise ValueError(f"{name}={shown(conversation)} {RULE}")
     if not conversation:
-        raise ValueError("messages are empty: a conversation needs at least one message")
+        raise ValueError(f"{name} are empty: a conversation needs at least one message")
     for message in conversation:
         if isinstance(message, dict) and (pictured := PICTURES & message.keys()):
-            (name, *_) = sorted(pictured)
+            (key, *_) = sorted(pictured)
             raise ValueError(
-                f"messages hold {name}={shown(message[name])}, which a tokenizer cannot read: pass "
+                f"{name} hold {key}={shown(message[key])}, which a tokenizer cannot read: pass "
                 "dj.vision.Processor.load(path) in place of the tokenizer, and a model with a vision tower"
             )
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in PARTS):
-            raise ValueError(f"messages hold {shown(message)}: they {RULE}")
+            raise ValueError(f"{name} hold {shown(message)}: they {RULE}")
     if tokenizer.chat_template is None:
         raise ValueError(
             "the tokenizer has no chat template: use generate() with ids, or an instruct checkpoint"
         )
-    return encode_marked(tokenizer, render(tokenizer, conversation, template, add_generation_prompt=True))
+    rendered = render(tokenizer, conversation, template, name, add_generation_prompt=True)
+    return encode_rendered(tokenizer, rendered)
 
 
-def render(tokenizer: Any, conversation: list[Message], template: Mapping[str, Any], **how: Any) -> str:
-    """Returns the text of a conversation under the chat template, with `MARKS` around plain text.
+def render(
+    tokenizer: Any,
+    conversation: list[Message],
+    template: Mapping[str, Any],
+    name: str = "messages",
+    **how: Any,
+) -> Rendered:
+    """Returns the text of a conversation under the chat template, and where special tokens are plain text.
 
     Args:
       tokenizer: Tokenizer of the checkpoint, with a chat template.
       conversation: Messages with "role" and "content".
       template: Variables of the chat template by name.
+      name: Name of the conversation in errors.
       **how: Further arguments of `apply_chat_template`.
 
     Raises:
-      ValueError: the template does not copy a message that holds the text of a special token.
+      ValueError: the template rewrites a special token that a message spells, or a text holds a lone
+        surrogate.
     """
     _check_template(tokenizer, template)
-    marked = [message | {"content": mark_plain(tokenizer, message["content"])} for message in conversation]
-    text = tokenizer.apply_chat_template(marked, tokenize=False, **template, **how)
-    for before, after in zip(conversation, marked, strict=True):
-        if before != after and text.count(after["content"].strip()) != marked.count(after):
-            raise ValueError(
-                f"the message {shown(before['content'])} holds the text of special tokens. This template "
-                "changes the message, so that they cannot stay plain text: say it in other words"
-            )
-    return text
+    check_texts(name, conversation)
+    apply = lambda messages, variables: tokenizer.apply_chat_template(
+        messages, tokenize=False, **variables, **how
+    )
+    text = apply(conversation, template)
+    variables = {key: value for key, value in template.items() if key not in NAMED}
+    given = [each for _, each in texts_of([conversation, variables])]
+    disguise = Disguise.of(tokenizer, [text, str(tokenizer.chat_template), *given])
+    if not any(map(disguise.concerns, given)):
+        return Rendered(text)
+
+    # Disguised messages show which special tokens are the template's. A template that looks for its own words
+    # in messages may take another branch for them; then these stay, or what spells no special token.
+    words = {a or b for a, b in LITERALS.findall(str(tokenizer.chat_template)) if len(a or b) > 1}
+    find, traced = disguise.pattern.findall, [text]
+    for hide in (disguise.hide, functools.partial(disguise.hide_but, words), disguise.hide_special):
+        messages = [_hidden(message, hide, disguise) for message in conversation]
+        traced.append(apply(messages, {**template, **with_texts(variables, hide)}))
+        certain = hide != disguise.hide_special or find(traced[-1]) == find(traced[-2])
+        if certain and disguise.show(traced[-1]) == text:
+            return disguise.rendered(text, traced[-1])
+    if find(traced[2]) == find(text):
+        return Rendered(text)  # nothing of a message has become a special token
+    _refuse_rewritten(name, conversation, disguise, text)
+
+
+def _refuse_rewritten(name: str, conversation: list[Message], disguise: Disguise, result: str) -> NoReturn:
+    """Raises ValueError: which special tokens are the template's, and which messages', is not known."""
+    why = "a special token of this tokenizer, and the template rewrites it. Remove it from the text."
+    texts = [(place, text) for place, text in texts_of(conversation, name) if text.strip() not in result]
+    for place, text in texts or texts_of(conversation, name):
+        if spelled := disguise.pattern.search(text):
+            raise ValueError(f"{place} contains {spelled[0]!r}, {why}")
+    found = dict.fromkeys(map(repr, disguise.pattern.findall(result)))
+    raise ValueError(f"{name} contain a part of {', '.join(found)}, {why}")
+
+
+def _hidden(message: Message, hide: Callable[[str], str], disguise: Disguise) -> Message:
+    """The message with its texts disguised; its role only where that is more than a word."""
+    role = hide(message["role"]) if disguise.has_signs(message["role"]) else message["role"]
+    return {**with_texts(message, hide), "role": role}
 
 
 def with_defaults(template: Mapping[str, Any], spec: ModelSpec) -> Mapping[str, Any]:
@@ -227,6 +287,7 @@ def _check_template(tokenizer: Any, template: Mapping[str, Any]):
         raise ValueError(
             f'template={shown(template)} must be variables by name: {{"enable_thinking": False}}'
         )
+    check_texts("template", template)
     # A template that knows no thinking does not think.
     asked = {name for name, value in template.items() if (name, value) != ("enable_thinking", False)}
     if not asked or not isinstance(tokenizer.chat_template, str):

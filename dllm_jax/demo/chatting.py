@@ -39,6 +39,7 @@ from dllm_jax.nn.int8 import Weights
 from dllm_jax.nn.model import Model
 from dllm_jax.options import NonNegativeInt, Options, PositiveInt
 from dllm_jax.published import expressions
+from dllm_jax.state.text import check_text
 
 MASK = "░"
 
@@ -48,7 +49,8 @@ class Arguments(Options):
     """Answers messages typed into a terminal, or lines of standard input, and shows masks turning into text.
 
     In a terminal Ctrl-C stops an answer, Ctrl-D or an empty message ends the conversation. Where standard
-    output is no terminal, answers alone are printed.
+    output is no terminal, answers alone are printed. A line of a pipe that cannot be read, such
+    as one that is no UTF-8, gets an error on standard error. Others are answered, and the exit code is 1.
     """
 
     path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
@@ -86,24 +88,35 @@ def main(args: list[str]) -> int:
         raise ValueError(
             "standard input is closed, but chat reads messages from it: use a terminal or a pipe"
         )
+    for name in ("system", "chat_template_args"):
+        check_text(f"--{name.replace('_', '-')}", getattr(arguments, name) or "")
     console = rich.console.Console()
     conversation = Conversation.open(arguments)
     messages: list[Message] = []
     if arguments.system is not None:
         messages.append({"role": "system", "content": arguments.system})
     prefix: Prefix | None = None
-    for turn, text in enumerate(_typed(console)):
+    turns, failed = 0, False
+    for number, text in enumerate(_typed(console), start=1):
         messages.append({"role": "user", "content": text})
-        answer, prefix = conversation.answer(console, messages, turn, prefix)
+        try:
+            conversation.encode(messages)
+        except ValueError as error:
+            print(f"error: message {number}: {error}", file=sys.stderr)
+            messages.pop()
+            failed = True
+            continue
+        answer, prefix = conversation.answer(console, messages, turns, prefix)
         messages.append({"role": "assistant", "content": answer})
-    return 0
+        turns += 1
+    return int(failed)
 
 
 def _typed(console: rich.console.Console) -> Iterator[str]:
     """Messages of the user, until an empty one or the end of the input."""
     # Lines of a pipe are messages as they are: no prompt is printed for them.
     if not sys.stdin.isatty():
-        yield from filter(None, (line.strip() for line in sys.stdin))
+        yield from filter(None, (line.strip() for line in _piped()))
         return
     while True:
         try:
@@ -113,6 +126,15 @@ def _typed(console: rich.console.Console) -> Iterator[str]:
         if not text:
             return
         yield text
+
+
+def _piped() -> Iterator[str]:
+    """Lines of standard input, with lone surrogates in the place of bytes that cannot be decoded."""
+    if (binary := getattr(sys.stdin, "buffer", None)) is None:
+        yield from sys.stdin
+        return
+    for line in binary:
+        yield line.decode(sys.stdin.encoding, errors="surrogateescape")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +171,10 @@ class Conversation:
         variables = dict(with_defaults(variables, model.spec))
         return cls(model, tokenizer, named | shared, arguments.seed, variables)
 
+    def encode(self, messages: list[Message]) -> tuple[np.ndarray, np.ndarray]:
+        """The prompt of a conversation and its padding mask; errors are those of `chat_ids`."""
+        return encode_chats(self.tokenizer, [messages], self.model.spec.eos_id, self.template)
+
     def answer(
         self, console: rich.console.Console, messages: list[Message], turn: int, prefix: Prefix | None
     ) -> tuple[str, Prefix | None]:
@@ -163,7 +189,7 @@ class Conversation:
         Returns:
           the answer; and the computed conversation up to it, None if the model cannot reuse one.
         """
-        prompt, mask = encode_chats(self.tokenizer, [messages], self.model.spec.eos_id, self.template)
+        prompt, mask = self.encode(messages)
         if self.reuses:
             causal = reads_causally(self.model.spec, self.options["sampler"])
             prefix = prefill(self.model, prompt, prefix=prefix, causal=causal, buckets=buckets.DEFAULT)

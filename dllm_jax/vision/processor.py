@@ -1,7 +1,6 @@
 """Processor of conversations with images, which `dj.chat` accepts in place of a tokenizer."""
 
 import dataclasses
-import functools
 import os
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from dllm_jax.nn.spec import ModelSpec, VisionSpec
 from dllm_jax.options import Options, PositiveInt, check_argument
 from dllm_jax.state import host
 from dllm_jax.state.inputs import EMBEDS_PLACEHOLDER, Prompts
-from dllm_jax.state.text import mark_plain
+from dllm_jax.state.text import Disguise
 from dllm_jax.vision import tower
 from dllm_jax.vision.images import (
     NEWLINE,
@@ -159,13 +158,20 @@ class Processor(Options):
 
     def prompt(self, messages: list[dict[str, Any]], vision: VisionSpec) -> Encoded:
         """Encodes one conversation on the host: ids, and the composition of its image tokens."""
-        text, sources = rendered(messages, functools.partial(mark_plain, self.tokenizer))
+        text, sources = rendered(messages)
+        disguise = Disguise.of(self.tokenizer, [text])
+        traced, _ = rendered(messages, disguise.hide)
         # One image is cut into tiles, several have one view each, as published.
         images = [open_image(source, self.exif, self.convert) for source in sources]
         views = self.one if len(images) < 2 else self.several
         pixels = [views.pixels(image, vision) for image in images]
         merges = [views.merge(image.size, vision) for image in images]
-        found = spliced(prompt_ids(self.tokenizer, text, self.drop_first_id), pixels, merges, vision)
+        found = spliced(
+            prompt_ids(self.tokenizer, disguise.rendered(text, traced), self.drop_first_id),
+            pixels,
+            merges,
+            vision,
+        )
         if len(found.ids) > self.longest:
             raise ValueError(f"the prompt has {len(found.ids)} positions; at most longest={self.longest}")
         return found

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dllm_jax.options import shown
-from dllm_jax.state.text import encode_marked
+from dllm_jax.state.text import Rendered, check_text, encode_rendered
 
 IMAGE = "<image>"
 PLACE = -200  # in the place of an id: an image
@@ -33,7 +33,7 @@ def rendered(
 
     Args:
       messages: Messages with placeholders and images.
-      plain: Function that marks a text in which special tokens are not recognised.
+      plain: Function of each text of a message, between its placeholders.
 
     Raises:
       ValueError: no messages, what is none, or placeholders that do not match the images; names the message.
@@ -77,6 +77,7 @@ def _content(message: Any, index: int) -> tuple[str, list[Any]]:
         # Images first is the published layout: "<image> <image>\n" and the text.
         if images and all(part["type"] == "image" for part in content[: len(images)]):
             text = " ".join([IMAGE] * len(images)) + "\n" + text[len(IMAGE) * len(images) :]
+    check_text(f"{name}['content']", text)
     if text.count(IMAGE) != len(images):
         given = f"{text.count(IMAGE)} placeholders {IMAGE} and {len(images)} images"
         raise ValueError(f"{name} has {given}: every image needs one")
@@ -89,16 +90,17 @@ def _is_part(part: Any) -> bool:
     return "image" in part if part["type"] == "image" else isinstance(part.get("text"), str)
 
 
-def prompt_ids(tokenizer: Any, text: str, drop_first_id: bool = True) -> list[int]:
+def prompt_ids(tokenizer: Any, text: str | Rendered, drop_first_id: bool = True) -> list[int]:
     """Token ids of a rendered prompt, `PLACE` where an image stands.
 
     Args:
       tokenizer: Tokenizer whose `encode` is used, piece by piece between the images.
-      text: Text of `rendered`.
+      text: Text of `rendered`, with the stretches in which special tokens are plain text, if any.
       drop_first_id: leave out the first id after every image, usually the line break. The reference
         implementation takes it to be a begin-of-text that its tokenizer does not add, so published numbers
         are without it; False is the form that the model was trained on.
     """
     # Pieces are encoded one by one, as the released code does: no token spans an image.
-    first, *others = (encode_marked(tokenizer, piece) for piece in text.split(IMAGE))
+    whole = Rendered(text) if isinstance(text, str) else text
+    first, *others = (encode_rendered(tokenizer, piece) for piece in whole.split(IMAGE))
     return first + [i for ids in others for i in (PLACE, *(ids[1:] if drop_first_id else ids))]

@@ -7,9 +7,8 @@ module registers the model; `python -m dllm_jax.eval lm_eval ...` does so and ru
 import dataclasses
 import logging
 import math
-import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
@@ -20,15 +19,14 @@ from dllm_jax.decoding.chat import render
 from dllm_jax.eval.harness import arguments as harness_args
 from dllm_jax.eval.results import record
 from dllm_jax.eval.results.schema import Entry
-from dllm_jax.eval.run.answering import Answering
+from dllm_jax.eval.run.answering import Answering, failure
 from dllm_jax.eval.run.journal import Journal
-from dllm_jax.eval.run.likelihoods import Likelihood
+from dllm_jax.eval.run.likelihoods import Likelihood, Pair
 from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.options import local_path
-from dllm_jax.state.text import MARKS, encode_marked, encode_plain, mark_plain
+from dllm_jax.state.text import Rendered, continued, encode_plain, encode_rendered, mark_plain
 
 LOG = logging.getLogger(__name__)
-TEMPLATED = "\ue001\ue002"  # private-use characters before a text that a chat template wrote
 DEFAULT_LENGTH = 256  # where neither model_args nor the task says how long an answer may be
 
 
@@ -78,27 +76,40 @@ class DllmJax(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
         """Encodes a text and adds no special tokens; only a chat template's own are recognised in it."""
+        return encode_rendered(self.tokenizer, self._rendered(string))
+
+    def _rendered(self, string: str) -> Rendered:
+        """A text of lm_eval with its plain stretches: those of the template, or all of it without one."""
         # A chat template writes its own beginning-of-text, and `add_bos` asks for one elsewhere.
-        templated, text = string.startswith(TEMPLATED), string.removeprefix(TEMPLATED)
-        if templated or self.arguments.special_tokens:
-            return encode_marked(self.tokenizer, text)
-        return encode_plain(self.tokenizer, re.sub("|".join(MARKS), "", text))
+        if (rendered := Rendered.read(string)) is not None:
+            return rendered
+        return Rendered(string) if self.arguments.special_tokens else mark_plain(self.tokenizer, string)
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Encodes a context and its continuation, in which special tokens are plain text."""
-        return super()._encode_pair(context, mark_plain(self.tokenizer, continuation))
+        # Spaces at the end belong to the continuation, as in lm_eval's own models.
+        rendered = self._rendered(context)
+        first = rendered.part(0, len(rendered.text.rstrip()))
+        spaces = rendered.text[len(first.text) :]
+        whole = continued(self.tokenizer, first, spaces + continuation)
+        ids = encode_rendered(self.tokenizer, first)
+        return ids, encode_rendered(self.tokenizer, whole)[len(ids) :]
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """Renders messages by the checkpoint's chat template.
 
-        The text begins with `TEMPLATED`, by which `tok_encode` tells it from a text without a template.
+        `tok_encode` tells the text from one without a template (`Rendered.written`). It raises what is wrong
+        with messages: lm_eval calls this function before any request, and one request must not end all.
         """
         # Without a generation prompt the last message is the beginning of an answer, to be continued.
-        how = {"add_generation_prompt": add_generation_prompt}
+        how: dict[str, Any] = {"add_generation_prompt": add_generation_prompt}
         how["continue_final_message"] = not add_generation_prompt
-        return TEMPLATED + render(self.tokenizer, chat_history, self.lm.template, **how)
+        try:
+            return render(self.tokenizer, chat_history, self.lm.template, **how).written()
+        except ValueError as error:
+            return Rendered.refusal(error)
 
     def get_model_info(self) -> dict[str, Any]:
         """Provenance and costs, for lm_eval's result."""
@@ -118,10 +129,10 @@ class DllmJax(TemplateLM):
           ValueError: block or steps do not fit the requests' length.
         """
         # Every request becomes one of the runner, with the length that the model or its task gives it.
-        prompts = [self._request(i, *request.args) for i, request in enumerate(requests)]
+        prompts = [_or_error(self._request, i, *request.args) for i, request in enumerate(requests)]
         runner = dataclasses.replace(self.runner, progress=not disable_tqdm)
         # What does not fit any request's length is the user's mistake, not the request's failure.
-        for length in sorted({prompt.length for prompt in prompts}):
+        for length in sorted({prompt.length for prompt in prompts if isinstance(prompt, Request)}):
             runner.decoding.at(length)  # refused before anything is decoded
         args = [request.args for request in requests]
         entries = self._run("generate_until", runner, prompts, args, "empty answers")
@@ -135,14 +146,16 @@ class DllmJax(TemplateLM):
         Args:
           kind: Kind of request, as lm_eval calls it.
           answering: answers the items.
-          items: Items of lm_eval's requests.
+          items: Items of lm_eval's requests; for one that cannot be read the error.
           args: Arguments of each request, the cache's key; several may share a hash.
           instead: Score of failures.
         """
         # The cache takes an answer per request, the journal one per hash.
         asked: dict[str, list[Any]] = {}
+        readable = [item for item in items if not isinstance(item, Exception)]
         for item, known in zip(items, args, strict=True):
-            asked.setdefault(answering.key(item), []).append(known)
+            if not isinstance(item, Exception):
+                asked.setdefault(answering.key(item), []).append(known)
 
         def add(entries: list[Entry]):
             for entry in (entry for entry in entries if entry["error"] is None):
@@ -151,7 +164,8 @@ class DllmJax(TemplateLM):
                 for known in asked[entry["key"]]:
                     self.cache_hook.add_partial(kind, known, found)
 
-        entries = answering.run(items, self.journal, add)
+        answered = iter(answering.run(readable, self.journal, add))
+        entries = [failure("", item) if isinstance(item, Exception) else next(answered) for item in items]
         self.entries[kind] += entries
         failed = [entry["error"] for entry in entries if entry["error"] is not None]
         if failed:
@@ -178,6 +192,19 @@ class DllmJax(TemplateLM):
         choices = tuple(encode(text) for text in task.get("choices") or ())
         return Request(str(i), tuple(prompt), length, stop, choices=choices)
 
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """(nats, greedy) of each pair of texts, as `_loglikelihood_tokens`."""
+        pairs = [_or_error(self._pair, *request.args) for request in requests]
+        return self._scored([request.args for request in requests], pairs, disable_tqdm)
+
+    def _pair(self, context: str, continuation: str) -> Pair:
+        """A context and its continuation; beginning-of-text stands in the place of an empty context."""
+        if context:
+            before, answer = self._encode_pair(context, continuation)
+            return tuple(before), tuple(answer)
+        begin, answer = self.prefix_token_id, tuple(self.tok_encode(continuation))
+        return (answer[:1], answer[1:]) if answer[:1] == (begin,) else ((begin,), answer)
+
     def _loglikelihood_tokens(
         self,
         requests: Sequence[tuple[tuple[str, str], list[int], list[int]]],
@@ -189,13 +216,17 @@ class DllmJax(TemplateLM):
         Raises:
           RuntimeError: pairs failed and `failures` is "raise"; the others are computed and journalled.
         """
+        pairs = [(tuple(context), tuple(answer)) for _, context, answer in requests]
+        return self._scored([texts for texts, *_ in requests], pairs, disable_tqdm)
+
+    def _scored(
+        self, texts: list[Any], pairs: Sequence[Pair | Exception], disable_tqdm: bool
+    ) -> list[tuple[float, bool]]:
         arguments = self.arguments
         sampling = (arguments.draws, arguments.strata, arguments.cfg_scale)
         progress, check = not disable_tqdm, arguments.greedy_check
         scorer = Likelihood(self.lm, arguments.decoding, progress, *sampling, check)
-        pairs = [(tuple(context), tuple(answer)) for _, context, answer in requests]
-        args = [text for text, *_ in requests]
-        entries = self._run("loglikelihood", scorer, pairs, args, "impossible answers")
+        entries = self._run("loglikelihood", scorer, [*pairs], texts, "impossible answers")
         return [(nats, greedy) for nats, greedy in (e["answer"] or (-math.inf, False) for e in entries)]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -210,6 +241,14 @@ class DllmJax(TemplateLM):
             "perplexity to be compared with theirs. Use tasks of type loglikelihood, multiple_choice or "
             "generate_until"
         )
+
+
+def _or_error(make: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function makes of arguments, or the ValueError that it raises."""
+    try:
+        return make(*arguments)
+    except ValueError as error:
+        return error
 
 
 register_model("dllm_jax")(DllmJax)  # no decorator: its type would hide the class's own

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from dllm_jax.state.text import check_texts
+
 
 def read_text(path: Path) -> str:
     """The text of a UTF-8 file, without a byte order mark (as Excel, Notepad and PowerShell write it).
@@ -30,9 +32,11 @@ def read_json(path: Path) -> Any:
 
     Raises:
       FileNotFoundError: no such file.
-      ValueError: not UTF-8 or not JSON; names file and line.
+      ValueError: not UTF-8 or not JSON, or a text with half of a character; names file and line.
     """
-    return _value(read_text(path), path, 1)
+    value = _value(read_text(path), path, 1)
+    check_texts(f"{path}: the value", value)
+    return value
 
 
 def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -40,7 +44,8 @@ def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
     Raises:
       FileNotFoundError: no such file.
-      ValueError: not UTF-8, or a line that is no JSON object; names file and line.
+      ValueError: not UTF-8, a line that is no JSON object, or a text with half of a character; names file and
+        line.
     """
     # Only \n ends a line: a JSON string may hold the other separators that `splitlines` knows.
     for number, line in enumerate(read_text(path).split("\n"), start=1):
@@ -48,6 +53,7 @@ def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             value = _value(line, path, number)
             if not isinstance(value, dict):
                 raise ValueError(f"{path}:{number}: expected an object, found {type(value).__name__}")
+            check_texts(f"{path}:{number}: the object", value)
             yield f"{path}:{number}", value
 
 

@@ -41,6 +41,7 @@ from dllm_jax.policies import Policy
 from dllm_jax.roofline import Hardware
 from dllm_jax.samplers import Confidence, Sampler
 from dllm_jax.state.sliding import Blocks, positions
+from dllm_jax.state.text import check_text
 from dllm_jax.tasks import Example
 
 TURNS = 2  # timed runs of each setting in a round
@@ -116,7 +117,8 @@ class Search(Options):
         score = lambda question, answer: check_argument(
             "score of an answer", float(self.score(answer, question)), Fraction
         )
-        ids = [prompt_ids(lm.tokenizer, question.prompt, lm.template) for question in asked]
+        name = "questions[{}].prompt".format
+        ids = [prompt_ids(lm.tokenizer, q.prompt, lm.template, name(i)) for i, q in enumerate(asked)]
         of = lambda i: Request(f"{i}", ids[i], exact.length or 0, score=functools.partial(score, asked[i]))
         requests = [of(i) for i in range(len(asked))]
         # Questions are asked in an order of their own: lists often begin with those of one kind.
@@ -350,21 +352,28 @@ def as_questions(values: Iterable[Any]) -> tuple[Any, ...]:
     if isinstance(values, str | bytes) or not isinstance(values, Iterable) or not (given := tuple(values)):
         raise ValueError(f"questions={shown(values)} {RULE}, one or more")
     found = tuple(Example(*v) if isinstance(v, tuple | list) and len(v) == 2 else v for v in given)
-    for one in found:
-        if not hasattr(one, "prompt") or not isinstance(getattr(one, "answer", None), str):
+    for i, one in enumerate(found):
+        answer = getattr(one, "answer", None)
+        if not hasattr(one, "prompt") or not isinstance(answer, str):
             raise ValueError(f"questions hold {shown(one)}: they {RULE}, the answer being text")
+        check_text(f"questions[{i}].answer={shown(answer)}", answer)
     return found
 
 
-def prompt_ids(tokenizer: Any, prompt: Any, template: Mapping[str, Any] = NOTHING) -> tuple[int, ...]:
+def prompt_ids(
+    tokenizer: Any, prompt: Any, template: Mapping[str, Any] = NOTHING, name: str = "prompt"
+) -> tuple[int, ...]:
     """The token ids of a prompt: text of the user, messages, or token ids, which get no chat template.
 
     Raises:
-      ValueError: a prompt that is neither text nor messages nor token ids, or no chat template for it.
+      ValueError: a prompt that is neither text nor messages nor token ids, a text with half of a character,
+        or no chat template for it.
     """
+    if isinstance(prompt, str):
+        check_text(f"{name}={shown(prompt)}", prompt)
     given: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
         messages = isinstance(given[0], dict)
-        return tuple(chat_ids(tokenizer, given, template) if messages else map(operator.index, given))
+        return tuple(chat_ids(tokenizer, given, template, name) if messages else map(operator.index, given))
     except (TypeError, LookupError):
-        raise ValueError(f"prompt={shown(prompt)} must be text, messages, or token ids") from None
+        raise ValueError(f"{name}={shown(prompt)} must be text, messages, or token ids") from None
