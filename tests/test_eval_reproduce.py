@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import tomllib
 
 import pytest
@@ -9,8 +10,10 @@ import pytest
 import dllm_jax as dj
 from dllm_jax.eval.cli.reproduce import reproduce
 from dllm_jax.eval.run.checkpoint import Checkpoint
-from dllm_jax.eval.run.published import Asked
+from dllm_jax.eval.run.files import write_json
+from dllm_jax.eval.run.published import Asked, _scores
 from dllm_jax.published import tables
+from tests import refuses
 
 LISTED = {  # cells of all models and those whose accuracy is printed
     "maskkv/1": (336, 336), "maskkv/2": (9, 8), "dkv-cache/1": (42, 42), "dkv-cache/2": (30, 30),
@@ -57,6 +60,21 @@ def test_the_tables_are_whole_and_hold_what_is_printed():
         assert (cell.accuracy, cell.speed, cell.speedup) == (accuracy, speed, speedup)
     half = tables.table("dkv-cache/2").of("dream-v0-base-7b")["gsm8k", "Half-Steps, T = L/2"]
     assert [preset.steps for preset in half.settings()] == [64]
+
+
+def test_scores_that_a_task_lacks_are_named_and_not_averaged(tmp_path):
+    """Of tasks whose scores are known when they were asked."""
+    sample = {"filter": "none", "metrics": ["acc"], "acc": 1.0}
+    right = sample | {"metrics": ["exact_match"], "exact_match": True}
+    of = tables.Benchmark("gsm8k", "gsm8k", "exact_match,none")
+    assert _scores(of, {"a": [right], "b": [right | {"filter": "x"}, right]}) == [1.0, 1.0]
+    message = "task b has no finite scores of metric 'exact_match' with filter 'none'.*: it has "
+    refuses(f"{message}acc,none", _scores, of, {"a": [right], "b": [sample]})
+    refuses(f"{message}exact_match,x", _scores, of, {"a": [right], "b": [right | {"filter": "x"}]})
+    refuses(f"{message}none", _scores, of, {"a": [right], "b": []})
+    refuses(f"{message}exact_match,none", _scores, of, {"b": [right | {"exact_match": math.nan}]})
+    refuses(f"^{tmp_path}/a.json: NaN or infinity cannot", write_json, tmp_path / "a.json", {"a": [math.nan]})
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_row_has_a_number_for_each_task():
@@ -228,6 +246,10 @@ def test_tasks_of_lm_eval_are_asked(data, tmp_path, monkeypatch):
     assert cached["ours"]["accuracy"] == [1, 1, 1]
     assert (exact["ours"]["totals"]["requests"], cached["ours"]["totals"]["failed"]) == (2, 0)
     assert cached["ours"]["speedup"] > 0
+    for name, other in (("flexible-extract", "other"), ("exact_match,", "acc,")):  # before anything is loaded
+        (data / "lm_eval" / "gsm8k.yaml").write_text(TASK.replace(name, other) + files)
+        said = "has no finite scores of metric 'exact_match' with filter 'flexible-extract'.* it has "
+        refuses(f"task gsm8k {said}.*{other.strip(',')}", reproduce, table, MODEL, cells, asked, None)
     (data / "lm_eval" / "gsm8k.yaml").write_text(TASK + files.replace("hotpotqa", "gone"))
     with pytest.raises(ValueError, match="lm_eval cannot load gsm8k"):
         reproduce(table, MODEL, cells, asked, Checkpoint())

@@ -66,7 +66,7 @@ def calibrate(
       a profile for `BoundaryMiddle(importance=...)`; 1 minus it serves `SqueezeAttention(cosine=...)`.
 
     Raises:
-      ValueError: prompts or prompt_mask break a rule of `generate`.
+      ValueError: prompts or prompt_mask break a rule of `generate`, or the model computes NaN.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
     length = check_argument("length", length, PositiveInt)
@@ -74,11 +74,18 @@ def calibrate(
     tokens, valid = map(jnp.asarray, inputs.masked_response(ids, mask, length, model.spec))
     x = embed(model.params, tokens)
     profile = np.asarray(importance(model, x, valid, valid), np.float64).mean(axis=1)
+    if odd := [layer for layer, value in enumerate(profile) if not np.isfinite(value)]:
+        raise ValueError(f"layer {odd[0]} has importance {profile[odd[0]]}: the model computes NaN")
     return tuple(float(value) for value in profile)
 
 
 def save_profile(path: str | pathlib.Path, profile: tuple[float, ...], **notes: str | int):
-    """Writes a profile as JSON, with notes on how it was measured."""
+    """Writes a profile as JSON, with notes on how it was measured.
+
+    Raises:
+      ValueError: the profile holds something other than finite numbers.
+    """
+    profile = check_argument("profile", profile, Profile)
     local_path("path", path).write_text(json.dumps({"importance": list(profile), **notes}, indent=1) + "\n")
 
 
@@ -90,7 +97,7 @@ def load_profile(path: str | pathlib.Path) -> tuple[float, ...]:
       ValueError: it is not one of `save_profile`; names the file.
     """
     try:
-        content = json.loads(local_path("path", path).read_bytes())
+        content = json.loads(local_path("path", path).read_bytes().decode("utf-8-sig"))
         return check_argument("importance", content["importance"], Profile)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"

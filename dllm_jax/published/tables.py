@@ -40,6 +40,12 @@ class Benchmark:
     runs_code: bool = False
     missing: str | None = None
 
+    @property
+    def metric_and_filter(self) -> tuple[str, str]:
+        """The parts of `score`."""
+        metric, _, kind = self.score.rpartition(",")
+        return metric, kind
+
 
 @dataclasses.dataclass(frozen=True)
 class Cell:

@@ -91,10 +91,11 @@ def reproduce(
     """Measures cells, prints and writes them; the exit code is 1 if requests failed.
 
     Raises:
-      ValueError: there is a result with other settings, or lm_eval cannot load a task.
+      ValueError: there is a result with other settings; or lm_eval cannot load a task, or one without the
+        table's metric and filter.
     """
-    tasks = dict.fromkeys(one.task for cell in cells.values() for one in cell.benchmarks if one.task)
-    manager = manager_of(asked, tuple(tasks)) if tasks else None
+    tasks = {one.task: one for cell in cells.values() for one in cell.benchmarks if one.task}
+    manager = manager_of(asked, [*tasks.values()]) if tasks else None
     session = Session(asked, model, checkpoint.open(), Journal(asked.out / JOURNAL), manager)
     path = asked.out / f"reproduce-{table.name.replace('/', '-')}-{model}.json"
     about = record.provenance(session.runner(next(iter(cells.values())).settings()[0]))

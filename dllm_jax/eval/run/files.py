@@ -90,18 +90,34 @@ def _value(text: str, path: Path, first: int) -> Any:
 
 
 def as_json(value: Any, indent: int | None = None) -> str:
-    """Encodes a value as JSON that UTF-8 can hold: lone surrogates, as a broken text has them, as escapes."""
-    text = json.dumps(value, indent=indent, ensure_ascii=False)
+    """Encodes a value as JSON that UTF-8 can hold: lone surrogates, as a broken text has them, as escapes.
+
+    Raises:
+      TypeError: a value that is no JSON.
+      ValueError: NaN or infinity, for which JSON has no number.
+    """
+    try:
+        text = json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        raise ValueError(f"NaN or infinity cannot be written as JSON: {error}") from None
     return re.sub("[\ud800-\udfff]", lambda found: rf"\u{ord(found[0]):04x}", text)
 
 
 def write_json(path: Path, value: Any):
-    """Writes a JSON file and its folders atomically: to a temporary file, which is then renamed."""
+    """Writes a JSON file and its folders atomically: to a temporary file, which is then renamed.
+
+    Raises:
+      ValueError: the value holds NaN or infinity.
+    """
+    try:
+        text = as_json(value, indent=1)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     path.parent.mkdir(parents=True, exist_ok=True)
     # A reader, or a run that is killed here, sees the old file or the new one; two runs have a part each.
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        part.write_text(as_json(value, indent=1) + "\n", encoding="utf-8")
+        part.write_text(text + "\n", encoding="utf-8")
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)

@@ -2,10 +2,12 @@
 
 import dataclasses
 import importlib.util
+import math
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, SupportsFloat
 
 from dllm_jax.eval.benchmarks import longbench
 from dllm_jax.eval.harness.arguments import Arguments
@@ -165,22 +167,66 @@ class Session:
             apply_chat_template=not base, fewshot_as_multiturn=not base, bootstrap_iters=0,
             confirm_run_unsafe_code=self.asked.run_code,
         )  # fmt: skip
-        metric, kind = benchmark.score.rsplit(",", 1)
-        samples = [one for task in found["samples"].values() for one in task if one["filter"] == kind]
-        return [float(one[metric]) for one in samples], lm.entries["generate_until"]
+        return _scores(benchmark, found["samples"]), lm.entries["generate_until"]
 
 
-def manager_of(asked: Asked, tasks: tuple[str, ...]) -> Any:
-    """lm_eval's manager, which has loaded these tasks and their data once."""
+def _scores(benchmark: Benchmark, samples: Mapping[str, list[dict[str, Any]]]) -> list[float]:
+    """The scores of a benchmark's samples, by task of lm_eval.
+
+    Raises:
+      ValueError: a task has no such scores; names metric and filter. The journal keeps its answers.
+    """
+    metric, kind = benchmark.metric_and_filter
+    scores = list[float]()
+    for task, each in samples.items():
+        own: list[Any] = [one.get(metric) for one in each if one["filter"] == kind]
+        if not own or not all(isinstance(score, SupportsFloat) and math.isfinite(score) for score in own):
+            names = sorted({f"{name},{one['filter']}" for one in each for name in one.get("metrics", ())})
+            raise _lacking(benchmark, task, ", ".join(names) or "none")
+        scores += map(float, own)
+    return scores
+
+
+def _lacking(benchmark: Benchmark, task: str, found: str) -> ValueError:
+    metric, kind = benchmark.metric_and_filter
+    return ValueError(
+        f"task {task} has no finite scores of metric {metric!r} with filter {kind!r}, the table's: "
+        f"it has {found}. Name both in {OWN_TASKS}/{task}.yaml of --data (metric_list, filter_list)."
+    )
+
+
+def _check_scored(benchmark: Benchmark, tasks: Mapping[str, Any]):
+    """Raises ValueError if the configuration of a task shows that it lacks a benchmark's metric or filter."""
+    metric, kind = benchmark.metric_and_filter
+    for name, task in tasks.items():
+        filters = [one["name"] for one in task.config.filter_list or ()] or ["none"]
+        if kind not in filters:
+            raise _lacking(benchmark, name, f"filter {', '.join(filters)}")
+        # Functions, and metrics of other libraries, may give scores of other names.
+        listed = task.config.metric_list or ()
+        plain = all(isinstance(one["metric"], str) and not one.get("hf_evaluate") for one in listed)
+        known = list(task.aggregation())
+        if listed and plain and task.config.process_results is None and metric not in known:
+            raise _lacking(benchmark, name, f"metric {', '.join(known)}")
+
+
+def manager_of(asked: Asked, benchmarks: Sequence[Benchmark]) -> Any:
+    """lm_eval's manager, which has loaded these tasks and their data once.
+
+    Raises:
+      ValueError: a task cannot be loaded, or lacks the metric or filter of the table.
+    """
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
     own = None if asked.data is None else asked.data / OWN_TASKS
+    tasks = [one.task for one in benchmarks if one.task]
     here = [] if own is None else [task for task in tasks if (own / f"{task}.yaml").is_file()]
     manager = TaskManager(include_path=str(own) if here else None, include_defaults=len(here) < len(tasks))
-    for task in tasks:
+    for one, task in zip(benchmarks, tasks, strict=True):
         try:
-            manager.load([task])
+            loaded = manager.load([task])["tasks"]
         except Exception as error:  # many causes: no network, a gated data set, a package that is missing
             reason = str(error).strip().splitlines() or ["no message"]
             raise ValueError(f"lm_eval cannot load {task}: {type(error).__name__}: {reason[0]}") from error
+        _check_scored(one, loaded)
     return manager
