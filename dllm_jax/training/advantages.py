@@ -61,7 +61,7 @@ def group_advantages(rewards: Num[AnyArray, "b"], group: int, normalise: bool = 
 
 
 def _above_least(rewards: Num[AnyArray, "n g"]) -> tuple[AnyArray, AnyArray, AnyArray]:
-    """What each reward is above the least of its group, the largest of these, and by what both are scaled.
+    """Returns rewards above the least of their group, the largest of these, and the scale of both.
 
     Rewards on the host are computed in float64, others in float32. Equal rewards are 0 above.
     """
