@@ -1,6 +1,7 @@
 """Writes tiny random Hugging Face checkpoints, names and shapes spelt out, not taken from the library."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import ml_dtypes
@@ -59,6 +60,20 @@ def save_sharded(path: Path, weights: dict[str, np.ndarray], shards: int = 1):
     weight_map = {name: files[i % shards] for i, name in enumerate(names)}
     index = {"metadata": {"total_size": sum(w.nbytes for w in weights.values())}, "weight_map": weight_map}
     (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def spread(path: Path, place: Callable[[str], str]) -> dict[str, str]:
+    """Moves the tensors of model.safetensors to the files that `place` names; returns the index."""
+    weights = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    places = {name: place(name) for name in weights}
+    for file in sorted(set(places.values())):
+        (path / file).parent.mkdir(parents=True, exist_ok=True)
+        part = {name: weights[name] for name in weights if places[name] == file}
+        save_file(part, path / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": places}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return places
 
 
 def tensors(spec: ModelSpec, seed: int = 0) -> dict[str, np.ndarray]:

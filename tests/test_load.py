@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import chex
 import jax
@@ -11,6 +12,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import dllm_jax as dj
+from convert.verify import verify
+from dllm_jax import checkpoint
 from dllm_jax.checkpoint import convert
 from dllm_jax.checkpoint.dtypes import DtypeWarning
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
@@ -18,7 +21,7 @@ from dllm_jax.decoding.chat import decode_answers
 from dllm_jax.nn import parameters
 from dllm_jax.nn.parameters import abstract, layer_of
 from tests import refuses
-from tests.checkpoints import config, rewrite, save_sharded, tensors, tiny, write_hf
+from tests.checkpoints import config, rewrite, save_sharded, spread, tensors, tiny, write_hf
 
 FAMILIES = ("llada", "dream")
 
@@ -206,6 +209,49 @@ def test_the_index_decides_which_file_a_tensor_comes_from(tmp_path):
     (path / "overlay.safetensors").rename(path / "model.safetensors")
     asked = r"overlay\.safetensors does not exist, which .*index\.json asks for; model\.safetensors is there"
     refuses(asked, dj.load, path, error=FileNotFoundError)
+
+
+LAYOUTS = {
+    "one folder": lambda name: "weights/a.safetensors",
+    "a folder per layer": lambda name: f"{'/'.join(name.split('.')[:-2][:4])}/layer.safetensors",
+    "spelled otherwise": lambda name: "./extra//deep/b.safetensors" if name == LN else "rest.safetensors",
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_index_names_shards_in_folders(tmp_path, layout):
+    """As quantizers write them and transformers reads them: by load, convert, int8, a mesh, export, verify."""
+    path = write_hf(tmp_path / "hf", tiny(), tokenizer=True)
+    (path / "additional_chat_templates").mkdir()
+    (path / "additional_chat_templates" / "other.jinja").write_text("{{ messages }}")
+    whole = dj.load(path)
+    places = spread(path, LAYOUTS[layout])
+    # Files of other folders that are named alike are different files, and what no tensor names is not read.
+    (path / "other").mkdir()
+    save_file({LN: np.zeros(32, np.float32)}, path / "other" / Path(places[LN]).name)
+    chex.assert_trees_all_equal(dj.load(path).params, whole.params, strict=True)
+    mesh = jax.make_mesh((1,), ("tp",))
+    chex.assert_trees_all_equal(dj.load(path, mesh=mesh).params, whole.params, strict=True)
+    eight = checkpoint.convert(path, tmp_path / "int8", weights="int8")
+    chex.assert_trees_all_equal(dj.load(eight).params, dj.load(path, weights="int8").params, strict=True)
+
+    converted = checkpoint.convert(path, tmp_path / "converted")
+    chex.assert_trees_all_equal(dj.load(converted, verify=True).params, whole.params, strict=True)
+    read = json.loads((converted / "provenance.json").read_text())["files"]
+    assert {Path(name).as_posix() for name in places.values()} < set(read)
+    back = checkpoint.export(converted, tmp_path / "back")
+    saved = dj.save_hf(whole, tmp_path / "saved", like=path)
+    for folder in (back, saved):
+        assert verify(path, folder).identical
+        assert (folder / "additional_chat_templates" / "other.jinja").read_text() == "{{ messages }}"
+        assert not (folder / "model.safetensors.index.json").exists()
+    # It is a checkpoint: a new one may replace it. Folders that lead elsewhere are refused.
+    dj.save_hf(whole, shutil.copytree(path, tmp_path / "old"), overwrite=True)
+    folder = path / Path(places[LN]).parts[0]
+    if folder.is_dir():
+        folder.rename(tmp_path / "away")
+        folder.symlink_to(tmp_path / "away")
+        refuses("is a link to .*away.*outside of the checkpoint's directory", dj.load, path)
 
 
 def test_messages_end(tmp_path):

@@ -94,13 +94,13 @@ def _provenance(
     checkpoint: Source, source: str, written: np.dtype, weights: Weights | None, rope_factor: float
 ) -> dict[str, Any]:
     # All that was read or copied: names alone would not tell one revision of the source from another.
-    index = checkpoint.path / files.INDEX
-    read = (*files.auxiliary_files(checkpoint.path), *weight_files(checkpoint.path))
-    read += (index,) if index.is_file() else ()
+    root = checkpoint.path
+    read = (*files.auxiliary_files(root), *weight_files(root))
+    read += (root / files.INDEX,) if (root / files.INDEX).is_file() else ()
     return {
         "source": source,
         "date": now(),
-        "files": {file.name: files.described(file) for file in read},
+        "files": {file.relative_to(root).as_posix(): files.described(file) for file in read},
         **({} if checkpoint.quantised is None else {"quantised": checkpoint.quantised}),
         "dtype": {"stored": sorted(map(str, checkpoint.dtypes)), "written": str(written)},
         **({} if weights is None else {"weights": weights}),

@@ -24,6 +24,7 @@ INDEX = "model.safetensors.index.json"  # of a Hugging Face directory with sever
 PROVENANCE = "provenance.json"
 WRITTEN = "written"  # its key of the hashes
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+TEMPLATES = "additional_chat_templates/*.jinja"
 LARGEST = 64 * 2**20  # bytes of JSON and of what is copied along; a tokenizer.json has about 10 MB
 
 
@@ -128,12 +129,15 @@ def check_content(file: Path):
 
 
 def auxiliary_files(path: Path) -> tuple[Path, ...]:
-    """Tokenizer, config, templates, cards and code: small files at the top of a checkpoint directory."""
+    """Tokenizer, config, templates, cards and code: small files of a checkpoint directory.
+
+    They lie at its top, but for the chat templates that transformers keeps in a folder.
+    """
     # These describe the weights beside them, and those of the copy are written anew.
     own = (SPEC, PROVENANCE, INDEX)
     return tuple(
         file
-        for file in sorted(path.iterdir())
+        for file in (*sorted(path.iterdir()), *sorted(path.glob(TEMPLATES)))
         if file.is_file()
         and file.name not in own
         and not file.name.startswith(".")
@@ -143,13 +147,15 @@ def auxiliary_files(path: Path) -> tuple[Path, ...]:
 
 
 def copy_files(source: Path, files: Iterable[Path], destination: Path):
-    """Copies files from one directory to another, such as its `auxiliary_files`.
+    """Copies files from one directory to the same places in another, such as its `auxiliary_files`.
 
     Raises:
       ValueError: one of them is a link that leads out of the source.
     """
     for file in files:
-        shutil.copyfile(file_inside(source, file.name), destination / file.name)
+        name = file.relative_to(source)
+        (destination / name.parent).mkdir(exist_ok=True)
+        shutil.copyfile(file_inside(source, name.as_posix()), destination / name)
 
 
 def sha256(file: Path) -> str:

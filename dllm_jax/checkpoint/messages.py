@@ -63,6 +63,6 @@ def what_else(folder: Path, adapter: bool = False) -> str:
             f"; {named(found, 3)} would need torch and is not read: save the model as safetensors "
             "(`save_pretrained` does)"
         )
-    if "config.json" in names and any(name.endswith(".safetensors") for name in names):
+    if "config.json" in names and any(".safetensors" in name for name in names):
         return "; the directory is a Hugging Face checkpoint: dj.load(directory) reads it"
     return ""

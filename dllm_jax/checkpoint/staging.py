@@ -76,7 +76,8 @@ def _is_checkpoint(path: Path) -> bool:
         return True
     if (path / "spec.json").is_file():
         return (path / "params").is_dir()
-    return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
+    # Of several files of weights, which may lie in folders, an index tells.
+    return (path / "config.json").is_file() and any(path.glob("*.safetensors*"))
 
 
 def _swap(partial: Path, destination: Path, old: Path):

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import ml_dtypes
@@ -54,18 +54,19 @@ def tensors_in(path: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     places: dict[str, str] = {}
     for file in weight_files(path):
+        place = file.relative_to(path).as_posix()
         for name, tensor in _header(file).items():
             # An older copy of a tensor may be left in another shard.
-            if listed_in.get(name, file.name) != file.name:
+            if listed_in.get(name, place) != place:
                 continue
             if name in found:
-                raise ValueError(f"{path}: {name} is in both {places[name]} and {file.name}")
-            found[name], places[name] = tensor, file.name
+                raise ValueError(f"{path}: {name} is in both {places[name]} and {place}")
+            found[name], places[name] = tensor, place
     return found
 
 
 def read_index(path: Path) -> Mapping[str, str]:
-    """The file of each tensor by the directory's index; empty if there is none.
+    """The file of each tensor by the directory's index, relative to it, maybe in folders; empty without one.
 
     Raises:
       ValueError: the index is not valid.
@@ -75,7 +76,8 @@ def read_index(path: Path) -> Mapping[str, str]:
     index = read_config(path / INDEX).values.get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
         raise ValueError(f"{path / INDEX} has no weight_map from tensor to file")
-    return index
+    # One spelling of each file: "./a/b" is "a/b".
+    return {tensor: PurePosixPath(name).as_posix() for tensor, name in index.items()}
 
 
 def weight_files(path: Path) -> tuple[Path, ...]:
