@@ -68,10 +68,22 @@ def test_the_samplers_of_the_page_decode_as_it_says_and_pass_its_check(monkeypat
     said = np.asarray(printed["never"].tokens)[0, -9:]
     assert np.all(said[1:] != said[:-1])
     assert printed["model"].spec.mask_id not in said
+    assert 1 < printed["settled"].stats.nfe[0] < 32
     if not EXHAUSTIVE:
         asked = functools.partial(testing.check_sampler, checks=(checks.only_scored_masks_are_decoded,))
         monkeypatch.setitem(printed, "check_sampler", asked)
     printed["test_close"]()
+
+
+def test_the_printed_policy_skips_its_layers_in_partial_steps_alone():
+    printed = run_page("reference/policy-interface.md")
+    policy, skipped = printed["SkipLayers"], printed["skipped"]
+    steps, layers = 32 - 2, printed["model"].spec.layers  # two are full
+    assert skipped.stats.widened_tokens[0] == -steps * 16 / layers
+    limit = dict(limit=policy(), limit_options=dict(length=8, block=2, steps=4))
+    testing.check_policy(policy(1, 2), **limit, checks=(checks.exact_limit,))
+    with pytest.raises(ValueError, match="SkipLayers does not support block-causal models"):
+        dj.generate(testing.tiny("sdar"), [[1, 2]], length=4, policy=policy())
 
 
 def test_every_member_of_a_policy_and_of_the_canvas_is_described():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dllm_jax import policies, samplers
+from dllm_jax import policies, samplers, testing
 from dllm_jax.state.cache import KV
 from dllm_jax.testing import check_policy, check_sampler, checks, combinations, tiny
 from dllm_jax.testing.combinations import Combination
@@ -69,6 +69,49 @@ def test_a_broken_policy_is_told_by_the_check_that_it_breaks(policy, limit, chec
         AssertionError, match=f"{type(policy).__name__}, llada: {check.__name__}: .*{message}"
     ):
         run()
+
+
+class Broken(ByPadding):
+    """Cannot be copied, and counts padding."""
+
+    def __deepcopy__(self, memo):
+        raise TypeError("no copies")
+
+
+def test_an_exception_in_one_check_hides_no_failure_of_another():
+    asked = checks.one_program_per_setting, checks.alone_as_in_a_batch
+    with pytest.raises(AssertionError, match=r"alone_as_in_a_batch: .*computed") as raised:
+        check_policy(Broken(), checks=asked)
+    assert "Broken, llada: one_program_per_setting: TypeError: no copies" in str(raised.value)
+    assert isinstance(raised.value.__cause__, TypeError)
+
+
+class BlockAlone(policies.DualCache):
+    """Attends to everything, but on block-causal models to the current block alone."""
+
+    def init(self, spec, layout, batch, dtype):
+        if spec.causal_context:
+            raise ValueError("BlockAlone does not support causal contexts")
+        return super().init(spec, layout, batch, dtype)
+
+    def reads(self, cache, canvas):
+        return canvas.block if canvas.spec.block_size else canvas.everything
+
+
+def test_every_kind_of_model_is_checked_or_named(monkeypatch):
+    """Stands in for the lists of checks, whose own tests are those of our policies."""
+    monkeypatch.setattr(testing, "POLICY_CHECKS", (checks.nothing_leaves_the_device_inside,))
+    monkeypatch.setattr(testing, "KIND_CHECKS", kinds := (checks.exact_limit,))
+    limit = dict(limit=BlockAlone(), limit_options=dict(sampler=samplers.Threshold(0.0)))
+    with pytest.raises(AssertionError) as raised:
+        check_policy(BlockAlone(), **limit)
+    (line,) = str(raised.value).splitlines()
+    assert re.match(f"BlockAlone, sdar: exact_limit: {PLACE}.*`rows.full` is False", line)
+
+    tested = check_policy(BlockAlone())  # without a limit
+    assert list(tested) == list(testing.FAMILIES)
+    assert tested["llada"] == tested["sdar"] == f"{len(kinds)} check"
+    assert tested["nemotron"] == "not supported: BlockAlone does not support causal contexts"
 
 
 def test_a_sampler_that_leaves_masks_is_told_where():

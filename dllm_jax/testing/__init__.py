@@ -10,16 +10,32 @@
 
 from collections.abc import Mapping, Sequence
 
+import jax
+
 from dllm_jax.policies import DualCache, Policy
 from dllm_jax.samplers import Sampler
-from dllm_jax.testing.checks import POLICY_CHECKS, SAMPLER_CHECKS, SEVERAL_AT_ONCE, Check, Subject
+from dllm_jax.testing.checks import (
+    BLOCK,
+    KIND_CHECKS,
+    LENGTH,
+    POLICY_CHECKS,
+    SAMPLER_CHECKS,
+    SEVERAL_AT_ONCE,
+    Check,
+    Subject,
+)
 from dllm_jax.testing.models import FAMILIES, tiny
-from dllm_jax.testing.runs import assert_same_run, of_sequence
+from dllm_jax.testing.runs import assert_same_run, of_sequence, refusal
 
 __all__ = [
-    "FAMILIES", "POLICY_CHECKS", "SAMPLER_CHECKS", "Subject", "assert_same_run", "check_policy",
-    "check_sampler", "of_sequence", "tiny",
+    "FAMILIES", "KIND_CHECKS", "POLICY_CHECKS", "SAMPLER_CHECKS", "Subject", "assert_same_run",
+    "check_policy", "check_sampler", "of_sequence", "tiny",
 ]  # fmt: skip
+FIXES = {  # by the check that fails, on any family or on one kind
+    "exact_limit sdar": "finished blocks are final: `rows.full` is False after the first step",
+    "widths_change_nothing": "return the sizes of partial steps from `widths`, or do not branch on `rows.full`",
+    "separate_layers_decode_as_stacked_ones": "`cache.layers` may be a list with one entry per layer",
+}
 
 
 def check_policy(
@@ -29,10 +45,10 @@ def check_policy(
     limit_options: Mapping[str, int] | None = None,
     lossless: Policy | None = None,
     sampler: Sampler = SEVERAL_AT_ONCE,
-    families: Sequence[str] = FAMILIES[:1],
-    checks: Sequence[Check] = POLICY_CHECKS,
-):
-    """Checks a cache policy in every respect of `POLICY_CHECKS`.
+    families: Sequence[str] | None = None,
+    checks: Sequence[Check] | None = None,
+) -> dict[str, str]:
+    """Checks a cache policy in every respect of `POLICY_CHECKS`, and on every kind of model.
 
     Args:
       policy: settings that bite on a canvas of some twenty positions, in blocks of four.
@@ -41,14 +57,22 @@ def check_policy(
         exact in a block's first step.
       lossless: settings whose reuse is exact while the canvas does not change.
       sampler: `RandomOrder()` for a policy that must know what is decoded next.
-      families: Families of the tiny models to run on (`FAMILIES`).
-      checks: some of `POLICY_CHECKS`.
+      families: Families of the tiny models that run all checks. Default: the first of `FAMILIES`; the others
+        run `KIND_CHECKS`, which depend on the kind of model, unless the policy is not supported there.
+      checks: Checks to run on `families`. Default: `POLICY_CHECKS`.
+
+    Returns:
+      What was tested, by family: the number of checks, or why there are none.
 
     Raises:
-      AssertionError: the checks that failed, by name, each with step, sequence and position.
+      AssertionError: the checks that failed, by name, each with step, sequence and position. Errors of other
+        kinds are among them, and the first is its cause.
     """
     of = lambda family: Subject(policy, sampler, family, limit, limit_options or {}, lossless)
-    _check([of(family) for family in families], checks)
+    asked = [(of(family), checks or POLICY_CHECKS) for family in families or FAMILIES[:1]]
+    if families is None and checks is None:
+        asked += [(of(family), KIND_CHECKS) for family in FAMILIES[1:]]
+    return _check(asked)
 
 
 def check_sampler(
@@ -57,23 +81,53 @@ def check_sampler(
     policies: Sequence[Policy] = (DualCache(),),
     families: Sequence[str] = FAMILIES[:1],
     checks: Sequence[Check] = SAMPLER_CHECKS,
-):
-    """Everything that is asked of a sampler, under each of the policies.
+) -> dict[str, str]:
+    """Checks a sampler in every respect of `SAMPLER_CHECKS`, under each of the policies.
+
+    Returns:
+      What was tested, by family.
 
     Raises:
-      AssertionError: the checks that failed, by name, each with step, sequence and position.
+      AssertionError: the checks that failed, as those of `check_policy`.
     """
-    _check([Subject(policy, sampler, family) for policy in policies for family in families], checks)
+    return _check([(Subject(policy, sampler, family), checks) for policy in policies for family in families])
 
 
-def _check(subjects: Sequence[Subject], checks: Sequence[Check]):
-    """Runs every check on every subject, and tells of all that failed."""
-    failed = []
-    for of in subjects:
+def _check(asked: Sequence[tuple[Subject, Sequence[Check]]]) -> dict[str, str]:
+    """Runs checks on subjects, and tells of all that failed."""
+    failed: dict[str, list[str]] = {}
+    tested: dict[str, str] = {}
+    cause: Exception | None = None
+    for of, checks in asked:
+        if checks is KIND_CHECKS and (why := _refusal(of)):
+            tested[of.family] = f"not supported: {why}"
+            continue
         for check in checks:
             try:
                 check(of)
             except AssertionError as error:
-                failed.append(f"{type(of.policy).__name__}, {of.family}: {check.__name__}: {error}")
+                message = str(error)
+            except Exception as error:  # of the policy, say: the other checks are still worth knowing
+                message, cause = f"{type(error).__name__}: {str(error)[:300]}", cause or error
+            else:
+                continue
+            # One error may end every check: it is told once.
+            where = f"{type(of.policy).__name__}, {of.family}"
+            failed.setdefault(f"{where}|{message}", []).append(check.__name__)
+        tested[of.family] = f"{len(checks)} check{'s' * (len(checks) != 1)}"
     if failed:
-        raise AssertionError("\n".join(failed))
+        raise AssertionError("\n".join(map(_told, failed, failed.values()))) from cause
+    return tested
+
+
+def _refusal(of: Subject) -> str:
+    key = jax.random.key(0) if of.sampler.draws else None
+    return refusal(of.model, policy=of.policy, sampler=of.sampler, length=LENGTH, block=BLOCK, key=key)
+
+
+def _told(failure: str, checks: list[str]) -> str:
+    """A line about the checks that failed alike, with what usually is the reason."""
+    where, message = failure.split("|", 1)
+    family = where.rpartition(", ")[2]
+    hints = [FIXES[name] for check in checks for name in (check, f"{check} {family}") if name in FIXES]
+    return f"{where}: {', '.join(checks)}: {message}{f' ({hints[0]})' if hints else ''}"

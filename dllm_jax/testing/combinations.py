@@ -15,10 +15,9 @@ import numpy as np
 from dllm_jax import policies, samplers
 from dllm_jax.decoding.generate import generate
 from dllm_jax.decoding.output import Output
-from dllm_jax.decoding.request import prepare
-from dllm_jax.engine.loop import begin
 from dllm_jax.state.sliding import Sliding
 from dllm_jax.testing.models import spec, tiny
+from dllm_jax.testing.runs import refusal
 
 SLIDING = Sliding(6)
 # Where blocks slide, and where a model has its own; full attention over experts is that of LLaDA.
@@ -55,14 +54,7 @@ class Combination:
 
     def refusal(self) -> str:
         """Why the engine refuses it before the first step; "" if it does not."""
-        model = tiny(PLACES[self.place][0])
-        try:
-            request = prepare(model, [list(range(9))], **self.options)
-            # Its result would be a canvas of shapes, which annotations refuse.
-            jax.make_jaxpr(begin)(model, request.inputs, request.plan)
-        except ValueError as error:
-            return str(error)
-        return ""
+        return refusal(tiny(PLACES[self.place][0]), **self.options)
 
     def run(self) -> Output:
         """A small generation."""

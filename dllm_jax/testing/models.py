@@ -44,7 +44,8 @@ _RND1 = dataclasses.replace(
 _SPECS = {
     spec.family: spec for spec in (_LLADA, _DREAM, _LLADA_MOE, _SDAR, _NEMOTRON, _A2D, _RND1)
 }  # fmt: skip
-FAMILIES = ("llada", "dream")  # what every policy and sampler is checked on
+# One family for each kind of model: full attention, shifted output head, block-causal, causal context.
+FAMILIES = ("llada", "dream", "sdar", "nemotron")
 
 
 def spec(family: str, **changes: Any) -> ModelSpec:

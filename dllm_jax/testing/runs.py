@@ -9,8 +9,11 @@ import numpy as np
 from jaxtyping import Float
 
 from dllm_jax.decoding.output import Output
+from dllm_jax.decoding.request import prepare
+from dllm_jax.engine.loop import begin
 from dllm_jax.engine.stats import Stats
 from dllm_jax.engine.trace import Trace
+from dllm_jax.nn.model import Model
 
 
 def assert_same_run(ours: Trace | None, theirs: Trace | None, computed: bool = False):
@@ -118,6 +121,22 @@ def of_sequence(trace: Trace | None, sequence: int, length: int | np.integer) ->
         widened=ours.widened[active][:, sequence : sequence + 1],
         steps=active.sum(),
     )
+
+
+def refusal(model: Model, **options: Any) -> str:
+    """Returns why a generation raises `ValueError` before its first step; "" if it does not.
+
+    Args:
+      model: Model to ask.
+      **options: Arguments of `generate` besides model and prompt.
+    """
+    try:
+        request = prepare(model, [list(range(9))], **options)
+        # Its result would be a canvas of shapes, which annotations refuse.
+        jax.make_jaxpr(begin)(model, request.inputs, request.plan)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def partial_steps(out: Output) -> int:
