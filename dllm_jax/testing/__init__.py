@@ -33,7 +33,7 @@ __all__ = [
 ]  # fmt: skip
 FIXES = {  # by the check that fails, on any family or on one kind
     "exact_limit sdar": "finished blocks are final: `rows.full` is False after the first step",
-    "widths_change_nothing": "return the sizes of partial steps from `widths`, or do not branch on `rows.full`",
+    "widths_change_nothing": "return sizes of partial steps from `widths`, or never branch on `rows.full`",
     "separate_layers_decode_as_stacked_ones": "`cache.layers` may be a list with one entry per layer",
 }
 
