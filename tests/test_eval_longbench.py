@@ -10,11 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import dllm_jax as dj
 from dllm_jax.eval.benchmarks import needle
 from dllm_jax.eval.benchmarks.longbench import TASKS, Prompts, Sample, metrics, read, truncate
 from dllm_jax.eval.cli import commands as cli
+from dllm_jax.eval.cli.tune import read_jsonl
 from dllm_jax.eval.results import record
 from dllm_jax.eval.run.settings import Decoding
+from dllm_jax.eviction.profile import load_profile
+from dllm_jax.published import preset
 
 TEMPLATES = {"hotpotqa": "{context}{input}", "trec": "{context}{input}", "gov_report": "Sum: {context}\nNow:"}
 ROW = {"context": "b=w;t=m;", "input": "t=", "answers": ["m"], "all_classes": None, "_id": "1", "length": 3}
@@ -72,6 +76,28 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     ):
         with pytest.raises(ValueError, match=reason):
             reader(write(tmp_path / name, content))
+
+
+def test_byte_order_marks_are_no_text(tmp_path):
+    """As Excel, Notepad and PowerShell write them; in the midst where files were joined."""
+    rows, mark = [json.dumps(ROW | {"_id": str(i)}) for i in range(3)], "\ufeff"
+    fields = {"text": "*", "question": "?", "keyword": "*", "template": "{context}"}
+    asked = [json.dumps({"prompt": "a", "answer": "b"})] * 2
+    for reader, content in (
+        (read, "\n".join(rows)),
+        (lambda path: Prompts.read(path).templates, json.dumps(TEMPLATES)),
+        (needle.read, json.dumps(fields)),
+        (needle.haystack, "Call me Ishmael."),
+        (read_jsonl, "\n".join(asked)),
+        (preset.read, (dj.presets.folder() / "policies" / "elastic-cache.toml").read_text()),
+        (load_profile, '{"importance": [0.25, 0.75]}'),
+    ):
+        path = tmp_path / "dataset2prompt.json"
+        path.write_text(content)
+        wanted = reader(path)
+        joined = content.replace("\n", f"\n{mark}") if reader in (read, read_jsonl) else content
+        path.write_text(mark + joined)
+        assert reader(path) == wanted, reader
 
 
 def test_the_middle_is_cut_out(tokenizer):

@@ -10,6 +10,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import bundled
 from dllm_jax.checkpoint import convert
+from dllm_jax.checkpoint.card import card
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.decoding.chat import chat_ids
 from tests import refuses
@@ -72,6 +73,42 @@ def test_a_chat_template_runs_in_a_sandbox(source):
 def test_settings_of_a_tokenizer_name_no_files(source, key):
     rewrite(source / "tokenizer_config.json", **{key: "/etc/passwd"})
     refuses(rf"tokenizer_config\.json: {key}='/etc/passwd'.*by their names", read_tokenizer, source)
+
+
+MARKED = ("config.json", "tokenizer.json", "tokenizer_config.json", "README.md")
+
+
+@pytest.mark.parametrize("name", ["tiny-llada", "tiny-llada-v"])
+def test_byte_order_marks_are_no_text(name, tmp_path):
+    """As editors on Windows write them; the chat template is a file of its own."""
+    plain, marked = (shutil.copytree(bundled.path(name), tmp_path / kind) for kind in ("plain", "marked"))
+    template = json.loads((plain / "tokenizer_config.json").read_text()).get(
+        "chat_template", "{{ messages }}"
+    )
+    for folder in (plain, marked):
+        (folder / "chat_template.jinja").write_text(template)
+        rewrite(folder / "tokenizer_config.json", chat_template=None)
+        text = (folder / "README.md").read_text()
+        (folder / "README.md").write_text(text if text[:3] == "---" else f"---\nlicense: mit\n---\n{text}")
+    files = [*MARKED, "chat_template.jinja", *(p.name for p in plain.glob("*processor_config.json"))]
+    for file in {*files}:
+        (marked / file).write_bytes(b"\xef\xbb\xbf" + (plain / file).read_bytes())
+    one, other = dj.load(plain), dj.load(marked)
+    assert one.spec == other.spec
+    mine, theirs = read_tokenizer(plain), read_tokenizer(marked)
+    assert (mine.chat_template, theirs.name_or_path) == (theirs.chat_template, str(marked))
+    messages = [{"role": "user", "content": "T=211;T="}]
+    assert chat_ids(mine, messages) == chat_ids(theirs, messages)
+    assert len(theirs) == len(mine)
+    assert "license" in card(other, "x", marked)
+    assert card(other, "x", marked) == card(one, "x", plain).replace("plain", "marked")
+    if one.vision is not None:
+        assert repr(dj.vision.Processor.load(marked)).replace("marked", "plain") == repr(
+            dj.vision.Processor.load(plain)
+        )
+    converted = convert(marked, tmp_path / "converted")
+    assert dj.load(converted).spec == one.spec
+    assert chat_ids(read_tokenizer(converted), messages) == chat_ids(mine, messages)
 
 
 NAMES = {"up": "../x.safetensors", "root": "/x.safetensors", "inner": "a/../../x.safetensors"}

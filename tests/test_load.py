@@ -220,7 +220,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_index_names_shards_in_folders(tmp_path, layout):
-    """As quantizers write them and transformers reads them: by load, convert, int8, a mesh, export, verify."""
+    """As quantizers write them and transformers reads them: by load, convert, int8, meshes, verify."""
     path = write_hf(tmp_path / "hf", tiny(), tokenizer=True)
     (path / "additional_chat_templates").mkdir()
     (path / "additional_chat_templates" / "other.jinja").write_text("{{ messages }}")

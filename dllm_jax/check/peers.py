@@ -37,6 +37,6 @@ def findings(shape: str | None) -> Iterator[Finding]:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{BENCH}: {(done.stderr.strip() or 'no message').splitlines()[-1]}")
-        for row in json.loads(path.read_text())["rows"]:
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
             name, over = f"{row['policy']}, prompt {row['prompt']}, {row['of']}", row["theirs_over_ours"]
             yield Finding(name, f"theirs over ours {over['median']:.2f}", None, row)

@@ -63,6 +63,6 @@ def _name_of(folder: Path) -> tuple[str, bool]:
 def _licence(folder: Path) -> list[str]:
     """The lines of the original card's front matter that name the licence."""
     file = next((file for file in auxiliary_files(folder) if file.name == CARD), None)
-    text = "" if file is None else file.read_text(encoding="utf-8", errors="replace")
+    text = "" if file is None else file.read_text(encoding="utf-8-sig", errors="replace")
     front = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
     return re.findall(r"^license(?:_name|_link)?: .*$", front[1], re.MULTILINE) if front else []

@@ -110,8 +110,9 @@ def read_object(path: Path) -> dict[str, Any]:
     if size > LARGEST:
         raise ValueError(f"{path} has {size} bytes; a JSON file of a checkpoint has at most {LARGEST}")
     try:
-        # UTF-8 whatever the locale says; bytes that are none raise ValueError too.
-        values = json.loads(file.read_bytes().decode("utf-8"))
+        # UTF-8 whatever the locale says, with or without the mark that editors on Windows put in front; bytes
+        # that are none raise ValueError too.
+        values = json.loads(file.read_bytes().decode("utf-8-sig"))
     except RecursionError as error:
         raise ValueError(f"{path} is not valid JSON: nested too deeply") from error
     except ValueError as error:

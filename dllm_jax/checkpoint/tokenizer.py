@@ -1,12 +1,16 @@
 """The tokenizer of a checkpoint's directory, by classes of transformers only: none of its code runs."""
 
+import codecs
+import contextlib
 import logging
 import os
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dllm_jax.checkpoint.files import check_content, file_inside, has_entry, read_object
+from dllm_jax.checkpoint.files import TEMPLATES, check_content, file_inside, has_entry, read_object
 from dllm_jax.checkpoint.source import locate
 
 CONFIG = "tokenizer_config.json"
@@ -53,18 +57,51 @@ def read_tokenizer(folder: Path) -> Any:
       ValueError: it needs code of the checkpoint, reads files outside of the directory, or is damaged; names
         the directory, and the file where it is known.
     """
-    transformers = _transformers()
     config, settings = _checked(folder)
+    with _without_marks(folder) as own:
+        tokenizer = _from_transformers(own, folder, config, settings)
+    tokenizer.name_or_path = str(folder)
+    return tokenizer
+
+
+@contextlib.contextmanager
+def _without_marks(folder: Path) -> Iterator[Path]:
+    """The directory; or a copy of its tokenizer's files, where one begins with a byte order mark.
+
+    Editors on Windows write the mark. transformers takes it for text, or refuses the file.
+    """
+    files = [file for name in (*JSON, *OTHERS) if (file := folder / name).is_file()]
+    files += sorted(folder.glob(TEMPLATES))
+    if not any(_begins(file) for file in files):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as place:
+        for file in files:
+            copy = Path(place) / file.relative_to(folder)
+            copy.parent.mkdir(exist_ok=True)
+            copy.write_bytes(file.read_bytes().removeprefix(codecs.BOM_UTF8))
+        yield Path(place)
+
+
+def _begins(file: Path) -> bool:
+    """Whether a file begins with a byte order mark."""
+    with file.open("rb") as opened:
+        return opened.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
+
+
+def _from_transformers(own: Path, folder: Path, config: dict[str, Any], settings: dict[str, Any]) -> Any:
+    """The tokenizer in a directory's files, which are `folder`'s or a copy of them."""
+    transformers = _transformers()
     named = settings.get("tokenizer_class")
     offline: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     try:
         if original := COPIES.get(str(named).removesuffix("Fast")):
-            return getattr(transformers, original).from_pretrained(folder, **offline)
+            return getattr(transformers, original).from_pretrained(own, **offline)
         if config.get("model_type", "llama") not in transformers.CONFIG_MAPPING:
             # Of no use to a tokenizer, and LLaDA-V's spelling of them is one that transformers warns of.
             known = {key: value for key, value in config.items() if not key.startswith("rope_")}
             offline["config"] = transformers.PretrainedConfig.from_dict(known)
-        return transformers.AutoTokenizer.from_pretrained(folder, **offline)
+        return transformers.AutoTokenizer.from_pretrained(own, **offline)
     except Exception as error:  # of many kinds, from Rust too
         if "trust_remote_code" in str(error):
             raise ValueError(

@@ -116,7 +116,7 @@ def _typed(console: rich.console.Console) -> Iterator[str]:
     """Messages of the user, until an empty one or the end of the input."""
     # Lines of a pipe are messages as they are: no prompt is printed for them.
     if not sys.stdin.isatty():
-        yield from filter(None, (line.strip() for line in _piped()))
+        yield from filter(None, (line.removeprefix("\ufeff").strip() for line in _piped()))
         return
     while True:
         try:

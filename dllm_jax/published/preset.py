@@ -70,7 +70,7 @@ class Preset(Recipe):
 
 def read(path: Path) -> Mapping[str, Preset]:
     """Reads the presets of a file, see `parse`."""
-    return parse(path.read_text(encoding="utf-8"), path.name)
+    return parse(path.read_text(encoding="utf-8-sig"), path.name)
 
 
 @functools.lru_cache(maxsize=64)

@@ -65,7 +65,7 @@ class Presets(Mapping[str, Preset]):
           UnknownPreset: unknown name.
         """
         path = self._find("models", name, ".json")
-        return config_to_spec(Config(path.name, json.loads(path.read_text())))
+        return config_to_spec(Config(path.name, json.loads(path.read_text(encoding="utf-8-sig"))))
 
     def recipe(self, checkpoint: str, task: str) -> Recipe:
         """Reads published decoding settings, e.g. `recipe("llada-8b-instruct", "gsm8k")`.
@@ -73,7 +73,7 @@ class Presets(Mapping[str, Preset]):
         Raises:
           UnknownPreset: unknown checkpoint or task; the message lists what there is.
         """
-        tasks = tomllib.loads(self._find("generation", checkpoint, ".toml").read_text())
+        tasks = tomllib.loads(self._find("generation", checkpoint, ".toml").read_text(encoding="utf-8-sig"))
         if not isinstance(task, str) or task not in tasks:
             raise UnknownPreset(f"task={task!r} is not among {checkpoint}'s: {', '.join(tasks)}")
         settings = dict(tasks[task])

@@ -136,7 +136,7 @@ class RunDirectory:
 
     def _lines(self, done: int) -> list[LogEntry]:
         """The entries of `log.jsonl` up to a step; a line that a killed run did not end is left out."""
-        lines = self._log.read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = self._log.read_text(encoding="utf-8-sig").splitlines(keepends=True)
         entries = [json.loads(line) for line in lines if line.endswith("\n")]
         return [entry for entry in entries if entry["step"] <= done]
 

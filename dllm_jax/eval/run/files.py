@@ -81,7 +81,7 @@ def read_samples(path: Path, make: Callable[[dict[str, Any], str], Any]) -> list
 def _value(text: str, path: Path, first: int) -> Any:
     """The JSON value in a text whose first line has this number in the file."""
     try:
-        return json.loads(text)
+        return json.loads(text.removeprefix("\ufeff"))  # as files are that were put together of several
     except json.JSONDecodeError as error:
         where = f"{path}:{first + error.lineno - 1}"
         raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
