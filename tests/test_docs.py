@@ -86,6 +86,16 @@ def test_the_printed_policy_skips_its_layers_in_partial_steps_alone():
         dj.generate(testing.tiny("sdar"), [[1, 2]], length=4, policy=policy())
 
 
+def test_links_and_pictures_lead_somewhere_in_a_clone():
+    """The site is built with --strict; on GitHub there are no pages or pictures that it makes."""
+    root, broken = DOCS.parent, []
+    for page in [*root.glob("*.md"), *DOCS.rglob("*.md"), *root.glob("bench/**/*.md")]:
+        prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        targets = re.findall(r"\]\((?![a-z]+:)([^)#\s]+)", prose)
+        broken += [f"{page.name}: {target}" for target in targets if not (page.parent / target).exists()]
+    assert broken == []
+
+
 def test_every_member_of_a_policy_and_of_the_canvas_is_described():
     members = {name for name in vars(dj.policies.Policy) if not name.startswith("_")}
     members -= {"reuses", "stores", "only_sets", "readable"}

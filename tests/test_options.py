@@ -5,6 +5,7 @@ import fractions
 import functools
 import inspect
 import math
+import pydoc
 import re
 import sys
 import types
@@ -402,3 +403,18 @@ def test_every_function_shows_its_options_and_their_defaults():
         assert (group.name, widths.name, widths.default) == ("group", "widths", None), function
     assert inspect.signature(dj.generate).parameters["length"].default == 128
     assert inspect.signature(dj.log_likelihood).parameters["draws"].default == 128
+    assert inspect.signature(dj.generate).parameters["block"].annotation == int | dj.Sliding | None
+
+
+def test_help_begins_with_a_short_signature():
+    """Of every public function; those whose annotations are long name parameters and defaults alone."""
+    functions = {name: value for name, value in vars(dj).items() if inspect.isfunction(value)}
+    assert {name: n for name, f in functions.items() if (n := len(str(inspect.signature(f)))) > 600} == {}
+    lines = pydoc.plain(pydoc.render_doc(dj.generate)).splitlines()
+    assert lines[2:4] == [
+        "generate(",
+        "    model, prompt, *, prompt_mask=None, prompt_embeds=None, prefix=None,",
+    ]
+    end = lines.index(") -> Output")
+    assert "sampler=Confidence()" in " ".join(lines[:end])
+    assert max(map(len, lines[:end])) < 80

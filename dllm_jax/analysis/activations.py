@@ -13,7 +13,7 @@ from dllm_jax.analysis.source import Source, canvases, chosen
 from dllm_jax.nn.intervention import Intervention, checked
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.places import Indices, distinct, indices, within
-from dllm_jax.options import PositiveInt, check_argument, shown
+from dllm_jax.options import PositiveInt, check_argument, short_help, shown
 from dllm_jax.state import host
 
 
@@ -80,6 +80,7 @@ class Capture:
         return {name: known.get(name, np.arange(size)) for name, size in sizes}
 
 
+@short_help
 def capture(
     model: Model,
     source: Source,

@@ -24,7 +24,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import Params, abstract, abstract_vision, form_of_layers
 from dllm_jax.nn.sharding import WIDE, default_device, warn_of_replicas
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import PositiveFloat, PositiveInt, check_argument, check_names
+from dllm_jax.options import PositiveFloat, PositiveInt, check_argument, check_names, short_help
 from pallas_kernels import Implementation
 from pallas_kernels.choice import Evidence, check_implementation
 from pallas_kernels.evidence import asked_for, known
@@ -32,6 +32,7 @@ from pallas_kernels.evidence import asked_for, known
 MOST_POSITIONS = 2**31 - 1  # that int32 numbers
 
 
+@short_help
 def load(
     path: str | os.PathLike[str],
     dtype: Any = None,

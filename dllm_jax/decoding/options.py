@@ -16,7 +16,7 @@ from dllm_jax.engine.nonfinite import NonFinite
 from dllm_jax.engine.prefix import Prefix
 from dllm_jax.nn.intervention import Intervention
 from dllm_jax.nn.keys import Keys
-from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument
+from dllm_jax.options import NonNegativeInt, PositiveInt, ShortSignature, check_argument
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers import Confidence, Constraint, FreeDave, Noise, Sampler
 from dllm_jax.samplers.free_dave import Drafting
@@ -159,7 +159,7 @@ class Asked:
 def shows(options: type, defaults: type = Asked) -> Callable[[Function], Function]:
     """Shows a group of options with their defaults in a function's signature, for `help` and completion."""
 
-    def shown(function: Function) -> Function:
+    def with_options(function: Function) -> Function:
         signature = inspect.signature(function)
         own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         taken = [
@@ -167,7 +167,8 @@ def shows(options: type, defaults: type = Asked) -> Callable[[Function], Functio
             for f in dataclasses.fields(defaults)
             if f.name in options.__annotations__
         ]
-        function.__signature__ = signature.replace(parameters=[*own, *taken])
+        returned = signature.return_annotation
+        function.__signature__ = ShortSignature([*own, *taken], return_annotation=returned)
         return function
 
-    return shown
+    return with_options

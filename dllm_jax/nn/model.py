@@ -23,7 +23,7 @@ from dllm_jax.nn.mesh import AnyMesh, MeshRules, constrain, mesh_of, over_mesh
 from dllm_jax.nn.parameters import Params, count, describe
 from dllm_jax.nn.rope import Rope, rope_of
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import NonNegativeInt, check_argument, shown
+from dllm_jax.options import NonNegativeInt, check_argument, short_help, shown
 from pallas_kernels.choice import Choice, check_implementation
 
 
@@ -141,6 +141,7 @@ def full_pass(
     return position, mask, rope_of(spec, length).padded(valid, spec)
 
 
+@short_help
 def forward(
     model: Model,
     tokens: Tokens,

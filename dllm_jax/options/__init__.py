@@ -52,11 +52,13 @@ from dllm_jax.options.base import Arrays, Options, call, check_numbers
 from dllm_jax.options.hints import check_names
 from dllm_jax.options.paths import absolute, local_path
 from dllm_jax.options.rules import LARGEST, check_argument, shown
+from dllm_jax.options.signatures import ShortSignature, short_help
 
 __all__ = [
     "LARGEST", "Arrays", "Fraction", "Int32", "NonNegativeFloat", "NonNegativeInt", "NoneMeans", "Odd",
-    "Options", "PerLayer", "PositiveFloat", "PositiveInt", "Profile", "Seed", "TracedFraction",
+    "Options", "PerLayer", "PositiveFloat", "PositiveInt", "Profile", "Seed", "ShortSignature",
+    "TracedFraction",
     "TracedNonNegativeFloat", "TracedNonNegativeInt", "TracedPositiveFloat", "TracedPositiveInt",
     "TracedUnlessZero", "TracedWidth", "absolute", "call", "check_argument", "check_names", "check_numbers",
-    "local_path", "shown",
+    "local_path", "short_help", "shown",
 ]  # fmt: skip

@@ -36,7 +36,7 @@ from dllm_jax.eval.tuning.evidence import Estimate
 from dllm_jax.eval.tuning.objectives import Name, Objective
 from dllm_jax.eval.tuning.tuned import Row, Tuned
 from dllm_jax.nn.model import Model
-from dllm_jax.options import Fraction, Options, PositiveInt, check_argument, local_path, shown
+from dllm_jax.options import Fraction, Options, PositiveInt, check_argument, local_path, short_help, shown
 from dllm_jax.policies import Policy
 from dllm_jax.roofline import Hardware
 from dllm_jax.samplers import Confidence, Sampler
@@ -253,6 +253,7 @@ def _failure(rows: Sequence[schema.Row]) -> schema.Row | None:
     return next((row for row in rows if row["error"] is not None), None)
 
 
+@short_help
 def tune(
     model: Model,
     tokenizer: Any,
