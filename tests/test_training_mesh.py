@@ -108,7 +108,7 @@ print("gathered by layer")
 # A run that goes on elsewhere has the curve of one that does not.
 def log(where, **options):
     run = train(
-        tiny("dream", vocab=64), Batches(batch), TrainConfig(steps=options.pop("steps", 4), warmup=1,
+        tiny("dream", vocab=64), Batches(batch), TrainConfig(steps=options.pop("steps", 4), warmup=0,
         review_every=1, save_every=1), directory=where, progress=False, **options,
     )
     return [entry["loss"] for entry in run.log]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 from typing import Annotated, Any
 
 import jax
@@ -43,8 +44,8 @@ class TrainConfig(Options):
       muon: peak learning rate of Muon (K. Jordan, 2024; `optax.contrib.muon`) for the matrices of the layers,
         AdamW with Nesterov momentum for the rest; None uses AdamW for everything. Tiny models trained from
         scratch learn look-ups in far fewer steps with it.
-      warmup: steps of linear growth from 0 to the peak; None means 100, or half of the steps before the decay
-        where these are fewer than 200 (`warmup_steps`).
+      warmup: steps of linear growth from 0, the rate of the first step, to the peak; None means 100, or half
+        of the steps before the decay where these are fewer than 200 (`warmup_steps`).
       decay: steps of linear decline to 0 at the end; between the two the rate is constant, so a run can be
         extended without changing its past.
       weight_decay: AdamW's and Muon's, on matrices and tables only (norms and biases have none).
@@ -66,7 +67,7 @@ class TrainConfig(Options):
         smaller than the spacing of bfloat16 numbers (1/256 of a weight) are lost.
       seed: Random seed of the masks.
       review_every: steps between calls of the source's `review`.
-      save_every: steps between checkpoints, a multiple of review_every; one is also written at the end.
+      save_every: steps between checkpoints; one is also written at the end.
     """
 
     steps: PositiveInt
@@ -94,9 +95,12 @@ class TrainConfig(Options):
             raise ValueError(
                 f"warmup={self.warmup_steps} and decay={self.decay} must fit into steps={self.steps} together"
             )
-        if self.save_every % self.review_every:
-            raise ValueError(
-                f"save_every={self.save_every} must be a multiple of review_every={self.review_every}"
+
+        if self.steps == 1 and self.warmup_steps:
+            warnings.warn(
+                f"steps=1 with warmup={self.warmup_steps} learns nothing: a warm-up begins with a rate "
+                "of 0. Use warmup=0, or more steps.",
+                stacklevel=3,
             )
 
     @property

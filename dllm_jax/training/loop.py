@@ -1,7 +1,6 @@
 """The training loop: step, review, log, save; resumes where a killed run stopped."""
 
 import contextlib
-import math
 import os
 import time
 from collections.abc import Collection
@@ -18,10 +17,10 @@ from dllm_jax.options import check_argument, local_path
 from dllm_jax.training.batch import Checked
 from dllm_jax.training.config import TrainConfig
 from dllm_jax.training.loss import Metrics
-from dllm_jax.training.run_directory import LogEntry, RunDirectory, check_names, record_of
+from dllm_jax.training.run_directory import Begun, LogEntry, RunDirectory, Window, check_names, record_of
 from dllm_jax.training.setup import Optimizer, Setup, Trainable, prepare
 from dllm_jax.training.source import Memory, Source
-from dllm_jax.training.state import TrainState, abstract_state, begin, model_of, step_on
+from dllm_jax.training.state import abstract_state, begin, model_of, step_on
 
 
 class Run(NamedTuple):
@@ -97,16 +96,16 @@ def train(
     with contextlib.ExitStack() as stack:
         bar = stack.enter_context(_bar(progress))
         if directory is None:
-            return _run(model, source, setup, None, bar, (begin(model, setup), source.begin(), []))
+            return _run(model, source, setup, None, bar, _begin(model, source, setup))
         # A directory that holds a checkpoint decides where to begin; its configuration must be this one.
         with uninterrupted():
             files = stack.enter_context(RunDirectory(local_path("directory", directory), record))
             if files.step is None:
-                begun = begin(model, setup), source.begin(), []
+                begun = _begin(model, source, setup)
             else:
                 begun = files.resume(abstract_state(model, setup), allowed)
         # Entries behind the checkpoint were written before a kill: they come again.
-        files.write_log(begun[2], "w")
+        files.write_log(begun.entries, "w")
         try:
             return _run(model, source, setup, files, bar, begun)
         except KeyboardInterrupt:
@@ -123,13 +122,12 @@ def _run(
     setup: Setup,
     files: RunDirectory | None,
     bar: Progress,
-    begun: tuple[TrainState, Memory, list[LogEntry]],
+    begun: Begun,
 ) -> Run:
     """The steps that are left: each a batch and a `train_step`, some with a review or a checkpoint after."""
-    config, (state, memory, entries) = setup.config, begun
-    first = int(state.step)
+    config, (state, memory, entries, (window, tokens, seconds)) = setup.config, begun
+    first, start = int(state.step), time.monotonic() - seconds
     task = bar.add_task("training", total=config.steps, completed=first, note="")
-    window, tokens, start = [], 0, time.monotonic()
     for step in range(first, config.steps):
         batch = _batch(source, memory, step, setup)
         tokens += batch.prompt.size + batch.answer.size
@@ -141,15 +139,23 @@ def _run(
         done, last = step + 1, step + 1 == config.steps
         if done % config.review_every == 0 or last:
             memory = source.review(memory, model_of(model, state, setup), done)
-            entries.append(_entry(done, window, tokens, time.monotonic() - start, memory, entries))
+            held = Window(_on_host(window, done), tokens, time.monotonic() - start)
+            entries.append(_entry(done, held, memory, entries))
             window, tokens, start = [], 0, time.monotonic()
             if files is not None:
                 files.write_log(entries[-1:], "a")
         if files is not None and (done % config.save_every == 0 or last):
+            window = _on_host(window, done)
             with uninterrupted():
-                files.save(state, memory, entries)
+                held = Window(window, tokens, time.monotonic() - start)
+                files.save(Begun(state, memory, entries, held))
         bar.update(task, completed=done, note=_note(entries))
     return Run(model_of(model, state, setup), memory, entries)
+
+
+def _begin(model: Model, source: Source, setup: Setup) -> Begun:
+    """The beginning of a run that holds no checkpoint."""
+    return Begun(begin(model, setup), source.begin(), [], Window([]))
 
 
 def _batch(source: Source, memory: Memory, step: int, setup: Setup) -> Checked:
@@ -161,12 +167,11 @@ def _batch(source: Source, memory: Memory, step: int, setup: Setup) -> Checked:
         raise ValueError(f"the batch of step {step}: {error}") from error
 
 
-def _entry(
-    step: int, window: list[Metrics], tokens: int, seconds: float, memory: Memory, entries: list[LogEntry]
-) -> LogEntry:
-    losses, accuracies = (np.asarray(values) for values in zip(*jax.device_get(window), strict=True))
-    loss, accuracy = float(np.mean(losses)), float(np.mean(accuracies))
-    if not math.isfinite(loss):
+def _on_host(window: list[Metrics], step: int) -> list[Metrics]:
+    """The metrics of the steps up to this one, read from the devices; raises unless all losses are finite."""
+    window = jax.device_get(window)
+    losses = np.asarray([one.loss for one in window])
+    if not np.isfinite(losses).all():
         first = step - len(window) + int(np.argmin(np.isfinite(losses))) + 1
         fix = "Try a lower learning_rate or clip"
         if first == 1:
@@ -175,15 +180,19 @@ def _entry(
             f"the loss is {losses[first - 1 - step]} at step {first}. Its batch was checked: ids are in the "
             f"vocabulary, masks are 0 or 1, padding is on its side. {fix}"
         )
+    return window
 
+
+def _entry(step: int, window: Window, memory: Memory, entries: list[LogEntry]) -> LogEntry:
+    loss, accuracy = (float(np.mean(column)) for column in zip(*window.metrics, strict=True))
     # Totals go on from the entry before, which may be that of a process that was killed.
     before = entries[-1] if entries else {"tokens": 0, "seconds": 0.0}
     return {
         "step": step,
         "loss": round(loss, 5),
         "accuracy": round(accuracy, 5),
-        "tokens": before["tokens"] + tokens,
-        "seconds": round(before["seconds"] + seconds, 1),
+        "tokens": before["tokens"] + window.tokens,
+        "seconds": round(before["seconds"] + window.seconds, 1),
         "source": memory,
     }
 

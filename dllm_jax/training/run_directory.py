@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from dllm_jax.nn.keys import THREEFRY
 from dllm_jax.nn.mesh import number_modes
 from dllm_jax.nn.model import Model
 from dllm_jax.options import check_argument, shown
+from dllm_jax.training.loss import Metrics
 from dllm_jax.training.setup import Setup, Trainable, labels, parameters
 from dllm_jax.training.source import Memory
 from dllm_jax.training.state import TrainState
@@ -36,6 +37,36 @@ LOG_FILE = "log.jsonl"
 # Options that change no step that was done, but for rounding. "steps" and "decay" are compared by the rates
 # that they gave.
 FREE = ("steps", "decay", "save_every", "accumulate", "remat")
+
+
+class Window(NamedTuple):
+    """The steps since the newest entry of the log.
+
+    Attributes:
+      metrics: Metrics of each step, on the devices or on the host.
+      tokens: Number of tokens in the batches.
+      seconds: Duration up to when it was saved.
+    """
+
+    metrics: list[Metrics]
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+class Begun(NamedTuple):
+    """Where a run begins: at its start, or at the newest checkpoint.
+
+    Attributes:
+      state: Parameters, optimizer's state, step and key.
+      memory: Memory of the source.
+      entries: Log up to the step.
+      window: Steps after the newest entry.
+    """
+
+    state: TrainState
+    memory: Memory
+    entries: list[LogEntry]
+    window: Window
 
 
 class RunDirectory:
@@ -83,19 +114,27 @@ class RunDirectory:
         return self._manager.latest_step()
 
     @number_modes()
-    def save(self, state: TrainState, memory: Memory, log: list[LogEntry]):
-        """Writes a checkpoint of the state's step, and removes all but the newest `keep`."""
-        args = {
-            STATE: ocp.args.StandardSave(_saved(state)),
-            SOURCE: ocp.args.JsonSave(memory),
-            CONFIGURATION: ocp.args.JsonSave(self._record),
-            LOG: ocp.args.JsonSave({"entries": log}),
+    def save(self, done: Begun):
+        """Writes a checkpoint of the state's step, and removes all but the newest `keep`.
+
+        Args:
+          done: What a run that goes on begins with; metrics on the host.
+        """
+        columns = {
+            name: [float(getattr(one, name)) for one in done.window.metrics] for name in Metrics._fields
         }
-        self._manager.save(int(state.step), args=ocp.args.Composite(**args))
+        window = columns | {"tokens": done.window.tokens, "seconds": done.window.seconds}
+        args = {
+            STATE: ocp.args.StandardSave(_saved(done.state)),
+            SOURCE: ocp.args.JsonSave(done.memory),
+            CONFIGURATION: ocp.args.JsonSave(self._record),
+            LOG: ocp.args.JsonSave({"entries": done.entries, "window": window}),
+        }
+        self._manager.save(int(done.state.step), args=ocp.args.Composite(**args))
 
     @number_modes()
-    def resume(self, like: TrainState, allowed: Collection[str]) -> tuple[TrainState, Memory, list[LogEntry]]:
-        """Restores the newest checkpoint: state, the source's memory, and the log up to its step.
+    def resume(self, like: TrainState, allowed: Collection[str]) -> Begun:
+        """Restores the newest checkpoint.
 
         Args:
           like: a state of the same shapes, which may be abstract, whose shardings the restored one gets: on
@@ -132,7 +171,8 @@ class RunDirectory:
         saved = restored[STATE]
         key = jax.random.wrap_key_data(saved["key"], impl=THREEFRY)
         state = TrainState(**(saved | {"key": key}), frozen=like.frozen)
-        return state, restored[SOURCE], restored[LOG]["entries"] if within else self._lines(done)
+        log: dict[str, Any] = restored[LOG] if within else {"entries": self._lines(done)}
+        return Begun(state, restored[SOURCE], log["entries"], _window(log.get("window")))
 
     def _lines(self, done: int) -> list[LogEntry]:
         """The entries of `log.jsonl` up to a step; a line that a killed run did not end is left out."""
@@ -145,6 +185,14 @@ class RunDirectory:
         if jax.process_index() == 0:
             with self._log.open(mode, encoding="utf-8") as out:
                 out.writelines(json.dumps(entry) + "\n" for entry in entries)
+
+
+def _window(saved: dict[str, Any] | None) -> Window:
+    """Steps that a checkpoint has no entry for; older ones hold none."""
+    if saved is None:
+        return Window([])
+    columns = zip(*(map(np.float32, saved[name]) for name in Metrics._fields), strict=True)
+    return Window([Metrics(*each) for each in columns], saved["tokens"], saved["seconds"])
 
 
 def _claim(log: Path, held: contextlib.ExitStack):

@@ -58,7 +58,7 @@ class Counting:
 
 def training(place: Path) -> Any:
     """Trains a little; a digest of the parameters, and the log without times."""
-    config = TrainConfig(steps=10, learning_rate=3e-3, warmup=2, decay=3, review_every=2, save_every=4)
+    config = TrainConfig(steps=10, learning_rate=3e-3, warmup=2, decay=3, review_every=2, save_every=3)
     run = train(tiny("llada"), Counting(), config, directory=place / "run", progress=False)
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(run.model.params):
