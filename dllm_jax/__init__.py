@@ -38,6 +38,7 @@ from dllm_jax.engine.prefix import Prefix
 from dllm_jax.decoding.compare import compare
 from dllm_jax.decoding.explain import explain_kernels
 from dllm_jax.decoding.chat import chat
+from dllm_jax.decoding.stops import StopTexts
 from dllm_jax.decoding.stream import Snapshot, stream
 
 # Looking at generations
@@ -88,6 +89,7 @@ __all__ = [
     "Prefix",
     "Sliding",
     "Snapshot",
+    "StopTexts",
     "abstract",
     "analysis",
     "buckets",

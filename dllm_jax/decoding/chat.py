@@ -17,6 +17,7 @@ from jaxtyping import Bool, Int
 from dllm_jax.decoding.buckets import Ladder, check_ladder
 from dllm_jax.decoding.generate import generate
 from dllm_jax.decoding.options import ChatOptions, shows
+from dllm_jax.decoding.stops import StopTexts
 from dllm_jax.decoding.watch import recording
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
@@ -86,7 +87,7 @@ def chat(
       messages: Messages [{"role": "user", "content": "..."}, ...], or a list of such conversations. A message
         of role "system" comes first. With a processor, messages may hold images:
         {"content": "<image>\\nWhat is it?", "images": ["cat.png"]}.
-      stop: Texts at which the answer ends; they are not part of it. See `stop` of `generate`.
+      stop: Texts at which the answer ends; they are not part of it. Decoding ends there too (`StopTexts`).
       enable_thinking: Variable of Qwen3-like chat templates. Default: the template's own choice, and False of
         A2D models, which are trained without thinking.
       template: Further variables of the chat template by name.
@@ -111,6 +112,8 @@ def chat(
     check_tokenizer(tokenizer)
     if not isinstance(messages, list | tuple):
         raise ValueError(f"messages={shown(messages)} {RULE}")
+    stop = stop if isinstance(stop, str) or not isinstance(stop, Iterable) else tuple(stop)
+    stops = None if stop == () else StopTexts(tokenizer, stop)
     single = bool(messages) and isinstance(messages[0], dict)
     conversations = cast(list[list[Message]], [messages] if single else messages)
     if not conversations:
@@ -132,21 +135,14 @@ def chat(
         prompts.ids,
         prompt_mask=prompts.mask,
         prompt_embeds=prompts.embeds,
-        stop=[tokenizer.encode(text, add_special_tokens=False) for text in _texts(stop)],
+        stop=stops or (),
         sampler=sampler,
         forbid=forbid,
         buckets=buckets,
         **options,
     )
-    answers = decode_answers(model, tokenizer, host.everywhere(out.tokens)[:, prompts.ids.shape[1] :])
+    answers = decode_answers(model, tokenizer, host.everywhere(out.tokens)[:, prompts.ids.shape[1] :], stops)
     return answers[0] if single else answers
-
-
-def _texts(stop: Any) -> Sequence[str]:
-    """The stop texts; raises ValueError if they are none."""
-    if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
-        raise ValueError(f"stop={shown(stop)} must be a list of texts, none of them empty")
-    return stop
 
 
 def encode_chats(
@@ -307,9 +303,13 @@ def check_tokenizer(tokenizer: Any):
     recording.check_tokenizer(tokenizer, *needed)
 
 
-def decode_answers(model: Model, tokenizer: Any, responses: np.ndarray) -> list[str]:
-    """Text of each response up to its first end-of-text, end-of-turn or other stop id."""
+def decode_answers(
+    model: Model, tokenizer: Any, responses: np.ndarray, stops: StopTexts | None = None
+) -> list[str]:
+    """Text of each response up to its first end-of-text, end-of-turn, other stop id, or stop text."""
     # Whichever comes first; of some models no end-of-turn is known.
     ends = [i for i in (*model.spec.ends, model.spec.eot_id) if i is not None]
     cut = [ids[: np.argmax(hit)] if (hit := np.isin(ids, ends)).any() else ids for ids in responses]
+    if stops is not None:
+        return [stops.decode(ids) for ids in cut]
     return [tokenizer.decode(ids.tolist(), skip_special_tokens=True) for ids in cut]

@@ -47,9 +47,10 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
       noise: Recorded draws instead of a key.
       stop_at_eos: Whether a sequence ends when everything up to an end-of-text is unmasked. Remaining masks
         are then filled with end-of-text. Tokens up to it do not change.
-      stop: Sequences of token ids at which a response ends, such as those of stop strings. The output holds
-        end-of-text from the start of the stop on. As in LLaDA-V's reference implementation, the first entry
-        of the list that is found counts; later only the first entry can move the end to the left.
+      stop: Texts at which a response ends (`stop_strings`), as `StopTexts(tokenizer, ["\\n"])`, however their
+        tokens spell them. The output holds end-of-text behind the tokens that hold the first stop. Or
+        sequences of token ids; then from the start of the stop on. As in LLaDA-V's reference implementation,
+        the first entry of that list that is found counts; later only it can move the end to the left.
       forbid: Token ids that no position is unmasked to (`bad_words_ids`). A runtime argument.
       allow: Allowed tokens of each of the `length` positions: Bool[length, vocab] or Bool[b, length, vocab];
         or a list with token ids for each position, None for any token; or such a list per sequence. A

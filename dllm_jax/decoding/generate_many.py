@@ -8,6 +8,7 @@ part: which request enters when, and that none is lost whatever interrupts it.
 """
 
 import collections
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
 
@@ -268,11 +269,13 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
         if len(request.inputs.tokens) != 1:
             raise ValueError(f"a request is one prompt; this one has {len(request.inputs.tokens)}")
 
-        # Interventions are the slots' in common, and a bucket moves them; so are numbers of constraints.
+        # Interventions are the slots' in common, and a bucket moves them; so are numbers of constraints, and
+        # stop texts.
         inputs, plan = request.inputs, request.plan
         kinds = tuple((array.shape, str(array.dtype)) for array in jax.tree.leaves(inputs))
         extra = request.extra if plan.interventions else 0
-        held = tuple(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(plan.constraints))
+        common = jax.tree.leaves((plan.constraints, plan.stop_texts))
+        held = tuple(hashlib.sha256(np.asarray(leaf).tobytes()).digest() for leaf in common)
         lane = jax.tree.structure((inputs, plan)), kinds, extra, held
         return Waiting(index, options, request, lane)
 

@@ -12,6 +12,7 @@ from typing import Any, TypedDict, TypeVar
 from jax.typing import ArrayLike
 
 from dllm_jax.decoding.buckets import Ladder
+from dllm_jax.decoding.stops import StopTexts
 from dllm_jax.engine.nonfinite import NonFinite
 from dllm_jax.engine.prefix import Prefix
 from dllm_jax.nn.intervention import Intervention
@@ -23,7 +24,7 @@ from dllm_jax.samplers.free_dave import Drafting
 from dllm_jax.state import inputs
 from dllm_jax.state.sliding import Sliding
 
-Stops = Sequence[Sequence[int]]
+Stops = Sequence[Sequence[int]] | StopTexts
 Allow = ArrayLike | Sequence[Any]  # Bool[length, vocab], or ids or None per position
 Function = TypeVar("Function", bound=Callable[..., Any])
 

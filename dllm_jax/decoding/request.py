@@ -20,6 +20,7 @@ from dllm_jax.decoding import buckets as ladders
 from dllm_jax.decoding.constraints import allowed_tokens, constraints_of
 from dllm_jax.decoding.options import Asked, GenerateOptions, InfillOptions, Stops
 from dllm_jax.decoding.prefill import with_prefix
+from dllm_jax.decoding.stops import StopTexts
 from dllm_jax.engine.block_schedule import check_schedule
 from dllm_jax.engine.branches import check_policy
 from dllm_jax.engine.closures import constants
@@ -249,6 +250,7 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: 
         trace=asked.trace,
         constants=found,
         stop=stop_sequences(asked.stop, spec),
+        stop_texts=asked.stop.table(spec.vocab) if isinstance(asked.stop, StopTexts) else None,
         constraints=own,
         logprobs=asked.logprobs,
         prefix=prefix,
@@ -313,12 +315,14 @@ def _most_masks(tokens: Int[AnyArray, "b l"], valid: Bool[AnyArray, "b l"], mask
 
 
 def stop_sequences(stop: Stops, spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
-    """Sequences of token ids at which a response ends.
+    """Sequences of token ids at which a response ends; none if its stops are texts.
 
     Raises:
       ValueError: what is no list of sequences of ids, an empty one, or ids outside the vocabulary.
     """
-    rule = "must be sequences of one or more token ids, such as [[198], [126348]]"
+    rule = "must be sequences of one or more token ids, such as [[198], [126348]], or texts in a dj.StopTexts"
+    if isinstance(stop, StopTexts):
+        return ()
     if isinstance(stop, str) or not isinstance(stop, Sequence):
         raise ValueError(f"stop={shown(stop)} {rule}")
     found = []

@@ -31,6 +31,7 @@ from dllm_jax.decoding.chat import (
 )
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.prefill import prefill
+from dllm_jax.decoding.stops import StopTexts
 from dllm_jax.decoding.stream import Snapshot, stream
 from dllm_jax.decoding.watch.grid import END
 from dllm_jax.decoding.watch.recording import harmless, pieces
@@ -69,6 +70,8 @@ class Arguments(Options):
     """Redraw every N denoising steps."""
     system: str | None = None
     """System message before the conversation."""
+    stop: tuple[str, ...] = ()
+    """Texts at which an answer ends, and decoding with it."""
     chat_template_args: str = "{}"
     """Variables of the chat template as a JSON object: '{"enable_thinking": false}'."""
     seed: NonNegativeInt = 0
@@ -168,6 +171,8 @@ class Conversation:
         named = {name: getattr(arguments, name) for name in ("length", "block", "steps", "every")}
         # The conversation grows: its lengths share programs.
         shared = {"policy": policy, "sampler": sampler, "stop_at_eos": True, "buckets": buckets.DEFAULT}
+        if arguments.stop:
+            shared["stop"] = StopTexts(tokenizer, arguments.stop)
         variables = dict(with_defaults(variables, model.spec))
         return cls(model, tokenizer, named | shared, arguments.seed, variables)
 
@@ -222,7 +227,7 @@ class Conversation:
         # Masks are left where Ctrl-C stopped an answer: it ends at the first of them.
         masked = snapshot.tokens[:, shown:] == self.model.spec.mask_id
         decoded = np.where(masked, self.model.spec.eos_id, snapshot.tokens[:, shown:])
-        (text,) = decode_answers(self.model, self.tokenizer, decoded)
+        (text,) = decode_answers(self.model, self.tokenizer, decoded, self.options.get("stop"))
         console.print(harmless(text), markup=False, highlight=False, soft_wrap=True)
         if console.is_terminal:
             seconds, computed = time.perf_counter() - start, 0 if prefix is None else prefix.computed_tokens

@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Int
 
 from dllm_jax.engine import nonfinite
 from dllm_jax.engine.plan import Plan
+from dllm_jax.engine.stops import read_on
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.state.canvas import Canvas, first_eos, first_of, masks_in_block, revoke
@@ -57,6 +58,8 @@ def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool)
 def end_step(plan: Plan, canvas: Canvas, finite: Bool[Array, "b"] | None = None) -> Canvas:
     """The canvas at the end of a step that has written its tokens; logits are finite unless told."""
     canvas = find_stop(canvas, plan.stop, plan.sampler)
+    if plan.stop_texts is not None:
+        canvas = read_on(canvas, plan.stop_texts, final(canvas, plan.sampler))
 
     # A step ends with the guard against NaN, and with what is finished: sequences, blocks.
     canvas = canvas if finite is None else nonfinite.end(canvas, finite)
@@ -153,7 +156,7 @@ def find_stop(canvas: Canvas, stop: tuple[tuple[int, ...], ...], sampler: Sample
     As in LLaDA-V's reference implementation: the first of the list that is found counts, at its leftmost
     place; from then on only the first of the list is looked for, and counts if it lies further to the left.
     """
-    if canvas.stop is None:
+    if canvas.stop is None or not stop:
         return canvas
     layout, found = canvas.layout, canvas.stop
     open_ended = found == layout.length

@@ -47,7 +47,8 @@ def denoise(
 
     Returns:
       the tokens (with `stop_at_eos`, end-of-text in place of remaining masks of sequences whose logits were
-      finite; with `stop`, in place of the stop and what follows), statistics per sequence, and the trace if
+      finite; with `stop`, in place of the stop and what follows; with `stop_texts`, of what follows the
+      tokens that hold one), statistics per sequence, and the trace if
       the plan asks for it, and so the log-probabilities. Over a mesh, all are split by sequence.
     """
     lies = functools.partial(model.rules.of_results, (model, inputs.tokens), b=len(inputs.tokens))
@@ -201,7 +202,7 @@ def resume(
         block = jnp.maximum(-((plan.layout.prompt - start) // plan.layout.block), 0)
         confidence = after.record.confidence
         assert confidence is not None, "plan.confidence"
-        if plan.stop:
+        if after.canvas.stop is not None:
             # What stands in the place of a stop and behind it was decoded by no step.
             confidence = jnp.where(tokens == after.canvas.tokens, confidence, jnp.inf)
         stats = after.record.stats(after.canvas)

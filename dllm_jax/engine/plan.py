@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int
 
 from dllm_jax.engine.closures import Constants
 from dllm_jax.engine.prefix import StoredPrefix
+from dllm_jax.engine.stops import StopTable
 from dllm_jax.nn.intervention import Intervention
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.base import Sampler
@@ -58,6 +59,7 @@ class Plan:
       interventions: other values at named places of the network; data, as the numbers are.
       constants: Values that methods of policy and sampler read outside of their classes (`engine.closures`).
       stop: sequences of token ids at which a response ends.
+      stop_texts: Automaton of texts at which a response ends; None if there are none.
       constraints: Constraints that look at the canvas of each step.
       prefix: Keys and values of what all prompts begin with; None if nothing is reused.
       logprobs: Number of most likely tokens to record with each decoded token; None records nothing.
@@ -76,6 +78,7 @@ class Plan:
     interventions: tuple[Intervention, ...] = ()
     constants: Constants = dataclasses.field(default=(), metadata={"static": True})
     stop: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), metadata={"static": True})
+    stop_texts: StopTable | None = None
     constraints: tuple[Constraint, ...] = ()
     prefix: StoredPrefix | None = None
     logprobs: int | None = dataclasses.field(default=None, metadata={"static": True})

@@ -25,6 +25,7 @@ from dllm_jax.engine.plan import Inputs, Plan
 from dllm_jax.engine.prefix import reuse, reused_of
 from dllm_jax.engine.propose import propose
 from dllm_jax.engine.stats import Record
+from dllm_jax.engine.stops import begin_reading
 from dllm_jax.engine.trace import attended
 from dllm_jax.engine.verifying import verify_drafts
 from dllm_jax.nn.layer import embed
@@ -46,8 +47,10 @@ def initial_state(generation: Generation, inputs: Inputs) -> State:
 
     # With classifier-free guidance the network and the cache see both streams, the sampler one canvas.
     canvas = begin(tokens, valid, model.spec, layout)
-    if plan.stop:
+    if plan.stop or plan.stop_texts is not None:
         canvas = dataclasses.replace(canvas, stop=jnp.full(len(tokens), layout.length, jnp.int32))
+    if plan.stop_texts is not None:
+        canvas = begin_reading(canvas)
     if plan.sampler.edits:
         canvas = dataclasses.replace(canvas, keeps_block=jnp.zeros_like(canvas.done))
     if plan.drafting is not None:

@@ -26,7 +26,7 @@ NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "inputs": ("transformers", ("pass the token ids as the second argument",)),
     "inputs_embeds": ("transformers", ("prompt_embeds=",)),
     "eos_token_id": ("transformers", ("stop=[[{value}]]; stop_at_eos=True ends at the model's own",)),
-    "stop_strings": ("transformers", ("dj.chat(stop=[...]) takes text; stop=[tokenizer.encode(text)] ids",)),
+    "stop_strings": ("transformers", ("stop=dj.StopTexts(tokenizer, [...]); dj.chat(stop=[...])",)),
     "stop_token_ids": ("vLLM", ("stop=[[id], ...]",)),
     "pad_token_id": ("transformers", ("not needed: padding is never attended to",)),
     "mask_id": ("LLaDA", ("set it on the model: model.replace_spec(mask_id={value})",)),

@@ -47,8 +47,10 @@ class Canvas:
       layout: the geometry (static).
       planned_order: order in which the coming step decodes the positions, from 0, -1 for those it does not
         decode; None where the sampler decides by the model's output.
-      stop: position at which a stop sequence begins, l if there is none; from there on nothing is decoded.
-        None if there are no stop sequences.
+      stop: position at which a stop sequence begins, or behind the tokens that hold a stop text; l if there
+        is none. From there on nothing is decoded. None if there are no stops.
+      read: Position up to which stop texts were looked for, and the automaton's state there (`engine.stops`).
+        None if there are none.
       stored: end of the model's own block that the sequence's last step was in, or that follows a shared
         prefix: keys and values in front of that block are final. With a causal context, end of the positions
         whose keys and values are final. None if the model attends everywhere.
@@ -74,6 +76,7 @@ class Canvas:
     layout: Layout = dataclasses.field(metadata={"static": True})
     planned_order: Int[Array, "b l"] | None = None
     stop: Int[Array, "b"] | None = None
+    read: tuple[Int[Array, "b"], Int[Array, "b"]] | None = None
     stored: Int[Array, "b"] | None = None
     keeps_block: Bool[Array, "b"] | None = None
     forwards: Int[Array, "b"] | None = None

@@ -105,7 +105,7 @@ class Disguise:
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """What finds special tokens in a text."""
+        """A pattern that finds special tokens in a text."""
         return _pattern(self.special)
 
     def hide(self, text: str) -> str:

@@ -244,7 +244,7 @@ class DllmJax(TemplateLM):
 
 
 def _or_error(make: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function makes of arguments, or the ValueError that it raises."""
+    """Calls a function; returns its result, or the ValueError that it raises."""
     try:
         return make(*arguments)
     except ValueError as error:

@@ -22,6 +22,7 @@ from dllm_jax.decoding.buckets import Ladder
 from dllm_jax.decoding.chat import decode_answers
 from dllm_jax.decoding.generate_many import generate_many
 from dllm_jax.decoding.prefill import common, prefill
+from dllm_jax.decoding.stops import StopTexts
 from dllm_jax.engine.prefix import Prefix, reads_causally, refusal
 from dllm_jax.eval.results.schema import Decoded, Entry
 from dllm_jax.eval.run.answering import NOT_FINITE, Answering, failure
@@ -61,7 +62,7 @@ class Request(NamedTuple):
       id: its name in records; unique within its group.
       prompt: token ids, `dllm_jax.EMBEDS_PLACEHOLDER` in the place of image tokens.
       length: Number of tokens to generate.
-      stop: the answer is cut at the first of these.
+      stop: the answer is cut at the first of these, and with `stop_at_eos` decoding ends there.
       group: the task it belongs to.
       conversation: Conversation of a prompt with images (`Runner.pictured`).
       references: right answers, or what the score compares with.
@@ -155,10 +156,19 @@ class Runner(Answering[Request]):
 
     @override
     def _shape(self, item: Request) -> tuple[Any, ...]:
-        # Choices, and stops of questions about images, are static in a program.
-        stop = item.stop if item.conversation else ()
+        # Choices, stops of questions about images, and a table's size are static in a program.
+        stop: tuple[Any, ...] = item.stop if item.conversation else ()
+        if (texts := self._stops(item)) is not None:
+            table = texts.table(self.lm.model.spec.vocab)
+            stop = () if table is None else table.follows.shape
         width = rounded_up(len(item.prompt), self.decoding.bucket)
-        return self.decoding.whole(item.length), width, item.choices, *stop
+        return self.decoding.whole(item.length), width, item.choices, *map(str, stop)
+
+    def _stops(self, request: Request) -> StopTexts | None:
+        """The stop texts at which a request's decoding ends; None where it goes on to the length."""
+        texts = tuple(filter(None, request.stop))
+        early = self.decoding.stop_at_eos and request.conversation is None
+        return StopTexts(self.lm.tokenizer, texts) if texts and early else None
 
     @override
     def _answers(self, pairs: list[tuple[str, Request]], at_once: int) -> Iterator[list[Entry]]:
@@ -235,6 +245,8 @@ class Runner(Answering[Request]):
         options = self.decoding.at(request.length).options()
         asked = {name: options[name] for name in ("length", "block", "steps")}
         asked["prompt"] = request.prompt[len(prefix.tokens) if prefix else 0 :]
+        if (stops := self._stops(request)) is not None:
+            asked["stop"] = stops
         if request.choices:
             asked["constraints"] = OneOf(0, request.choices)
         # A random key from the request's hash, of which the seed is part.
@@ -271,16 +283,16 @@ class Runner(Answering[Request]):
     def _text(self, request: Request, response: np.ndarray) -> str:
         """The answer in a response, Int[1 r], cut to the request's length.
 
-        That of a question about images goes up to where `generate` put its stop; an end of turn in front of
-        it ends none.
+        That of a question about images goes up to where `generate` put its stop, or to one inside of a token.
+        An end of turn in front of it ends none.
         """
         response = response[:, : request.length]
         if request.conversation is None:
-            (text,) = decode_answers(self.lm.model, self.lm.tokenizer, response)
+            (text,) = decode_answers(self.lm.model, self.lm.tokenizer, response, self._stops(request))
             return cut(text, request.stop)
         ids, ends = response[0].tolist(), self.lm.model.spec.ends
         ids = itertools.takewhile(lambda token: token not in ends, ids)
-        return self.lm.tokenizer.decode([*ids], skip_special_tokens=True)
+        return cut(self.lm.tokenizer.decode([*ids], skip_special_tokens=True), request.stop)
 
 
 def cut(answer: str, stop: Sequence[str]) -> str:

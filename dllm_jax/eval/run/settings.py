@@ -35,7 +35,7 @@ class Decoding(Options):
         another length than `length` has as many steps per position; without `length`, each has these.
       policy: Cache policy, as a constructor call on command lines.
       sampler: Sampler, as a constructor call on command lines.
-      stop_at_eos: Finish a sequence at its first end-of-text; its answer does not change.
+      stop_at_eos: Finish a sequence at its first end-of-text or stop text; its answer does not change.
       seed: Random seed of the sampler and of generated examples. Draws do not depend on batch and order.
       batch: Number of sequences decoded together.
       bucket: Multiple to which prompts are padded, so that few programs are compiled.

@@ -1,0 +1,296 @@
+"""Texts at which responses end, as an automaton over a tokenizer's tokens."""
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from dllm_jax.engine.stops import BEGIN, ENDED, FIRST_STATE, FOUND, StopTable
+from dllm_jax.options import shown
+from dllm_jax.state.text import check_text, special_tokens
+
+PROBES, LONGEST_PROBE = 256, 12  # random texts that show whether a tokenizer joins its tokens
+FEWEST = 8  # states and kinds of a table, which are padded to powers of 2, so that programs are shared
+
+
+@dataclasses.dataclass(frozen=True)
+class StopTexts:
+    """Texts at which a response ends, however its tokens spell them: `generate(stop=StopTexts(...))`.
+
+        stop = dj.StopTexts(tokenizer, ["\\n"])
+        out = dj.generate(model, prompt, stop=stop, length=128, block=32)
+        print(stop.decode(out.tokens[0, -128:]))  # the text up to the first stop
+
+    Decoding ends once all tokens up to a stop are unmasked and no stop can begin before it. The output keeps
+    these tokens, of which the last may hold text of answer, stop and more; `decode` cuts the text. The same
+    program serves other texts.
+
+    The automaton knows the bytes of each token. A tokenizer whose texts are not its tokens' joined, or that
+    cleans up the spaces of a stop, only has its text cut: decoding goes on to the end of the response.
+
+    Attributes:
+      tokenizer: Tokenizer of the checkpoint.
+      texts: Stop texts; one may be or hold a special token's.
+
+    Raises:
+      ValueError: no texts, an empty one, or one with half of a character.
+    """
+
+    tokenizer: Any
+    texts: Iterable[str]
+
+    def __post_init__(self):
+        given = self.texts
+        texts = () if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
+        if not texts or not all(isinstance(text, str) and text for text in texts):
+            raise ValueError(f"stop={shown(given)} must be a list of texts, none of them empty")
+        for i, text in enumerate(texts):
+            check_text(f"stop[{i}]={shown(text)}", text)
+        object.__setattr__(self, "texts", texts)
+
+    def table(self, vocab: int) -> StopTable | None:
+        """The automaton over a vocabulary of this size; None if the tokens do not say where a stop is."""
+        return _table(self.tokenizer, tuple(self.texts), vocab)
+
+    def decode(self, ids: Sequence[int] | Int[np.ndarray, "r"]) -> str:
+        """The text of token ids without special tokens, up to the first stop."""
+        ids = list[int](np.asarray(ids).tolist())
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        texts = tuple(self.texts)
+        spelled = spelling(self.tokenizer, texts)
+        ends = [at for stop in texts if stop not in spelled and (at := text.find(stop)) >= 0]
+        text = text[: min(ends, default=None)]
+        return min((text, *self._before_special(ids, spelled)), key=len)
+
+    def _before_special(self, ids: list[int], spelled: Sequence[str]) -> list[str]:
+        """The texts up to each stop that holds a special token's text."""
+        if not spelled:
+            return []
+        whole = self.tokenizer.decode(ids)
+        found = []
+        for stop in spelled:
+            if (start := whole.find(stop)) < 0:
+                continue
+            # As many tokens as end before the stop, and the part of the next one that precedes it.
+            lengths = [len(self.tokenizer.decode(ids[:n])) for n in range(len(ids) + 1)]
+            count = max(n for n, length in enumerate(lengths) if length <= start)
+            before = self.tokenizer.decode(ids[:count], skip_special_tokens=True)
+            found.append(before + whole[lengths[count] : start])
+        return found
+
+
+def spelling(tokenizer: Any, texts: Sequence[str]) -> list[str]:
+    """The texts that hold a special token's."""
+    return [text for text in texts if any(token in text for token in special_tokens(tokenizer))]
+
+
+# -- tokens as bytes -----------------------------------------------------------------------------------
+
+
+class Contents(NamedTuple):
+    """Bytes that tokens add to a text.
+
+    Attributes:
+      first: Bytes of each token at the beginning of a text.
+      later: Bytes of each token after others.
+      silent: Tokens that a text is without, such as special tokens: what follows one may be the beginning.
+    """
+
+    first: tuple[bytes, ...]
+    later: tuple[bytes, ...]
+    silent: frozenset[int] = frozenset()
+
+
+@functools.lru_cache(maxsize=8)
+def token_contents(tokenizer: Any, vocab: int, added: int) -> Contents | None:
+    """The bytes of the tokens with ids below `vocab`, special tokens adding none.
+
+    Args:
+      tokenizer: Tokenizer of the checkpoint.
+      vocab: Number of ids.
+      added: Number of added tokens, which a tokenizer may get more of.
+
+    Returns:
+      the bytes; None if the tokenizer does more than to join its tokens.
+    """
+    count = min(vocab, len(tokenizer)) if hasattr(tokenizer, "__len__") else vocab
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    silent = frozenset({*special, *range(count, vocab)})
+    for read in (_byte_level, _in_context):
+        if (found := read(tokenizer, count)) is None:
+            continue
+        padded = ([*each, *[b""] * (vocab - count)] for each in found[:2])
+        first, later = (tuple(b"" if i in silent else text for i, text in enumerate(each)) for each in padded)
+        contents = Contents(first, later, silent)
+        if _joins(tokenizer, contents, count):
+            return contents
+    return None
+
+
+def _decoders(tokenizer: Any) -> list[str]:
+    """The kinds of decoders that a fast tokenizer applies; none of other tokenizers."""
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    if decoder is None:
+        return []
+    state = json.loads(decoder.__getstate__())
+    return [one["type"] for one in state.get("decoders", [state])]
+
+
+def _byte_level(tokenizer: Any, count: int) -> Contents | None:
+    """The bytes of tokens that are written by one letter for each byte, as in GPT-2."""
+    if "ByteLevel" not in _decoders(tokenizer):
+        return None
+    shown_as_is = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = (byte for byte in range(256) if byte not in shown_as_is)
+    letters = {chr(byte): byte for byte in shown_as_is} | {
+        chr(256 + n): byte for n, byte in enumerate(others)
+    }
+    added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()}
+    read = lambda name: (
+        bytes(letters[c] for c in name) if all(c in letters for c in name) else name.encode(errors="replace")
+    )
+    names = tokenizer.convert_ids_to_tokens(list(range(count)))
+    own = tuple(
+        added[i].encode() if i in added else read(name) if name else b"" for i, name in enumerate(names)
+    )
+    return Contents(own, own)
+
+
+def _in_context(tokenizer: Any, count: int) -> Contents | None:
+    """The bytes by which tokens lengthen a text, of any tokenizer."""
+    decode = lambda *ids: tokenizer.decode(list(ids), skip_special_tokens=True)
+    letter = lambda text: len(text) == 1 and text.isascii() and text.isalpha()
+    anchors = (i for i in range(count) if letter(decode(i)) and decode(i, i) == 2 * decode(i))
+    if (anchor := next(anchors, None)) is None:
+        return None
+    before = decode(anchor)
+    names = (
+        tokenizer.convert_ids_to_tokens(list(range(count))) if "ByteFallback" in _decoders(tokenizer) else []
+    )
+    first, later = list[bytes](), list[bytes]()
+    for i in range(count):
+        if names and (byte := re.fullmatch(r"<0x([0-9A-F]{2})>", names[i] or "")):
+            together = bytes([int(byte[1], 16)])
+            alone = together if "\ufffd" in (text := decode(i)) else text.encode()
+        else:
+            text = decode(anchor, i)
+            if not text.startswith(before):
+                return None
+            alone, together = decode(i).encode(), text[len(before) :].encode()
+        first.append(alone)
+        later.append(together)
+    return Contents(tuple(first), tuple(later))
+
+
+def _joins(tokenizer: Any, contents: Contents, count: int) -> bool:
+    """Whether random tokens decode to their bytes one after the other."""
+    rng = np.random.default_rng(0)
+    merged = lambda text: re.sub("\ufffd+", "\ufffd", text)  # decoders differ in how many stand for a byte
+    fallback = "ByteFallback" in _decoders(tokenizer)  # which makes nothing of a run that is no UTF-8
+    for _ in range(PROBES):
+        ids = rng.integers(count, size=rng.integers(1, LONGEST_PROBE)).tolist()
+        text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        audible = [i for i in ids if i not in contents.silent]
+        joined = b"".join(
+            [*(contents.first[i] for i in audible[:1]), *(contents.later[i] for i in audible[1:])]
+        )
+        found = joined.decode(errors="replace")
+        if merged(text) != merged(found) and not (fallback and "\ufffd" in found):
+            return False
+    return True
+
+
+# -- the automaton -------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=32)
+def _table(tokenizer: Any, texts: tuple[str, ...], vocab: int) -> StopTable | None:
+    cleans = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
+    if cleans and any(" " in text for text in texts):
+        return None
+    contents = token_contents(tokenizer, vocab, len(tokenizer.added_tokens_decoder))
+    if contents is None:
+        return None
+
+    # A special token adds no text, unless a stop spells it.
+    wanted = " ".join(spelling(tokenizer, texts))
+    added = {i: str(token).encode() for i, token in tokenizer.added_tokens_decoder.items()}
+    spelled = {i: text for i, text in added.items() if i < vocab and text and text.decode() in wanted}
+
+    def read(each: tuple[bytes, ...]) -> tuple[bytes, ...]:
+        return tuple(spelled.get(i, content) for i, content in enumerate(each))
+
+    contents = Contents(read(contents.first), read(contents.later), contents.silent - spelled.keys())
+    table = token_table(contents, byte_table(texts))
+    follows, kind = np.unique(table, axis=1, return_inverse=True)
+    states, kinds = (max(FEWEST, 1 << (size - 1).bit_length()) for size in follows.shape)
+    padding = (0, states - follows.shape[0]), (0, kinds - follows.shape[1])
+    return StopTable(kind.reshape(-1).astype(np.int32), np.pad(follows, padding).astype(np.int32))
+
+
+def byte_table(texts: Sequence[str]) -> Int[np.ndarray, "states 256"]:
+    """The automaton that reads bytes until it is decided where the first stop begins.
+
+    A state is the longest beginning of a stop that the bytes end with, and how many bytes ago a stop began
+    that has ended already. While the former began before the latter, another stop may begin first.
+    """
+    nodes, steps, longest = _prefixes([text.encode() for text in texts])
+    places = {(0, 0): FIRST_STATE}
+    rows, waiting = {BEGIN: [], FOUND: [FOUND] * 256, ENDED: [ENDED] * 256}, [(0, 0)]
+    for node, since in waiting:  # which grows
+        row = []
+        for byte in range(256):
+            after = steps[node][byte]
+            ago = max(since + 1 if since else 0, longest[after])
+            if ago and ago >= len(nodes[after]):
+                row.append(FOUND)
+                continue
+            if (state := (after, ago)) not in places:
+                places[state] = FIRST_STATE + len(places)
+                waiting.append(state)
+            row.append(places[state])
+        rows[places[node, since]] = row
+    rows[BEGIN] = rows[FIRST_STATE]
+    return np.asarray([rows[i] for i in range(len(rows))], np.int16)
+
+
+def _prefixes(stops: Sequence[bytes]) -> tuple[list[bytes], list[list[int]], list[int]]:
+    """Beginnings of the stops, the longest one after each and a byte, the longest stop at each one's end."""
+    nodes = sorted(
+        {stop[:n] for stop in stops for n in range(len(stop) + 1)}, key=lambda text: (len(text), text)
+    )
+    number = {text: i for i, text in enumerate(nodes)}
+    ends = lambda text: next(number[text[i:]] for i in range(len(text) + 1) if text[i:] in number)
+    used = set(b"".join(stops))
+    steps = [[ends(text + bytes([b])) if b in used else 0 for b in range(256)] for text in nodes]
+    longest = [max((len(stop) for stop in stops if text.endswith(stop)), default=0) for text in nodes]
+    return nodes, steps, longest
+
+
+def token_table(contents: Contents, by_byte: Int[np.ndarray, "states 256"]) -> Int[np.ndarray, "states v"]:
+    """The automaton that reads tokens."""
+    table = _after(contents.later, by_byte, np.arange(len(by_byte), dtype=np.int16))
+    table[BEGIN] = _after(contents.first, by_byte, np.asarray([FIRST_STATE], np.int16))[0]
+    table[BEGIN, [i for i in contents.silent if i < table.shape[1]]] = BEGIN
+    return table
+
+
+def _after(
+    tokens: Sequence[bytes], by_byte: Int[np.ndarray, "states 256"], states: Int[np.ndarray, "n"]
+) -> Int[np.ndarray, "n v"]:
+    """The state after each state and token, whose bytes are read one by one."""
+    order = np.argsort([-len(token) for token in tokens], kind="stable")
+    lengths = np.asarray([len(tokens[i]) for i in order])
+    table = np.repeat(states[:, None], len(tokens), axis=1)
+    for place in range(lengths[0] if len(lengths) else 0):
+        count = int(np.searchsorted(-lengths, -place))  # tokens with a byte there
+        bytes_there = np.asarray([tokens[i][place] for i in order[:count]])
+        table[:, :count] = by_byte[table[:, :count], bytes_there]
+    found = np.empty_like(table)
+    found[:, order] = table
+    return found
