@@ -1,12 +1,15 @@
 """Tuning: bounds against scipy, the dropping rule, what is chosen, costs; answers are those of a journal."""
 
 import dataclasses
+import io
 import json
 import math
+import re
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import rich.console
 import scipy.stats
 
 import dllm_jax as dj
@@ -349,8 +352,15 @@ def test_the_preset_is_read_back(found, tmp_path):
 def test_the_table_the_figure_and_the_description_show_every_setting(found):
     table, axes = found.table(), found.figure().axes[0]
     assert table.row_count == len(found.rows)
-    assert list(table.columns[0].cells)[:3] == ["DKVDecode()", "DualCache()", "PrefixCache()"]
-    assert list(table.columns[-1].cells)[:3] == ["front", "[bold]chosen[/]", "front"]
+    first = [f"{name}()\n[dim]{note}[/]" for name, note in (("DKVDecode", "front"), ("DualCache", "chosen"))]
+    assert list(table.columns[0].cells)[:2] == first
+    assert [table.columns[i].header for i in (4, 5, 6)] == ["forward\npasses", "computed\ntokens", "seconds"]
+    assert [list(table.columns[i].cells)[1] for i in (4, 5, 6)] == ["4", "300", "1"]
+    console = rich.console.Console(width=80, file=io.StringIO(), color_system=None)
+    console.print(table)
+    drawn = console.file.getvalue()
+    assert "…" not in drawn
+    assert re.search(r"DualCache\(\) +64 +90\.6 +-3\.1 +4 +300 +1 +5 *$", drawn, re.MULTILINE)
     labels = axes.get_legend_handles_labels()[1]
     assert {"Policy", "DKVPrefill, dropped", "chosen: DualCache()"} <= set(labels)
     assert axes.get_xlabel() == "coins"

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 import dllm_jax as dj
-from dllm_jax import policies
+from dllm_jax import policies, samplers
 from dllm_jax.eval.run import runner as runner_module
 from dllm_jax.eval.run.checkpoint import identity_in_memory
 from dllm_jax.eval.run.journal import Journal
@@ -83,6 +83,24 @@ def test_a_setting_of_half_the_steps_takes_less_time_in_batches(lm):
     assert fewer.value < 0.9
 
 
+def test_a_table_of_every_policy_under_every_sampler_drops_nothing(lm):
+    """All settings answer all questions at once; each mean is that of the answers of `generate_many`."""
+    lists = dict(policies=[policies.Policy(), policies.DualCache()], samplers=[samplers.Threshold(0.9)])
+    questions = examples(FewShot(), 0, 5, 5, "held_out")
+    shape = dict(objective="bytes", length=4, block=2, first=2, batch=2)
+    table = dj.tune(lm.model, lm.tokenizer, questions, **lists, **shape, keep_all=True)
+    exact, *others = table.rows
+    fast = samplers.Threshold(0.9)
+    assert [(r.setting.policy, r.setting.sampler) for r in others] == [(p, fast) for p in lists["policies"]]
+    assert {(row.questions, row.dropped) for row in table.rows} == {(5, None)}
+    assert exact.forwards == 3 > others[1].forwards >= 1
+    assert exact.computed > others[1].computed
+    assert min(row.seconds for row in table.rows) > 0
+    for wrong in (["Threshold"], samplers.Threshold(), "Threshold"):
+        with pytest.raises(ValueError, match=r"samplers=.* must be a list of samplers"):
+            dj.tune(lm.model, lm.tokenizer, questions, lists["policies"], samplers=wrong)
+
+
 def test_a_model_in_memory_has_the_identity_of_its_parameters(lm):
     model = lm.model
     other = dataclasses.replace(model, params=jax.tree.map(lambda a: a + 0, model.params))
@@ -94,13 +112,25 @@ def test_a_model_in_memory_has_the_identity_of_its_parameters(lm):
 
 def test_the_page_runs_as_printed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert run_page("how-to/tuning.md")["out"].tokens.shape == (1, 7)
-    assert (tmp_path / "runs/tune/front.png").exists()
+    printed = run_page("how-to/tuning.md")
+    assert printed["out"].tokens.shape == (1, 7)
+    assert [row.questions for row in printed["table"].rows] == [2] * 4
+    assert {"front.png", "table.png"} <= {path.name for path in (tmp_path / "runs/tune").iterdir()}
     assert "[[settings]]" in capsys.readouterr().out
 
 
 def test_the_command_of_the_page_runs_as_printed(tmp_path, monkeypatch, capsys, evaluate):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "questions.jsonl").write_text('{"prompt": "T=211;pol=512;T=", "answer": "211"}\n')
+    table = shlex.split(re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)[1])
+    assert evaluate(*table[3:]) == 0
+    rows = json.loads((tmp_path / "runs/table/tune.json").read_text())["rows"]
+    of = [("Policy()", "Confidence()"), ("Policy()", "Threshold()")]
+    assert [(r["policy"], r["sampler"]) for r in rows] == [
+        *of,
+        *((a.replace("Policy", "DualCache"), b) for a, b in of),
+    ]
+    assert rows[0]["forwards"] == 3
     words = shlex.split(re.search(r"```bash\n(.*?)```", PAGE, re.DOTALL)[1])
     assert words[:3] == ["python", "-m", "dllm_jax.eval"]
     assert evaluate(*words[3:]) == 0

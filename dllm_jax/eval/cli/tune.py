@@ -11,15 +11,16 @@ from dllm_jax import eviction, policies, samplers
 from dllm_jax.eval.cli.options import JOURNAL, WITHOUT_PREFIX, task_of
 from dllm_jax.eval.results import record, show
 from dllm_jax.eval.run.checkpoint import Checkpoint
-from dllm_jax.eval.run.files import read_objects, write_json
+from dllm_jax.eval.run.files import write_json
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.runner import Runner
 from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.eval.tuning import candidates
+from dllm_jax.eval.tuning.questions import read_jsonl
 from dllm_jax.eval.tuning.search import Search
 from dllm_jax.published import expressions
 from dllm_jax.state import sliding
-from dllm_jax.tasks import Example, examples
+from dllm_jax.tasks import examples
 
 FORMAT = 1
 SEARCH = Search()
@@ -35,6 +36,7 @@ def run_tune(
     questions: Path | None = None,
     policy: tuple[str, ...] = (),
     sampler: str = "Confidence",
+    samplers: tuple[str, ...] = (),
     out: Path = Path("runs/tune"),
 ) -> int:
     """Finds the cheapest policy and settings that are about as accurate as exact decoding.
@@ -53,11 +55,13 @@ def run_tune(
         and 'Candidate(DualCache(), Threshold(0.9), block=Sliding(32))' one setting. Default: the grids of all
         policies.
       sampler: Sampler of exact decoding, as a constructor call.
+      samplers: Samplers to combine with each policy, as constructor calls. Default: that of exact decoding.
       out: Folder of the results and of the journal from which an interrupted run resumes.
     """
     asked_for = [named(text) for text in dict.fromkeys(policy)] or None
-    settings = dict(task=task, sizes=sizes, count=count, policy=policy)
-    settings |= {name: getattr(search, name) for name in ("objective", "accelerator", "first")}
+    under = [expressions.sampler(text) for text in dict.fromkeys(samplers)]
+    settings = dict(task=task, sizes=sizes, count=count, policy=policy, samplers=samplers)
+    settings |= {name: getattr(search, name) for name in ("objective", "accelerator", "first", "keep_all")}
     decoding = dataclasses.replace(decoding, sampler=expressions.sampler(sampler))
     if questions is None:
         chosen, title = task_of(task), task.partition("(")[0]
@@ -66,7 +70,7 @@ def run_tune(
         asked, title = read_jsonl(questions), questions.stem
 
     lm, progress = checkpoint.open(), sys.stderr.isatty()
-    tuned = search.run(lm, asked, decoding, asked_for, Journal(out / JOURNAL), progress)
+    tuned = search.run(lm, asked, decoding, asked_for, Journal(out / JOURNAL), progress, under)
     # A preset that cannot be written is found out before any file is.
     toml = tuned.preset_toml(title)
     # The settings of the exact decoder as the search has filled them in.
@@ -88,18 +92,3 @@ def named(text: str) -> Any:
         text, policies, policies.Policy | candidates.Candidate, eviction, samplers, sliding, candidates
     )
     return type(made) if text.strip() == type(made).__name__ else made
-
-
-def read_jsonl(path: Path) -> list[Example]:
-    """Reads questions, one JSON object {"prompt": ..., "answer": "..."} per line; empty lines are skipped.
-
-    Raises:
-      FileNotFoundError: no such file.
-      ValueError: a line that is no such object, or bytes that are not UTF-8; names file and line.
-    """
-    found = []
-    for where, value in read_objects(path):
-        if "prompt" not in value or not isinstance(value.get("answer"), str):
-            raise ValueError(f'{where}: no object with "prompt" and "answer", which is text')
-        found.append(Example(value["prompt"], value["answer"]))
-    return found

@@ -6,7 +6,18 @@
 from dllm_jax.eval.tuning.candidates import Candidate
 from dllm_jax.eval.tuning.evidence import Estimate
 from dllm_jax.eval.tuning.objectives import Objective
+from dllm_jax.eval.tuning.questions import read_jsonl
 from dllm_jax.eval.tuning.search import Search, exact_match, tune
 from dllm_jax.eval.tuning.tuned import Row, Tuned
 
-__all__ = ["Candidate", "Estimate", "Objective", "Row", "Search", "Tuned", "exact_match", "tune"]
+__all__ = [
+    "Candidate",
+    "Estimate",
+    "Objective",
+    "Row",
+    "Search",
+    "Tuned",
+    "exact_match",
+    "read_jsonl",
+    "tune",
+]

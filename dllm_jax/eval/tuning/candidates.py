@@ -164,7 +164,9 @@ def grid(kind: type[p.Policy], exact: Decoding, prompt: int) -> list[Candidate]:
     return found
 
 
-def candidates(asked: Iterable[object] | None, exact: Decoding, prompt: int) -> tuple[Candidate, ...]:
+def candidates(
+    asked: Iterable[object] | None, exact: Decoding, prompt: int, samplers: Iterable[Sampler] = ()
+) -> tuple[Candidate, ...]:
     """The settings to compare, each once, without the exact decoder's own.
 
     Args:
@@ -172,6 +174,7 @@ def candidates(asked: Iterable[object] | None, exact: Decoding, prompt: int) -> 
         their grids. None: the grids of all policies.
       exact: the exact decoder's settings, with length, block and steps.
       prompt: positions of the longest prompt.
+      samplers: Samplers to combine with each setting that has none of its own.
 
     Raises:
       ValueError: something else, or nothing.
@@ -189,6 +192,11 @@ def candidates(asked: Iterable[object] | None, exact: Decoding, prompt: int) -> 
             raise ValueError(
                 f"policies hold {shown(item)}, which is no policy, class of policies, or Candidate"
             )
+    samplers = tuple(samplers) if isinstance(samplers, Iterable) else (samplers,)
+    if not all(isinstance(one, Sampler) for one in samplers):
+        raise ValueError(f"samplers={shown(samplers)} must be a list of samplers, such as [Threshold(0.9)]")
+    under = lambda one: (one.sampler,) if one.sampler else samplers or (None,)
+    found = [dataclasses.replace(one, sampler=sampler) for one in found for sampler in under(one)]
     # What two grids share is walked once, and the exact decoder is the reference in any case.
     unique = dict.fromkeys(one.filled(exact) for one in found)
     unique.pop(Candidate().filled(exact), None)

@@ -16,6 +16,7 @@ import operator
 import os
 import pathlib
 import random
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -71,6 +72,8 @@ class Search(Options):
       first: Number of questions of the first round; each round doubles it.
       confidence: Probability that no setting is dropped wrongly, over all rounds; also the confidence level
         of each interval.
+      keep_all: Whether all settings answer all questions, in one round: a table of them, in which none is
+        dropped unless it fails.
     """
 
     accuracy_within: Annotated[float, Ge(0), Lt(1)] = 0.01
@@ -79,6 +82,7 @@ class Search(Options):
     score: Annotated[Score, tyro.conf.Suppress] = exact_match
     first: PositiveInt = 16
     confidence: Annotated[float, Gt(0), Lt(1)] = 0.95
+    keep_all: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -88,7 +92,7 @@ class Search(Options):
 
     def rounds(self, questions: int) -> tuple[int, ...]:
         """How many questions have been asked after each round."""
-        sizes = [min(self.first, questions)]
+        sizes = [questions if self.keep_all else min(self.first, questions)]
         while sizes[-1] < questions:
             sizes.append(min(2 * sizes[-1], questions))
         return tuple(sizes)
@@ -101,6 +105,7 @@ class Search(Options):
         policies: Iterable[object] | None = None,
         journal: Journal | None = None,
         progress: bool = False,
+        samplers: Iterable[Sampler] = (),
     ) -> Tuned:
         """Walks the settings; arguments and errors are those of `tune`.
 
@@ -111,6 +116,7 @@ class Search(Options):
           policies: the settings, see `dllm_jax.eval.tuning.candidates.candidates`.
           journal: answers of earlier runs, which are not computed again, and where new ones go; closed.
           progress: report rounds and answers to standard error.
+          samplers: Samplers to combine with each setting that has none of its own.
         """
         asked = as_questions(questions)
         exact = exact_decoding(decoding, lm.tokenizer, asked)
@@ -125,7 +131,7 @@ class Search(Options):
         random.Random(exact.seed).shuffle(requests)
         # What a model refuses is found out before anything is compiled.
         width = max(rounded_up(len(request.prompt), exact.bucket) for request in requests)
-        settings = candidates(policies, exact, width)
+        settings = candidates(policies, exact, width, samplers)
         for setting in settings:
             setting.check(lm.model, exact, width)
         objective = objectives.objective_for(self.objective, self.accelerator, lm.model, exact)
@@ -192,7 +198,8 @@ class Search(Options):
         for setting, own in answers.items():
             accuracy = evidence.accuracy([row["score"] for row in own], quantile)
             difference = _difference(own, answers[reference], quantile)
-            found.append(Row(setting, len(own), accuracy, difference, costs[setting], dropped.get(setting)))
+            why, means = dropped.get(setting), _means(own)
+            found.append(Row(setting, len(own), accuracy, difference, costs[setting], why, **means))
         return tuple(found)
 
     def verdicts(
@@ -216,6 +223,8 @@ class Search(Options):
             if failed := _failure(answers[setting]):
                 found[setting] = f"failed: {failed['error']}"
             # Less accurate by more than the tolerance, whatever it costs: by the upper end of the difference.
+            elif self.keep_all:
+                continue
             elif below < -self.accuracy_within:
                 found[setting] = f"at least {-100 * below:.1f} points less accurate than the exact decoder"
             elif better:
@@ -235,6 +244,13 @@ def _cost(objective: Objective, setting: Candidate, answers: Answers) -> Estimat
     pairs = zip(answers[setting], next(iter(answers.values())), strict=not objective.timed)
     answered = [(own, exact) for own, exact in pairs if own["error"] is None]
     return objective.cost(setting, *zip(*answered, strict=True)) if answered else None
+
+
+def _means(answers: Sequence[Any]) -> dict[str, float | None]:
+    """The mean forward passes, computed tokens and seconds of the answers that did not fail."""
+    done = [row for row in answers if row["error"] is None]
+    mean = lambda name: statistics.fmean(row[name] for row in done) if done else None
+    return {name: mean(name) for name in ("forwards", "computed", "seconds")}
 
 
 def _in_turns(runners: Mapping[Candidate, Runner], requests: Sequence[Request]) -> Answers:
@@ -275,6 +291,8 @@ def tune(
     journal: str | os.PathLike[str] | None = None,
     name: str = "model",
     progress: bool = False,
+    samplers: Iterable[Sampler] = (),
+    keep_all: bool = False,
 ) -> Tuned:
     """Finds the cheapest setting that answers your questions about as well as exact decoding.
 
@@ -311,6 +329,9 @@ def tune(
         or policies.
       name: Name of the model in results.
       progress: report rounds and answers to standard error.
+      samplers: Samplers to combine with each policy. Default: that of exact decoding.
+      keep_all: Whether all settings answer all questions: one table of your policies and samplers, in which
+        none is dropped unless it fails.
 
     Returns:
       rows, Pareto front, the chosen setting; as a table, figure or preset in TOML, see `Tuned`.
@@ -323,11 +344,11 @@ def tune(
     check_argument("model", model, Model, ", such as dj.load(path)")
     check_tokenizer(tokenizer)
     check_argument("progress", progress, bool)
-    search = Search(accuracy_within, objective, accelerator, score, first, confidence)
+    search = Search(accuracy_within, objective, accelerator, score, first, confidence, keep_all)
     decoding = Decoding(length, block, steps, sampler=sampler, seed=seed, batch=batch)
     answers = None if journal is None else Journal(local_path("journal", journal))
     lm = LanguageModel(name, model, tokenizer, identity_in_memory(model) if answers else "")
-    return search.run(lm, questions, decoding, policies, answers, progress)
+    return search.run(lm, questions, decoding, policies, answers, progress, samplers)
 
 
 def exact_decoding(decoding: Decoding, tokenizer: Any, questions: Sequence[Any]) -> Decoding:

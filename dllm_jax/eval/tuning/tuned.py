@@ -3,9 +3,11 @@
 import dataclasses
 import json
 import math
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import rich.box
 import rich.table
 from rich.markup import escape
 
@@ -35,6 +37,9 @@ class Row:
       difference: mean score minus that of the exact decoder on the same questions, with a paired interval.
       cost: Cost by the objective; None if it answered nothing.
       dropped: why it was dropped after these questions; None if it answered all.
+      forwards: Forward passes per question, the mean; None if it answered nothing.
+      computed: Computed tokens per question, the mean.
+      seconds: Seconds per question without compilation, the mean; of a batch its share.
     """
 
     setting: Candidate
@@ -43,6 +48,9 @@ class Row:
     difference: Estimate
     cost: Estimate | None
     dropped: str | None = None
+    forwards: float | None = None
+    computed: float | None = None
+    seconds: float | None = dataclasses.field(default=None, compare=False)  # a repeated run has others
 
     @property
     def rank(self) -> tuple[float, float]:
@@ -148,17 +156,25 @@ class Tuned:
     def table(self) -> rich.table.Table:
         """All rows, for a terminal: the front by cost, then those that came farthest."""
         title = f"{self.model}: within {100 * self.accuracy_within:g} points of the exact decoder"
-        shown = rich.table.Table(title=title, title_justify="left")
-        for name in ("setting", "questions", "accuracy", "against exact", self.unit, ""):
-            shown.add_column(name, justify="left" if name in ("setting", "") else "right", overflow="fold")
+        box, gap = rich.box.SIMPLE_HEAD, (0, 1, 0, 0)
+        shown = rich.table.Table(title=title, title_justify="left", box=box, padding=gap, pad_edge=False)
+        shown.add_column("setting", overflow="fold")
+        per_question = "forward\npasses", "computed\ntokens", "seconds"
+        # Numbers are never broken: 80 columns hold them, and leave some for the setting.
+        for name in ("asked", "accuracy\nin %", "against\nexact", *per_question):
+            shown.add_column(name, justify="right", no_wrap=True)
+        shown.add_column(textwrap.fill(self.unit, 9), justify="right", no_wrap=True)
         front, exact = self.front, self.exact.setting
         rest = [row for row in self.rows if row not in front]
         for row in (*front, *sorted(rest, key=lambda row: (-row.questions, row.rank))):
             name = f"the exact decoder: {exact}" if row is self.exact else row.setting.beside(exact)
-            note = "front" if row in front else escape(row.dropped or "")
-            note = "[bold]chosen[/]" if row is self.chosen else note
-            accuracy, difference = _percent(row.accuracy), _percent(row.difference, "+")
-            shown.add_row(escape(name), f"{row.questions}", accuracy, difference, _cost(row.cost), note)
+            note = "front" if row in front else row.dropped or ""
+            note = "chosen" if row is self.chosen else note
+            costs = row.forwards, row.computed, row.seconds
+            means = ("-" if n is None else f"{n:.2g}" if n < 1 else f"{n:.4g}" for n in costs)
+            cells = _percent(row.accuracy), _percent(row.difference, "+"), *means, _cost(row.cost)
+            told = f"{escape(name)}\n[dim]{escape(note)}[/]" if note else escape(name)
+            shown.add_row(told, f"{row.questions}", *cells)
         return shown
 
     def figure(self) -> "Figure":
@@ -203,10 +219,10 @@ class Tuned:
 
 def _percent(estimate: Estimate, sign: str = "") -> str:
     low, high = (f"{100 * end:{sign}.0f}" for end in estimate[1:])
-    return f"{100 * estimate.value:{sign}.1f} ({low} to {high})"
+    return f"{100 * estimate.value:{sign}.1f}\n{low}..{high}"
 
 
 def _cost(cost: Estimate | None) -> str:
     if cost is None:
         return "-"
-    return f"{cost.value:.4g}" + (f" ({cost.low:.3g} to {cost.high:.3g})" if cost.low < cost.high else "")
+    return f"{cost.value:.4g}" + (f"\n{cost.low:.2g}..{cost.high:.2g}" if cost.low < cost.high else "")
