@@ -10,6 +10,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
+from dllm_jax.decoding.report import UnfilledWarning
 from dllm_jax.decoding.request import prepare
 from dllm_jax.engine import propose
 from dllm_jax.engine.loop import denoise
@@ -133,16 +134,87 @@ class Later(S.Constraint):
         return jnp.broadcast_to(may[..., None], (*index.shape, canvas.spec.vocab))
 
 
+@dataclasses.dataclass(frozen=True)
+class Hole(S.Constraint):
+    """The second position is allowed nothing, ever."""
+
+    def allowed(self, canvas, index):
+        may = (index != canvas.layout.prompt + 1)[..., None]
+        return jnp.broadcast_to(may, (*index.shape, canvas.spec.vocab))
+
+
 def test_positions_without_an_allowed_token_wait():
     for sampler in (
         S.Threshold(0.0),
         S.Threshold(0.0, early_commit=S.EarlyCommit(early=0, middle=0, late=0)),
     ):
-        out = generated(block=8, constraints=[Later()], sampler=sampler)
+        with pytest.warns(
+            UnfilledWarning, match=r"no token to 2 masks of sequences \[0, 1\], .* still masked"
+        ):
+            out = generated(block=8, constraints=[Later()], sampler=sampler)
+        np.testing.assert_array_equal(out.stats.unfilled_tokens, [1, 1])
         at = np.asarray(out.trace.tokens)[:, :, -8:]
         left = np.array([[59] * 4 + [0] * 3 + [59], [0] * 7 + [59]])[:, None]
         np.testing.assert_array_equal(at[[1, -1]] == 59, np.broadcast_to(left == 59, (2, 2, 8)))
         assert out.stats.finite.all()
+
+
+@pytest.mark.filterwarnings("ignore::dllm_jax.decoding.report.UnfilledWarning")
+def test_a_hole_is_no_end_of_text_and_every_way_to_ask_counts_it():
+    """Masks behind an end-of-text are filled, the one in front of it is not."""
+    model = tiny("llada")
+    ids = prompts(model, (9,))[0].tolist()
+    options = dict(
+        length=8, block=8, stop_at_eos=True, sampler=S.Threshold(0.0), allow=[None] * 2 + [[57]] + [None] * 5
+    )
+    hole = [Hole()]
+    out = dj.generate(model, ids, constraints=hole, **options)
+    answer = np.asarray(out.tokens)[0, -8:]
+    assert (answer == 59).tolist() == [False, True, *[False] * 6]
+    assert out.stats.unfilled_tokens.tolist() == [1]
+    *_, last = dj.stream(model, ids, constraints=hole, **options)
+    ((_, alone),) = dj.generate_many(model, ids, constraints=hole, **options)
+    for found in (last.output, alone):
+        np.testing.assert_array_equal(found.tokens, out.tokens)
+        assert found.stats.unfilled_tokens.tolist() == [1]
+    assert dj.generate(model, ids, **options).stats.unfilled_tokens is None
+    full = dj.generate(model, ids, constraints=S.OneOf(0, ((1, 2),)), **options)
+    assert full.stats.unfilled_tokens.tolist() == [0]
+
+
+OVERLAPS = [
+    ([S.OneOf(0, [[50, 51], [52, 53]]), S.OneOf(1, [[54]])], "1 to 1"),
+    ([S.OneOf(0, [[50, 51], [52, 53]]), S.OneOf(1, [[51, 1]])], "1 to 1"),  # one choice of two
+    ([S.OneOf(2, [[1]]), S.OneOf(0, [[50, 51], [52, 53, 1]])], "2 to 2"),  # filled up with end-of-text
+    ([S.OneOf(0, [[1, 2, 3]]), S.OneOf(4, [[4]]), S.OneOf(2, [[3, 5, 6]])], "4 to 4"),
+]
+
+
+@pytest.mark.parametrize(("constraints", "places"), OVERLAPS)
+def test_choices_that_contradict_each_other_are_refused(constraints, places):
+    model = tiny("llada")
+    for several in (constraints, constraints[::-1]):
+        with pytest.raises(ValueError, match=rf"choices hold .* no choice of OneOf.* at positions {places}"):
+            dj.generate(model, [[1, 2]], length=8, constraints=several)
+    template = [[*[model.spec.mask_id] * 8]]
+    with pytest.raises(ValueError, match=f"at positions {places}. Remove the choice"):
+        dj.infill(model, template, constraints=constraints)
+
+
+def test_choices_that_overlap_and_agree_are_all_kept():
+    """Whatever is unmasked first: each choice goes with one of the others."""
+    texts = S.OneOf(0, ((1, 2, 3), (1, 5, 6), (4, 2, 3)))
+    ends, middle = S.OneOf(1, ((2, 3, 7), (2, 3, 8), (5, 6, 7))), S.OneOf(2, ((3,), (6,)))
+    found = set()
+    for seed, sampler in enumerate(
+        (S.Threshold(0.0), S.RandomOrder(temperature=2.0), S.Confidence(temperature=2.0)) * 4
+    ):
+        out = generated(constraints=[texts, ends, middle], sampler=sampler, key=jax.random.key(seed))
+        np.testing.assert_array_equal(out.stats.unfilled_tokens, [0, 0])
+        found |= {tuple(row) for row in np.asarray(out.tokens)[:, -8:-4].tolist()}
+    right = {(1, 2, 3, 7), (1, 2, 3, 8), (1, 5, 6, 7), (4, 2, 3, 7), (4, 2, 3, 8)}
+    assert len(found) > 1
+    assert found <= right
 
 
 def test_a_program_without_constraints_is_the_same():

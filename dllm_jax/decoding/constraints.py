@@ -1,5 +1,6 @@
 """Reads `forbid`, `allow` and `constraints`: sets of tokens by position, on the host."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -61,7 +62,7 @@ def allowed_tokens(
 
     Raises:
       ValueError: ids outside of the vocabulary, sets of another shape, a mask without an allowed token, or a
-        choice that is not allowed.
+        choice that is not allowed or contradicts other choices.
     """
     banned = [*_ids("forbid", forbid, spec), *(sampler.suppress_tokens or ())]
     choices = [one for one in constraints if isinstance(one, OneOf)]
@@ -82,8 +83,10 @@ def allowed_tokens(
         may, own, holes, tokens = map(np.array, known)
         may[:, :, [spec.mask_id, *[spec.eos_id] * sampler.logits_eos_inf]] = False
         _none_empty(may, own, holes, layout)
-        for one in choices:
-            _choices_are_allowed(one, may, own, holes, tokens, arrays.valid, layout, spec)
+        possible = [
+            _possible_choices(one, may, own, holes, tokens, arrays.valid, layout, spec) for one in choices
+        ]
+        _choices_agree(choices, possible, layout)
     return None if allow is None and not banned else Allowed(sets, which.astype(np.int32))
 
 
@@ -179,7 +182,7 @@ def _none_empty(
         )
 
 
-def _choices_are_allowed(
+def _possible_choices(
     one: OneOf,
     may: Bool[np.ndarray, "b sets v"],
     which: Int[np.ndarray, "b l"],
@@ -188,9 +191,13 @@ def _choices_are_allowed(
     valid: Bool[AnyArray, "b l"],
     layout: Layout,
     spec: ModelSpec,
-):
-    """Raises ValueError if a choice does not fit the canvas, or holds what the sets rule out."""
-    table = one.table(spec)
+) -> list[tuple[int, Int[np.ndarray, "choices width"]]]:
+    """First position and table of the choices that agree with given text, of each sequence.
+
+    Raises:
+      ValueError: a choice does not fit the canvas, or holds what the sets rule out.
+    """
+    table, found = one.table(spec), list[tuple[int, Int[np.ndarray, "choices width"]]]()
     for sequence in range(len(tokens)):
         first = layout.prompt + one.start + (0 if layout.prompt else int(np.argmax(valid[sequence])))
         place = np.arange(first, first + table.shape[1])
@@ -210,3 +217,35 @@ def _choices_are_allowed(
                 f"choices hold {one.choices[np.argmax(wrong)]}, filled up to {filled}, which forbid, "
                 "allow or the sampler rule out. Remove the choice"
             )
+        found.append((first, table[agrees]))
+    return found
+
+
+def _choices_agree(
+    constraints: list[OneOf],
+    possible: list[list[tuple[int, Int[np.ndarray, "choices width"]]]],
+    layout: Layout,
+):
+    """Raises ValueError if a choice agrees with no choice of another constraint at the positions of both.
+
+    Positions are filled from left to right in each text. If every choice agrees with one of each other text,
+    a position's token always leaves some to the later ones.
+
+    Args:
+      constraints: The constraints.
+      possible: First position and choices of each sequence, for each constraint.
+      layout: Geometry of the canvas.
+    """
+    for (i, one), (j, other) in itertools.permutations(enumerate(possible), 2):
+        for (first, table), (start, others) in zip(one, other, strict=True):
+            begin, end = max(first, start), min(first + table.shape[1], start + others.shape[1])
+            known = {tuple(row) for row in others[:, begin - start : end - start].tolist()}
+            rows = table[:, begin - first : end - first].tolist()
+            wrong = [k for k, row in enumerate(rows) if begin < end and tuple(row) not in known]
+            if wrong:
+                places = f"{begin - layout.prompt} to {end - layout.prompt - 1}"
+                raise ValueError(
+                    f"choices hold {table[wrong[0]].tolist()} at start={constraints[i].start}, which no "
+                    f"choice of OneOf(start={constraints[j].start}) agrees with at positions {places}. Remove "
+                    "the choice, or move one of the two"
+                )

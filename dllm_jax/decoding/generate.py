@@ -56,7 +56,9 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
         or a list with token ids for each position, None for any token; or such a list per sequence. A
         position's confidence is that of the distribution over its allowed tokens. A runtime argument.
       constraints: Constraints that depend on tokens that are unmasked already (`dllm_jax.samplers.OneOf`,
-        `Constraint`). End-of-text that `stop_at_eos` and `stop` fill in is not constrained.
+        `Constraint`). End-of-text that `stop_at_eos` and `stop` fill in is not constrained. Choices that
+        contradict each other raise `ValueError`. Other masks that never have an allowed token are left, with
+        a warning (`Stats.unfilled_tokens`).
       logprobs: Number k of most likely tokens to return with the log-probability of each unmasked token
         (`Output.logprobs`); 0 returns that of the token alone. Default: none, at no cost.
       trace: Whether to record tokens, computed positions and scores of every step (`output_history` in
@@ -81,6 +83,8 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
 
     Warns:
       dllm_jax.engine.nonfinite.NonFiniteWarning: Logits held NaN or infinity, with nonfinite="warn".
+      dllm_jax.decoding.report.UnfilledWarning: Constraints left masks without an allowed token, unless
+        nonfinite="ignore".
       dllm_jax.state.inputs.PositionsWarning: Prompt and response exceed the model's context length.
       dllm_jax.state.inputs.IdleStepsWarning: There are more steps than tokens to unmask.
     """

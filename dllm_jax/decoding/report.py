@@ -1,4 +1,4 @@
-"""Warnings and errors about a finished generation: sequences that were not finite, steps that idled."""
+"""Warnings and errors about a finished generation: what was not finite, idled, or was not filled."""
 
 import warnings
 
@@ -10,6 +10,10 @@ from dllm_jax.engine.stats import Stats
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.state import host
 from dllm_jax.state.inputs import IdleStepsWarning
+
+
+class UnfilledWarning(UserWarning):
+    """Constraints left masks of a generation without an allowed token."""
 
 
 def report(stats: Stats, sampler: Sampler, how: NonFinite, stacklevel: int):
@@ -29,6 +33,7 @@ def report(stats: Stats, sampler: Sampler, how: NonFinite, stacklevel: int):
     Warns:
       NonFiniteWarning: there are such sequences, and `how` is to warn.
       IdleStepsWarning: a sampler of the user's let steps run that had nothing to decode.
+      UnfilledWarning: constraints left masks without an allowed token.
     """
     if how == "ignore" or isinstance(stats.finite, Tracer):
         return
@@ -41,6 +46,13 @@ def report(stats: Stats, sampler: Sampler, how: NonFinite, stacklevel: int):
             "dj.samplers.UntilDone (docs/writing-a-sampler.md), or pass fewer steps"
         )
         warnings.warn(message, IdleStepsWarning, stacklevel=stacklevel + 1)
+    if stats.unfilled_tokens is not None and (unfilled := host.everywhere(stats.unfilled_tokens)).any():
+        message = (
+            f"constraints= allow no token to {unfilled.sum()} masks of sequences "
+            f"{np.flatnonzero(unfilled).tolist()}, which are still masked (stats.unfilled_tokens). Allow "
+            "each position a token once those are unmasked that it waits for"
+        )
+        warnings.warn(message, UnfilledWarning, stacklevel=stacklevel + 1)
     ended = np.flatnonzero(~host.everywhere(stats.finite)).tolist()
     if not ended:
         return

@@ -31,7 +31,7 @@ from dllm_jax.engine.group import (
     stream_index,
 )
 from dllm_jax.engine.logprobs import LogProbs
-from dllm_jax.engine.loop import final_logprobs, final_tokens, run
+from dllm_jax.engine.loop import final_logprobs, final_stats, final_tokens, run
 from dllm_jax.engine.plan import Inputs, Plan
 from dllm_jax.engine.stats import Stats
 from dllm_jax.engine.step import initial_state, split_cache
@@ -196,7 +196,7 @@ def until_one_ends(model: Model, inputs: Inputs, plan: Plan, state: State) -> tu
 
         # Arrays of their own: the next piece overwrites the state's while the host still reads these.
         tokens = final_tokens(plan, after)
-        stats, logprobs = after.record.stats(after.canvas), final_logprobs(after, tokens)
+        stats, logprobs = final_stats(plan, after, tokens), final_logprobs(after, tokens)
         seen = Seen(after.canvas.active, tokens, stats, logprobs)
         everywhere = lambda array: jnp.copy(constrain(array, model.rules, ""))
         return _split(model, plan, after), jax.tree.map(everywhere, seen)

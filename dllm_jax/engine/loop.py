@@ -32,6 +32,7 @@ from dllm_jax.engine.step import initial_state, split_cache, step
 from dllm_jax.engine.trace import Trace
 from dllm_jax.nn.mesh import over_mesh
 from dllm_jax.nn.model import Model
+from dllm_jax.state.canvas import first_eos
 
 
 @jax.jit
@@ -66,7 +67,7 @@ def _denoise(
     state = run(generation, initial_state(generation, inputs))
     tokens = final_tokens(plan, state)
     logprobs = final_logprobs(state, tokens)
-    stats, trace = state.record.stats(state.canvas), state.record.completed(state.canvas)
+    stats, trace = final_stats(plan, state, tokens), state.record.completed(state.canvas)
     return tokens[:, : plan.layout.shown], stats, trace, logprobs
 
 
@@ -112,15 +113,27 @@ def run(
 def final_tokens(plan: Plan, state: State) -> Int[Array, "b l"]:
     """The tokens of a generation that is finished."""
     # A sequence that was stopped early has masks behind its end-of-text. Masks that remain for want of finite
-    # logits are no answer that has ended.
+    # logits, or of an allowed token, are no answer that has ended.
     tokens, eos_id = state.canvas.tokens, state.canvas.spec.eos_id
     if plan.stop_at_eos:
         remaining = state.canvas.masked & state.record.finite[:, None]
+        if plan.constraints:
+            remaining &= state.canvas.position > first_eos(state.canvas)[:, None]
         tokens = jnp.where(remaining, eos_id, tokens)
     if (stop := state.canvas.stop) is not None:
         behind = (state.canvas.position >= stop[:, None]) & (state.canvas.position < state.canvas.layout.end)
         tokens = jnp.where(behind, eos_id, tokens)
     return tokens
+
+
+def final_stats(plan: Plan, state: State, tokens: Int[Array, "b l"]) -> Stats:
+    """The statistics of a generation that is finished, given its tokens."""
+    stats, canvas = state.record.stats(state.canvas), state.canvas
+    if not plan.constraints:
+        return stats
+    left = (tokens == canvas.spec.mask_id) & canvas.valid & canvas.response
+    left &= (canvas.position < canvas.layout.end) & stats.finite[:, None]
+    return stats._replace(unfilled_tokens=jnp.sum(left, axis=1, dtype=jnp.int32))
 
 
 def final_logprobs(state: State, tokens: Int[Array, "b l"]) -> LogProbs | None:
@@ -205,7 +218,7 @@ def resume(
         if after.canvas.stop is not None:
             # What stands in the place of a stop and behind it was decoded by no step.
             confidence = jnp.where(tokens == after.canvas.tokens, confidence, jnp.inf)
-        stats = after.record.stats(after.canvas)
+        stats = final_stats(plan, after, tokens)
         logprobs = final_logprobs(after, tokens)
         seen = Piece(tokens, confidence, stats, after.canvas.passes, block, running, logprobs)
 

@@ -44,6 +44,8 @@ class Stats(NamedTuple):
         they are drafted (`FreeDave`), and then `nfe` is at most as large.
       branches: Canvases computed, summed over forward passes: the sequence's own and its drafts, of which
         `computed_tokens` counts the first. None unless steps are drafted.
+      unfilled_tokens: Response tokens that are still masked although the logits were finite, as constraints
+        allowed them no token. None without `constraints`.
     """
 
     nfe: Int[Array, "b"]
@@ -62,6 +64,7 @@ class Stats(NamedTuple):
     reused_bytes: Float[Array, "b"] | None = None
     sampler_steps: Int[Array, "b"] | None = None
     branches: Int[Array, "b"] | None = None
+    unfilled_tokens: Int[Array, "b"] | None = None
 
     computed, executed = Renamed("computed", "computed_tokens"), Renamed("executed", "executed_tokens")
     widened, decoded = Renamed("widened", "widened_tokens"), Renamed("decoded", "decoded_tokens")

@@ -30,7 +30,8 @@ class Constraint(Options, abc.ABC):
         """Returns the allowed tokens of positions; pure, and traced once.
 
         A position without an allowed token is not unmasked in this step. So a constraint can let the tokens
-        of a word wait for each other. Masks that never get an allowed token are left at the end.
+        of a word wait for each other. Masks that never get an allowed token are left at the end, with a
+        warning and in `Stats.unfilled_tokens`.
 
         Args:
           canvas: State before the step.
@@ -47,7 +48,8 @@ class OneOf(Constraint):
 
     Positions wait until all before them are unmasked, or until one choice alone is left: tokens that are
     unmasked together belong to the same choice. Choices shorter than the longest one are filled up at their
-    end. Each must be one that `forbid` and `allow` leave. Other choices compile another program.
+    end. Each must be one that `forbid` and `allow` leave, and agree with a choice of every other `OneOf`
+    where they overlap. Other choices compile another program.
 
     Attributes:
       start: First position, counted from the response's first; in `infill` from the template's first.
