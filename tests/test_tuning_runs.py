@@ -130,7 +130,7 @@ def test_the_command_of_the_page_runs_as_printed(tmp_path, monkeypatch, capsys, 
         *of,
         *((a.replace("Policy", "DualCache"), b) for a, b in of),
     ]
-    assert rows[0]["forwards"] == 3
+    assert rows[0]["forwards"] == 4
     words = shlex.split(re.search(r"```bash\n(.*?)```", PAGE, re.DOTALL)[1])
     assert words[:3] == ["python", "-m", "dllm_jax.eval"]
     assert evaluate(*words[3:]) == 0

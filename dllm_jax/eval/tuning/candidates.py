@@ -192,10 +192,10 @@ def candidates(
             raise ValueError(
                 f"policies hold {shown(item)}, which is no policy, class of policies, or Candidate"
             )
-    samplers = tuple(samplers) if isinstance(samplers, Iterable) else (samplers,)
-    if not all(isinstance(one, Sampler) for one in samplers):
+    listed = tuple(samplers) if isinstance(samplers, Iterable) else (None,)
+    if not all(isinstance(one, Sampler) for one in listed):
         raise ValueError(f"samplers={shown(samplers)} must be a list of samplers, such as [Threshold(0.9)]")
-    under = lambda one: (one.sampler,) if one.sampler else samplers or (None,)
+    under = lambda one: (one.sampler,) if one.sampler else listed or (None,)
     found = [dataclasses.replace(one, sampler=sampler) for one in found for sampler in under(one)]
     # What two grids share is walked once, and the exact decoder is the reference in any case.
     unique = dict.fromkeys(one.filled(exact) for one in found)
