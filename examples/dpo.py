@@ -1,12 +1,13 @@
 """Preference optimisation (VRPO's estimator): right answers are preferred to wrong ones.
 
-    python -m examples.dpo --out bench/results/learning_dpo_cpu.json
+    python examples/dpo.py --out bench/results/learning_dpo_cpu.json
 
 The task is to stop after two look-ups of a chain. A pair is the right answer and one that goes on for a
 third; the reference is the model without its adapters, so it costs no memory. Preferences alone keep the
 pair apart but may make both unlikely, so right answers are also learnt as such, by `supervised`.
 """
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from dllm_jax.command_line import run
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.tasks import Example
 from dllm_jax.training import Batch, vrpo_loss
+
+if not __package__:  # run as a file: `examples` is its folder
+    sys.path.insert(0, str(Path(__file__).parents[1]))
 from examples.learning import Curve, adam, adapted, drawn, encoded, held_out, learner, pretrained, updating
 
 

@@ -1,12 +1,13 @@
 """Group relative policy optimisation with diffu-GRPO's estimator, and rollouts under a cache policy.
 
-    python -m examples.grpo --out bench/results/learning_grpo_cpu.json
+    python examples/grpo.py --out bench/results/learning_grpo_cpu.json
 
 The task is to stop after two look-ups of a chain, the reward 1 for the right answer. Responses are sampled by
 `dj.generate_many` under DualCache; the policy gradient is that of the exact model. The reference is the model
 without its adapters.
 """
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ from dllm_jax.training import (
     response_log_probs,
     until_end,
 )
+
+if not __package__:  # run as a file: `examples` is its folder
+    sys.path.insert(0, str(Path(__file__).parents[1]))
 from examples.learning import LENGTH, Curve, adam, adapted, drawn, held_out, learner, pretrained, updating
 
 

@@ -110,7 +110,7 @@ class Curve:
         self.rows: list[dict[str, float]] = []
         self._out, self._start = out, time.monotonic()
         self._about = {
-            "command": f"python -m examples.{Path(sys.argv[0]).stem} {' '.join(sys.argv[1:])}".strip(),
+            "command": f"python examples/{Path(sys.argv[0]).stem}.py {' '.join(sys.argv[1:])}".strip(),
             "options": options,
             "device": device()._asdict(),
             "versions": versions(("jax", "jaxlib", "optax", "dllm-jax")),

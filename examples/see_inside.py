@@ -1,12 +1,13 @@
 """Where does a model keep a needle? What it computes, what changes between steps, and what moves its answer.
 
-    python -m examples.see_inside --figures figures
+    python examples/see_inside.py --figures figures
 
 Asks a model that ships with the package for one of several values, looks at keys, values and attention of
 every denoising step, and then puts the residual stream of another prompt's value in the place of this one's,
 layer by layer. Needs matplotlib for `--figures`.
 """
 
+import sys
 from pathlib import Path
 
 import jax
@@ -17,6 +18,9 @@ from transformers import AutoTokenizer
 
 import dllm_jax as dj
 from dllm_jax.command_line import run
+
+if not __package__:  # run as a file: `examples` is its folder
+    sys.path.insert(0, str(Path(__file__).parents[1]))
 from examples.similarity import KINDS, Similarity, pairwise_similarity, step_similarity
 
 LENGTH = 4

@@ -1,12 +1,13 @@
 """Supervised fine-tuning with LoRA: a bundled model learns to stop after two look-ups of a chain.
 
-    python -m examples.sft_lora --out bench/results/learning_sft_cpu.json
+    python examples/sft_lora.py --out bench/results/learning_sft_cpu.json
 
 The loss is LLaDA's, the trained parameters are the adapters alone, and `dllm_jax.training.train` does the
 rest; the adapters end up in Hugging Face PEFT's files.
 """
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ import dllm_jax as dj
 from dllm_jax import lora
 from dllm_jax.command_line import run
 from dllm_jax.training import Batch, Memory, Source, TrainConfig, train
+
+if not __package__:  # run as a file: `examples` is its folder
+    sys.path.insert(0, str(Path(__file__).parents[1]))
 from examples.learning import Curve, adapted, drawn, encoded, held_out, pretrained
 
 

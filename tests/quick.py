@@ -15,6 +15,7 @@ LEFT_OUT: dict[str, str] = {
         test_convert_crash.py
         test_demo.py::test_the_demonstration_answers_and_measures
         test_eval_harness.py::test_the_command_line
+        test_examples.py::test_every_example_begins_*
         test_eval_journal.py::test_the_lock_ends_with_the_process_that_holds_it
         test_processes.py
         test_release.py::test_works_outside_the_checkout

@@ -8,6 +8,7 @@ import pathlib
 import re
 import runpy
 import shutil
+import subprocess
 import sys
 import unittest.mock
 from pathlib import Path
@@ -205,6 +206,29 @@ def test_an_example_runs_and_writes_its_curve(name, tmp_path, capsys):
         assert lora.options_of(lora.load(model, tmp_path / "adapter")).rank == 2
     if name == "dpo":
         assert curve.rows[-1]["loss"] > 0
+
+
+AS_FILES = """
+import runpy, sys
+from pathlib import Path
+import dllm_jax, pallas_kernels
+root = Path(sys.argv[1])
+others = [path for path in sys.path if not (Path(path) / "examples").is_dir()]
+for file in sorted((root / "examples").glob("*.py")):
+    if "__main__" in file.read_text():
+        sys.path[:] = [str(file.parent), *others]
+        runpy.run_path(str(file), run_name="imported")
+        for name in [name for name in sys.modules if name.partition(".")[0] == "examples"]:
+            del sys.modules[name]
+        print(file.stem)
+"""
+
+
+def test_every_example_begins_as_a_file_in_any_directory(tmp_path):
+    """Also those that import one another; the other tests import them as modules."""
+    command = [sys.executable, "-c", AS_FILES, str(ROOT)]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert {"dpo", "grpo", "many_prompts", "see_inside", "sft_lora"} < {*ended.stdout.split()}, ended.stderr
 
 
 def test_a_file_of_prompts_is_answered_once_line_by_line(tmp_path):
