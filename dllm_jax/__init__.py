@@ -40,6 +40,7 @@ from dllm_jax.decoding.explain import explain_kernels
 from dllm_jax.decoding.chat import chat
 from dllm_jax.decoding.stops import StopTexts
 from dllm_jax.decoding.stream import Snapshot, stream
+from dllm_jax.decoding.stream_chat import ChatSnapshot, stream_chat
 
 # Looking at generations
 from dllm_jax.decoding.output import Output, show, side_by_side
@@ -79,6 +80,7 @@ __version__ = importlib.metadata.version("dllm-jax")
 __all__ = [
     "EMBEDS_PLACEHOLDER",
     "Capture",
+    "ChatSnapshot",
     "Intervention",
     "Journal",
     "Layout",
@@ -119,6 +121,7 @@ __all__ = [
     "side_by_side",
     "state",
     "stream",
+    "stream_chat",
     "tasks",
     "testing",
     "token_log_likelihoods",

@@ -1,13 +1,17 @@
 """Conversations as token ids."""
 
 import itertools
+from unittest import mock
 
+import jax
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
 import dllm_jax as dj
 from dllm_jax import bundled
 from dllm_jax.decoding.chat import chat_ids, encode_chats
+from dllm_jax.decoding.stream_chat import undecided
 from tests import refuses
 
 
@@ -164,6 +168,54 @@ def test_variables_reach_the_template_and_those_that_it_does_not_read_are_warned
     for given in ({}, {"enable_thinking": True}, {"template": {"enable_thinking": True}}):
         dj.chat(model, tokenizer, talk[:1], length=4, **given)
     assert [options["enable_thinking"] for options in asked[1:]] == [False, True, True]
+
+
+PREFIXES = [
+    dict(sampler=dj.samplers.Threshold(0.9)), dict(sampler=dj.samplers.RandomOrder(), key=jax.random.key(1)),
+    dict(sampler=dj.samplers.WINO(wide_in=0.1, narrow_out=0.5)), dict(stop=["1"]),
+    dict(buckets=dj.buckets.Ladder((64,))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", PREFIXES)
+def test_a_streamed_chat_adds_to_its_text_and_ends_with_the_answer(tokenizer, options):
+    """What it calls text is never taken back; its draft shows masks, whatever order they are filled in."""
+    model = dj.load(bundled.path("tiny-llada"))
+    talks = [[{"role": "user", "content": text}] for text in ("aob=407;T=211;iez=830;T=", "T=105;T=")]
+    layout = dict(length=8, block=8, forbid=[1, 5]) | options
+    answers = dj.chat(model, tokenizer, talks, **layout)
+    parts = list(dj.stream_chat(model, tokenizer, talks, every=1, **layout))
+    before = ["", ""]
+    for part in parts:
+        for old, new, draft in zip(before, part.text, part.draft, strict=True):
+            assert new.startswith(old)
+            assert draft.startswith(new)
+        before = part.text
+    assert before == parts[-1].draft == answers
+    assert any("░" in draft for part in parts for draft in part.draft)
+    assert parts[-1].snapshot.output is not None
+    *_, last = dj.stream_chat(model, tokenizer, talks[0], **layout)
+    assert last.text == answers[0]
+    with pytest.raises(TypeError, match="progress"):
+        dj.stream_chat(model, tokenizer, talks, progress=True)
+
+
+def test_a_part_of_a_character_or_of_a_stop_is_held_back(tokenizer):
+    stops = dj.StopTexts(tokenizer, ["##x", "abcd", "bc"])
+    for text, certain in (
+        ("4", 1),
+        ("4#", 1),
+        ("4##", 1),
+        ("4##y", 4),
+        ("4abc", 1),
+        ("4bcd", 1),
+        ("4bcdab", 1),
+    ):
+        ids = np.asarray(tokenizer.encode(text, add_special_tokens=False))
+        assert undecided(tokenizer, stops, ids, len(stops.decode(ids))) == certain, text
+    assert undecided(tokenizer, None, ids, 3) == 3
+    half = mock.Mock(decode=lambda ids, **options: "a\ufffd", clean_up_tokenization_spaces=False)
+    assert undecided(half, None, ids, 2) == 1
 
 
 def test_images_need_a_processor(tokenizer):

@@ -7,7 +7,7 @@ import re
 import types
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol, Unpack, cast, runtime_checkable
+from typing import Any, NamedTuple, NoReturn, Protocol, Unpack, cast, runtime_checkable
 
 import jinja2
 import jinja2.meta
@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int
 
 from dllm_jax.decoding.buckets import Ladder, check_ladder
 from dllm_jax.decoding.generate import generate
-from dllm_jax.decoding.options import ChatOptions, shows
+from dllm_jax.decoding.options import ChatOptions, GenerateOptions, shows
 from dllm_jax.decoding.stops import StopTexts
 from dllm_jax.decoding.watch import recording
 from dllm_jax.nn.model import Model
@@ -24,6 +24,7 @@ from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument, check_names, shown
 from dllm_jax.samplers import Confidence, Sampler
 from dllm_jax.state import host
+from dllm_jax.state.host import AnyArray
 from dllm_jax.state.inputs import Prompts, padded_together
 from dllm_jax.state.text import (
     NAMED,
@@ -104,8 +105,47 @@ def chat(
       ValueError: An empty or invalid conversation, a tokenizer without a chat template, or
         images that do not go with their message.
     """
-    check_argument("model", model, Model, ", such as dj.load(path)")
     check_names("chat", options, (*ChatOptions.__annotations__, *OWN))
+    how = enable_thinking, template, sampler, forbid, buckets
+    asked = prepare_chat(model, tokenizer, messages, stop, *how)
+    given: dict[str, Any] = {**asked.options, **options}
+    out = generate(model, asked.prompt, **given)
+    responses = host.everywhere(out.tokens)[:, asked.prompt.shape[1] :]
+    answers = decode_answers(model, asked.tokenizer, responses, asked.stops)
+    return answers[0] if asked.single else answers
+
+
+class AskedChat(NamedTuple):
+    """Conversations as `generate` takes them.
+
+    Attributes:
+      prompt: Prompts, left-padded.
+      options: Options of `generate` that follow from the conversations.
+      tokenizer: Tokenizer of the answers.
+      stops: Stop texts; None if there are none.
+      single: Whether there is one conversation, which is no batch.
+    """
+
+    prompt: AnyArray
+    options: GenerateOptions
+    tokenizer: Any
+    stops: StopTexts | None
+    single: bool
+
+
+def prepare_chat(
+    model: Model,
+    tokenizer: Any,
+    messages: list[Message] | list[list[Message]],
+    stop: Sequence[str] = (),
+    enable_thinking: bool | None = None,
+    template: Mapping[str, Any] = NOTHING,
+    sampler: Sampler = Confidence(),
+    forbid: Iterable[int] = (),
+    buckets: Ladder | None = None,
+) -> AskedChat:
+    """Encodes conversations; arguments and errors are those of `chat`."""
+    check_argument("model", model, Model, ", such as dj.load(path)")
     check_argument("sampler", sampler, Sampler, ", such as dj.samplers.Confidence()")
     processor = tokenizer if isinstance(tokenizer, Processor) and not isinstance(tokenizer, type) else None
     tokenizer = tokenizer if processor is None else processor.tokenizer
@@ -130,19 +170,15 @@ def chat(
             check_ladder("buckets", buckets)
         prompts = processor.encode(model, conversations, buckets)
         forbid = (*forbid, *processor.suppress_tokens)
-    out = generate(
-        model,
-        prompts.ids,
+    options = GenerateOptions(
         prompt_mask=prompts.mask,
         prompt_embeds=prompts.embeds,
         stop=stops or (),
         sampler=sampler,
         forbid=forbid,
         buckets=buckets,
-        **options,
     )
-    answers = decode_answers(model, tokenizer, host.everywhere(out.tokens)[:, prompts.ids.shape[1] :], stops)
-    return answers[0] if single else answers
+    return AskedChat(prompts.ids, options, tokenizer, stops, single)
 
 
 def encode_chats(
@@ -307,9 +343,14 @@ def decode_answers(
     model: Model, tokenizer: Any, responses: np.ndarray, stops: StopTexts | None = None
 ) -> list[str]:
     """Text of each response up to its first end-of-text, end-of-turn, other stop id, or stop text."""
-    # Whichever comes first; of some models no end-of-turn is known.
-    ends = [i for i in (*model.spec.ends, model.spec.eot_id) if i is not None]
-    cut = [ids[: np.argmax(hit)] if (hit := np.isin(ids, ends)).any() else ids for ids in responses]
+    cut = [before_end(model, ids) for ids in responses]
     if stops is not None:
         return [stops.decode(ids) for ids in cut]
     return [tokenizer.decode(ids.tolist(), skip_special_tokens=True) for ids in cut]
+
+
+def before_end(model: Model, ids: Int[np.ndarray, "r"]) -> Int[np.ndarray, "n"]:
+    """The tokens of a response in front of its first end-of-text, end-of-turn or other stop id."""
+    # Whichever comes first; of some models no end-of-turn is known.
+    ends = [i for i in (*model.spec.ends, model.spec.eot_id) if i is not None]
+    return ids[: np.argmax(hit)] if (hit := np.isin(ids, ends)).any() else ids

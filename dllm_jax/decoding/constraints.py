@@ -246,6 +246,6 @@ def _choices_agree(
                 places = f"{begin - layout.prompt} to {end - layout.prompt - 1}"
                 raise ValueError(
                     f"choices hold {table[wrong[0]].tolist()} at start={constraints[i].start}, which no "
-                    f"choice of OneOf(start={constraints[j].start}) agrees with at positions {places}. Remove "
-                    "the choice, or move one of the two"
+                    f"choice of OneOf(start={constraints[j].start}) agrees with at positions {places}. "
+                    "Remove the choice, or move one of the two"
                 )

@@ -39,6 +39,8 @@ class Snapshot(NamedTuple):
       block: Index of the block, from 0, of the slowest sequence.
       output: Output of `generate` in the last snapshot; None before.
       logprobs: Log-probabilities so far (`LogProbs`), if `logprobs=k`; otherwise None.
+      settled: Position [b] up to which the tokens of each sequence stay as they are: its first mask, or where
+        its block begins if the sampler may revise tokens there.
     """
 
     tokens: Int[np.ndarray, "b l"]
@@ -48,6 +50,7 @@ class Snapshot(NamedTuple):
     block: int
     output: Output | None
     logprobs: LogProbs | None = None
+    settled: Int[np.ndarray, "b"] | None = None
 
 
 @shows(StreamOptions)
@@ -143,7 +146,8 @@ def _seen(piece: Piece, before: Int[np.ndarray, "b l"], own: tuple[slice, slice]
     decoded = (tokens != before) & ~np.isnan(confidence)
     steps, block = host.everywhere(piece.steps)[own[0]], int(host.everywhere(piece.block))
     logprobs = jax.tree.map(lambda array: host.everywhere(array)[own], piece.logprobs)
-    return Snapshot(tokens, decoded, confidence, steps, block, None, logprobs)
+    settled = np.minimum(host.everywhere(piece.settled)[own[0]] - (own[1].start or 0), tokens.shape[1])
+    return Snapshot(tokens, decoded, confidence, steps, block, None, logprobs, settled)
 
 
 def watched(placed: Placed) -> Output:

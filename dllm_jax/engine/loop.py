@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.engine.block_schedule import slowest
+from dllm_jax.engine.block_schedule import final, slowest
 from dllm_jax.engine.generation import Generation, State
 from dllm_jax.engine.group import next_variant
 from dllm_jax.engine.logprobs import LogProbs
@@ -32,7 +32,7 @@ from dllm_jax.engine.step import initial_state, split_cache, step
 from dllm_jax.engine.trace import Trace
 from dllm_jax.nn.mesh import over_mesh
 from dllm_jax.nn.model import Model
-from dllm_jax.state.canvas import first_eos
+from dllm_jax.state.canvas import Canvas, first_eos, first_of
 
 
 @jax.jit
@@ -164,6 +164,7 @@ class Piece(NamedTuple):
       block: index of the block that the slowest sequence was in.
       running: whether further steps follow.
       logprobs: Log-probabilities so far; None if none are recorded.
+      settled: Position up to which the tokens of each sequence stay as they are.
     """
 
     tokens: Int[Array, "b l"]
@@ -172,7 +173,8 @@ class Piece(NamedTuple):
     steps: Int[Array, "b"]
     block: Int[Array, ""]
     running: Bool[Array, ""]
-    logprobs: LogProbs | None = None
+    logprobs: LogProbs | None
+    settled: Int[Array, "b"]
 
 
 @jax.jit
@@ -185,6 +187,13 @@ def begin(model: Model, inputs: Inputs, plan: Plan) -> State:
         return state._replace(canvas=jax.tree.map(jnp.copy, state.canvas))
 
     return over_mesh(start, model, inputs, plan, out=None)
+
+
+def settled_positions(plan: Plan, canvas: Canvas) -> Int[Array, "b"]:
+    """The position of each sequence's first mask, or of its block while tokens of that may be revised."""
+    first = first_of(canvas.masked & canvas.response, canvas.layout.length)
+    stays = canvas.done | final(canvas, plan.sampler)
+    return jnp.where(stays, first, jnp.minimum(first, canvas.block_start))
 
 
 @functools.partial(jax.jit, donate_argnames="state")
@@ -220,7 +229,8 @@ def resume(
             confidence = jnp.where(tokens == after.canvas.tokens, confidence, jnp.inf)
         stats = final_stats(plan, after, tokens)
         logprobs = final_logprobs(after, tokens)
-        seen = Piece(tokens, confidence, stats, after.canvas.passes, block, running, logprobs)
+        settled = jnp.where(running, settled_positions(plan, after.canvas), plan.layout.length)
+        seen = Piece(tokens, confidence, stats, after.canvas.passes, block, running, logprobs, settled)
 
         # Arrays of their own: the next piece overwrites the state's while the host still reads these.
         return after, jax.tree.map(jnp.copy, seen)
