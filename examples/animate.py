@@ -1,9 +1,11 @@
-"""Draws the picture at the head of the README: the exact decoder beside `DualCache`, as in the HTML report.
+"""Draws a GIF of generations side by side: by default the picture at the head of the README.
 
-python examples/animate.py --out docs/figures/side-by-side.gif
+    python examples/animate.py --out docs/figures/side-by-side.gif
+    python examples/animate.py --model GSAI-ML/LLaDA-8B-Instruct --prompt "Why is the sky blue?" \\
+        --length 64 --block 16 --policy DualCache "DKVDecode(8)" --sampler "Threshold(0.9)" --out answer.gif
 
-Both answer the same question with a bundled model. Time is the number of positions computed, so a decoder
-that computes less is ready sooner; milliseconds would be those of one machine. Needs the extra `figures`.
+All policies answer the same question. Time is the number of computed tokens, so a decoder that computes less
+is ready sooner; milliseconds would be those of one machine. Needs the extras `figures` and `vision`.
 """
 
 import argparse
@@ -11,14 +13,15 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
 import matplotlib.font_manager
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 import dllm_jax as dj
-from dllm_jax.checkpoint.tokenizer import read_tokenizer
-from dllm_jax.decoding.watch.recording import Recording, pieces
+from dllm_jax.decoding.watch.recording import Recording, pieces, printable
 from dllm_jax.demo import trains
+from dllm_jax.published import expressions
 
 # Pixels, two to each that is shown; colours of the report on dark screens.
 MARGIN, COLUMN, ROW, TOKEN = 40, 7, 9, 23
@@ -28,7 +31,11 @@ NOW, DOT = (126, 160, 255), (11, 13, 16)
 FRESH, STALE = np.array([87, 67, 26]), np.array([255, 106, 92])
 COLD, WARM = np.array([109, 146, 255]), np.array([255, 154, 61])
 
+WIDEST, TALLEST, LEAST = 1400, 720, 560  # most pixels of a map, and the least width of a panel
+LINE_OF_TOKENS = 46
+
 FRAMES, SECONDS, HOLD = 96, 10.0, 4.0
+HEADING = "By which stops does the train go from Paris?"
 
 
 def font(size: int, family: str = "DejaVu Sans", weight: str = "normal") -> ImageFont.FreeTypeFont:
@@ -61,7 +68,7 @@ class Panel:
         recording = Recording.of(output.trace, 0)
         last = recording.tokens[-1].tolist()
         known = pieces(tokenizer, set(last))
-        return cls(title, recording, ["∎" if known[i].special else known[i].text for i in last])
+        return cls(title, recording, ["∎" if known[i].special else printable(known[i].text) for i in last])
 
     @property
     def spent(self) -> np.ndarray:
@@ -75,44 +82,77 @@ class Panel:
         return ", ".join(trains.route(answer)[1:])
 
     @property
+    def column(self) -> int:
+        """Pixels across of a position in the map."""
+        return max(1, min(COLUMN, WIDEST // self.recording.computed.shape[1]))
+
+    @property
+    def row(self) -> int:
+        """Pixels down of a step in the map."""
+        return max(2, min(ROW, TALLEST // self.recording.steps))
+
+    @property
     def width(self) -> int:
         """Pixels."""
-        return self.recording.computed.shape[1] * COLUMN
+        return max(self.recording.computed.shape[1] * self.column, LEAST)
+
+    @property
+    def boxes(self) -> list[tuple[int, int, int]]:
+        """Left, top and width of each token of the answer, in lines as long as the panel."""
+        found, x, y = [], 0, 0
+        for position in self.recording.to_fill.tolist():
+            wide = max(TOKEN, int(MONO.getlength(self.labels[position])) + 9)
+            if x and x + wide > self.width:
+                x, y = 0, y + LINE_OF_TOKENS
+            found.append((x, y, wide))
+            x += wide
+        return found
+
+    @property
+    def map_top(self) -> int:
+        """Top of the map, under the last line of the answer."""
+        return MAP + self.boxes[-1][1]
+
+    @property
+    def bottom(self) -> int:
+        """Bottom of the map."""
+        return self.map_top + self.recording.steps * self.row
 
     def draw(self, draw: ImageDraw.ImageDraw, left: int, clock: float):
         """Draws the state at a time, in positions computed."""
         step = int(np.searchsorted(self.spent, clock, side="right")) - 1
         draw.text((left, PANEL), self.title, fill=TEXT, font=BOLD)
         ready = step == self.recording.steps
-        cost = f"{self.spent[step]:,} positions computed" + ", ready" * ready
+        cost = f"{self.spent[step]:,} computed tokens" + ", ready" * ready
         draw.text((left + self.width, PANEL + 4), cost, TEXT if ready else MUTED, SMALL, anchor="ra")
         self._answer(draw, left, ANSWER, step)
-        self._map(draw, left, MAP, step)
+        self._map(draw, left, self.map_top, step)
 
     def _answer(self, draw: ImageDraw.ImageDraw, left: int, top: int, step: int):
         """The response: masks as boxes, tokens coloured by the step that decoded them."""
         decoded_at = self.recording.decoded_at
-        for i, position in enumerate(self.recording.to_fill.tolist()):
-            x = left + i * TOKEN
+        for position, (x, y, wide) in zip(self.recording.to_fill.tolist(), self.boxes, strict=True):
+            x, y = left + x, top + y
             known = decoded_at[position] <= step
             share = float(decoded_at[position] - 1) / max(self.recording.steps - 1, 1)
             colour = _mix(COLD, WARM, share, 0.5) if known else LINE
-            draw.rounded_rectangle((x, top, x + TOKEN - 3, top + 40), 5, fill=colour)
+            draw.rounded_rectangle((x, y, x + wide - 3, y + 40), 5, fill=colour)
             if known:
-                draw.text((x + TOKEN // 2 - 1, top + 20), self.labels[position], TEXT, MONO, anchor="mm")
+                draw.text((x + wide // 2 - 1, y + 20), self.labels[position], TEXT, MONO, anchor="mm")
 
     def _map(self, draw: ImageDraw.ImageDraw, left: int, top: int, step: int):
         """Positions across, steps down: computed, or the older the redder what was read of them."""
         age, changed = self.recording.age, self.recording.changed
-        height = self.recording.steps * ROW
+        column, row, height = self.column, self.row, self.bottom - self.map_top
         draw.rectangle((left, top, left + self.width - 1, top + height - 1), fill=RAISED)
         for t, i in np.ndindex(age[:step].shape):
-            x, y = left + i * COLUMN, top + t * ROW
+            x, y = left + i * column, top + t * row
             colour = _age(int(age[t, i]))
-            draw.rectangle((x, y, x + COLUMN - 1, y + ROW - 2), fill=colour)
+            draw.rectangle((x, y, x + column - 1, y + row - 2), fill=colour)
             if changed[t, i]:
-                draw.rectangle((x + 1, y, x + COLUMN - 2, y + ROW - 2), fill=DOT)
-        response = left + int(self.recording.to_fill[0]) * COLUMN
+                inset = int(column > 2)
+                draw.rectangle((x + inset, y, x + column - 1 - inset, y + row - 2), fill=DOT)
+        response = left + int(self.recording.to_fill[0]) * column
         draw.line((response - 1, top - 6, response - 1, top + height + 8), fill=TEXT, width=2)
         draw.text((response - 10, top + height + 4), "question", fill=MUTED, font=SMALL, anchor="ra")
         draw.text((response + 10, top + height + 4), "answer", fill=MUTED, font=SMALL)
@@ -130,16 +170,18 @@ def _mix(start: np.ndarray, end: np.ndarray, share: float, strength: float = 1.0
     return tuple(int(part) for part in ground + strength * (mixed - ground))
 
 
-def picture(panels: list[Panel], question: str, clock: float) -> Image.Image:
-    """The whole picture at a time, in positions computed."""
-    height = max(panel.recording.steps for panel in panels) * ROW
+def picture(panels: list[Panel], question: str, clock: float, heading: str = HEADING) -> Image.Image:
+    """Draws the whole picture at a time, in computed tokens."""
+    height = max(panel.bottom for panel in panels) - MAP
     width = sum(panel.width for panel in panels) + (len(panels) + 1) * MARGIN
     image = Image.new("RGB", (width, height + 370), SURFACE)
     draw = ImageDraw.Draw(image)
     draw.rectangle((0, 0, width - 1, height + 369), outline=LINE, width=2)
-    draw.text((MARGIN, 28), "By which stops does the train go from Paris?", fill=TEXT, font=TITLE)
-    draw.text((MARGIN, 78), question, fill=MUTED, font=MONO)
-    if ready := [panel for panel in panels if panel.spent[-1] <= clock]:
+    draw.text((MARGIN, 28), heading, fill=TEXT, font=TITLE)
+    fits = int((width - 2 * MARGIN) / MONO.getlength("x"))
+    draw.text((MARGIN, 78), printable(question)[:fits].replace("␣", " "), fill=MUTED, font=MONO)
+    ready = [panel for panel in panels if panel.spent[-1] <= clock]
+    if ready and heading == HEADING:
         draw.text((width - MARGIN, 38), ready[0].stops, fill=TEXT, font=SMALL, anchor="ra")
     left = MARGIN
     for panel in panels:
@@ -151,9 +193,9 @@ def picture(panels: list[Panel], question: str, clock: float) -> Image.Image:
 
 def _legend(draw: ImageDraw.ImageDraw, left: int, top: int):
     marks = (
-        ("computed in this step", [NOW]),
-        ("read from the cache, the redder the older", [_age(age) for age in range(1, 9)]),
-        ("token decoded", [DOT]),
+        ("recomputed in this step", [NOW]),
+        ("reused from the cache, redder with age", [_age(age) for age in range(1, 9)]),
+        ("token unmasked", [DOT]),
     )
     for text, colours in marks:
         for colour in colours:
@@ -164,10 +206,10 @@ def _legend(draw: ImageDraw.ImageDraw, left: int, top: int):
     draw.text((left, top), "steps run downwards", fill=MUTED, font=SMALL)
 
 
-def save(panels: list[Panel], question: str, out: Path, frames: int = FRAMES):
+def save(panels: list[Panel], question: str, out: Path, heading: str = HEADING, frames: int = FRAMES):
     """Writes the animation: time runs to the end of the slowest, stands still there, and begins again."""
     clocks = np.linspace(0, max(panel.spent[-1] for panel in panels), frames)
-    drawn = [picture(panels, question, clock) for clock in clocks]
+    drawn = [picture(panels, question, clock, heading) for clock in clocks]
     palette = drawn[-1].quantize(128, dither=Image.Dither.NONE)
     flat = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in drawn]
     times = [round(SECONDS * 1000 / frames)] * (frames - 1) + [round(HOLD * 1000)]
@@ -175,20 +217,34 @@ def save(panels: list[Panel], question: str, out: Path, frames: int = FRAMES):
     flat[0].save(out, save_all=True, append_images=flat[1:], duration=times, loop=0, optimize=True)
 
 
-def main(out: Path):
-    """Answers the question twice, and draws how."""
-    path = dj.bundled.path("tiny-llada")
-    model, tokenizer = dj.load(path), read_tokenizer(path)
-    chat = [{"role": "user", "content": trains.QUESTION}]
+def main(arguments: argparse.Namespace):
+    """Answers the question under every policy, and draws how."""
+    bundled = arguments.model in dj.bundled.NAMES
+    path = dj.bundled.path(arguments.model) if bundled else arguments.model
+    model, tokenizer = dj.load(path, dtype=arguments.dtype), dj.load_tokenizer(path)
+    chat = [{"role": "user", "content": arguments.prompt}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
-    runs = {"Policy(), exact": dj.policies.Policy(), "DualCache()": dj.policies.DualCache()}
-    run = lambda policy: dj.generate(model, [prompt], length=32, block=8, policy=policy, trace=True)
-    panels = [Panel.of(title, run(policy), tokenizer) for title, policy in runs.items()]
-    save(panels, trains.QUESTION, out)
-    print(f"wrote {out}, {out.stat().st_size / 1000:.0f} kB")
+    options: dict[str, Any] = dict(length=arguments.length, block=arguments.block, trace=True)
+    options |= dict(sampler=expressions.sampler(arguments.sampler), key=jax.random.key(0))
+    panels = []
+    for text in arguments.policy:
+        out = dj.generate(model, [prompt], policy=expressions.policy(text), **options)
+        panels.append(Panel.of("Policy(), exact" if text == "Policy()" else text, out, tokenizer))
+    heading = HEADING if arguments.prompt == trains.QUESTION else f"{Path(arguments.model).name} answers"
+    save(panels, arguments.prompt, arguments.out, heading)
+    print(f"wrote {arguments.out}, {arguments.out.stat().st_size / 1000:.0f} kB")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="tiny-llada", help="bundled model, directory or hub id")
+    parser.add_argument("--dtype", help="dtype of the weights; default: the checkpoint's")
+    parser.add_argument("--prompt", default=trains.QUESTION, help="message of the user")
+    parser.add_argument("--policy", nargs="+", default=["Policy()", "DualCache()"], help="constructor calls")
+    parser.add_argument("--sampler", default="Confidence()", help="constructor call")
+    parser.add_argument("--length", type=int, default=32, help="number of tokens to generate")
+    parser.add_argument("--block", type=int, default=8, help="block length")
     parser.add_argument("--out", type=Path, default=Path("runs/side-by-side.gif"))
-    main(parser.parse_args().out)
+    main(parser.parse_args())

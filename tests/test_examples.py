@@ -1,12 +1,14 @@
 """The examples, their notebook and their pages run; what they draw is what a recording says."""
 
 import ast
+import dataclasses
 import importlib.util
 import io
 import json
 import pathlib
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,6 +20,7 @@ import nbformat
 import numpy as np
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
+from PIL import Image
 
 import dllm_jax as dj
 from dllm_jax import __main__ as command
@@ -103,6 +106,21 @@ def test_steps_appear_when_their_positions_are_computed():
     assert CACHED.stops == "Lyon"
     for clock, steps in ((6.9, 0), (7, 1), (13.9, 2), (16, 4), (28, 4)):
         np.testing.assert_array_equal(cells(clock), expected & (np.arange(4) < steps)[:, None])
+
+
+def test_the_page_animates_a_run_of_ones_own(tmp_path, monkeypatch, capsys):
+    """Each policy has a panel; a long answer takes several lines, above its map."""
+    page = (ROOT / "docs" / "how-to" / "watching.md").read_text()
+    (command,) = re.findall(r"^python (examples/animate.py .*)$", page, re.MULTILINE)
+    monkeypatch.setattr(sys, "argv", shlex.split(command.replace("runs/", f"{tmp_path}/").replace("16", "8")))
+    runpy.run_path(str(ROOT / "examples" / "animate.py"), run_name="__main__")
+    assert "wrote" in capsys.readouterr().out
+    with Image.open(tmp_path / "answer.gif") as made:
+        assert made.n_frames > 2
+        assert made.width == 2 * animate.LEAST + 3 * animate.MARGIN
+    long = dataclasses.replace(EXACT, labels=["a long token of forty characters or more"] * 7)
+    assert [top for _, top, _ in long.boxes] == [i * animate.LINE_OF_TOKENS for i in range(4)]
+    assert long.map_top == EXACT.map_top + 3 * animate.LINE_OF_TOKENS
 
 
 WATCH = Path(__file__).parents[1] / "examples" / "watch.py"
