@@ -28,7 +28,7 @@ from dllm_jax.demo import chatting, trains
 from dllm_jax.demo.measure import Row, measure, table
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import count
-from dllm_jax.options import NonNegativeInt, Options, PositiveInt
+from dllm_jax.options import NonNegativeInt, Options, PositiveInt, shown
 from dllm_jax.policies import DualCache, Policy
 from dllm_jax.samplers import Confidence, Threshold
 from dllm_jax.tasks import Chain, Example, examples, prompt_arrays
@@ -79,7 +79,7 @@ class Arguments(Options):
     def __post_init__(self):
         super().__post_init__()
         if unknown := [name for name in self.models if name not in READING]:
-            raise ValueError(f"models={unknown[0]!r} must be of {', '.join(READING)}")
+            raise ValueError(f"models={shown(unknown[0])} must be of {', '.join(READING)}")
 
 
 def command():

@@ -1,7 +1,11 @@
 """Images: views and tokens, prompts, and what is refused; the tower is that of recordings (test_goldens)."""
 
+import base64
 import io
+import json
 import warnings
+from pathlib import Path
+from urllib.parse import quote
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +16,7 @@ from PIL import Image
 
 import dllm_jax as dj
 from dllm_jax import vision
+from dllm_jax.eval.benchmarks.images import read
 from dllm_jax.nn.spec import VisionSpec
 from dllm_jax.vision import AnyRes, Pad, tower
 from dllm_jax.vision.images import open_image, views_of_config
@@ -133,6 +138,45 @@ def test_what_is_no_image_is_refused_by_name(tmp_path):
             open_image(make(tmp_path))
 
 
+def in_base64(kind: str, width: int = 9) -> str:
+    stream = io.BytesIO()
+    picture(width, 6).save(stream, kind)
+    return base64.b64encode(stream.getvalue()).decode()
+
+
+def test_data_uris_are_images_and_other_long_texts_are_refused_in_a_line(tmp_path):
+    text = in_base64("png")
+    spellings = ("image/png;base64,", text), ("image/png;name=a.png;BASE64,", text), (";base64,", text)
+    wrapped = "\n".join(text[i : i + 76] for i in range(0, len(text), 76))
+    spellings += (("image/png;base64,", text.rstrip("=")), ("image/png;base64,", wrapped))
+    for head, content in (*spellings, ("image/png;base64,", quote(text))):
+        for scheme in ("data:", "DATA:"):
+            np.testing.assert_array_equal(open_image(scheme + head + content), np.asarray(picture(9, 6)))
+    large = "data:image/png;base64," + in_base64("png", 1000)[:-100]
+    bare = r"is no path: it looks like base64\. Pass \"data:image/png;base64,\" and the text"
+    for source, message in (
+        (text, bare),
+        (in_base64("jpeg"), bare),
+        ("QUJD" * 2000, bare),
+        (large, "cannot be decoded"),
+        ("data:image/png;base64,%%%", "is a data URI whose base64 is damaged"),
+        ("data:image/png;base64," + "A" * 10**6, "cannot be read: "),
+        ("data:image/svg+xml,<svg/>", "is a data URI without base64"),
+        ("data:image/png", "is a data URI without base64"),
+        (Path("x" * 5000), "cannot be read: image=.* is no path: File name too long"),
+        ("a\0b", "cannot be read: image=.* is no path: embedded null"),
+    ):
+        with pytest.raises(ValueError, match=message) as refused:
+            open_image(source)
+        assert len(str(refused.value)) < 1500
+    (tmp_path / "q.jsonl").write_text(
+        json.dumps({"id": "1", "image": text * 30, "question": "?", "answer": "2"})
+    )
+    with pytest.raises(ValueError, match=r"q\.jsonl:1: image .* does not exist in") as refused:
+        read(tmp_path / "q.jsonl")
+    assert len(str(refused.value)) < 1500
+
+
 class Letters:
     """A tokenizer of bytes."""
 
@@ -144,6 +188,12 @@ def test_images_have_their_places_in_both_forms_of_a_message():
     text, images = rendered([{"role": "user", "content": "<image> <image>\nA?", "images": [1, 2]}])
     parts = [{"type": "image", "image": 1}, {"type": "image", "image": 2}, {"type": "text", "text": "A?"}]
     assert rendered([{"role": "user", "content": parts}]) == (text, [1, 2])
+    urls = [
+        {"type": "image_url", "image_url": given} for given in ({"url": "a.png", "detail": "low"}, "b.png")
+    ]
+    assert rendered([{"role": "user", "content": [*urls, parts[2]]}]) == (text, ["a.png", "b.png"])
+    for odd in ({"type": "image_url", "image_url": {}}, {"type": "image_url"}, {"type": "audio"}):
+        refuses("must be .* or have a list of parts", rendered, [{"role": "user", "content": [odd]}])
     mixed, images = rendered([{"role": "user", "content": [parts[2], parts[0]]}])
     assert mixed.endswith(
         "user<|end_header_id|>\n\nA?<image><|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"

@@ -3,6 +3,8 @@
 from importlib import resources
 from pathlib import Path
 
+from dllm_jax.options import shown
+
 TEXT = ("tiny-llada", "tiny-dream")
 PICTURED = ("tiny-llada-v",)  # of questions about pictures, for a `dllm_jax.vision.Processor`
 BLOCK_CAUSAL = ("tiny-sdar", "tiny-sdar-moe")
@@ -16,5 +18,5 @@ def path(name: str) -> Path:
       ValueError: no such checkpoint.
     """
     if name not in NAMES:
-        raise ValueError(f"name={name!r} is not one of {', '.join(NAMES)}")
+        raise ValueError(f"name={shown(name)} is not one of {', '.join(NAMES)}")
     return Path(str(resources.files(__name__) / name))

@@ -37,6 +37,7 @@ from dllm_jax.checkpoint.sharded import Ranges, Source, Stored, StoredParameter
 from dllm_jax.nn.int8 import HostArray, Int8Matrix, Weights, axes_of, is_int8
 from dllm_jax.nn.sharding import WIDE, within_layer
 from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options import shown
 
 FORMATS: dict[int, Weights | None] = {3: None, 4: "int8"}  # and how they hold matrices
 KEYS = ("format", "dtype", "weights", "spec")
@@ -71,7 +72,7 @@ def read_spec(folder: Path, family: Family | None = None) -> tuple[ModelSpec, np
         raise ValueError(f"{config.where}: unknown keys {named(unknown)}; known: {', '.join(KEYS)}")
     try:
         if not isinstance(fields := written.get("spec"), dict):
-            raise TypeError(f"spec={fields!r} must be an object with the fields of ModelSpec")
+            raise TypeError(f"spec={shown(fields)} must be an object with the fields of ModelSpec")
         spec = ModelSpec.of_fields(fields)
         family_of(spec, family)
     except (TypeError, ValueError) as error:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dllm_jax.nn.int8 import Weights
+from dllm_jax.options import shown
 
 SUPPORTED = (np.dtype(jnp.float32), np.dtype(jnp.bfloat16))
 DtypeName = Literal["float32", "bfloat16", "fp32", "f32", "bf16"]  # on command lines
@@ -29,7 +30,7 @@ def supported(dtype: Any) -> np.dtype:
     try:
         chosen = np.dtype(SHORT.get(dtype, dtype) if isinstance(dtype, str) else dtype)
     except (TypeError, ValueError, SyntaxError) as error:  # the last of what looks like several dtypes
-        raise ValueError(f"dtype={dtype!r} is no dtype; supported: float32, bfloat16") from error
+        raise ValueError(f"dtype={shown(dtype)} is no dtype; supported: float32, bfloat16") from error
     if chosen not in SUPPORTED:
         raise ValueError(f"dtype={chosen} is not supported; supported: float32, bfloat16")
     return chosen
@@ -84,7 +85,9 @@ def choose_weights(weights: Any, stored: Weights | None, where: str) -> Weights 
     """
     if weights is None or weights == "int8":
         return weights or stored
-    reason = f"weights={weights!r} must be None (as they are stored) or 'int8'; dtype= chooses other dtypes"
+    reason = (
+        f"weights={shown(weights)} must be None (as they are stored) or 'int8'; dtype= chooses other dtypes"
+    )
     if stored is not None:
         reason += f". {where} holds {stored}: what rounding took cannot be given back, load the original"
     raise ValueError(reason)

@@ -20,7 +20,7 @@ from dllm_jax.checkpoint.names import (
 from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.table import Unit, units
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import check_argument
+from dllm_jax.options import check_argument, shown
 
 EXAMPLE = "dataclasses.replace(FAMILIES['sdar'], name=..., model_type=...)"
 PADDING = ("pad_token_id", "bos_token_id")
@@ -165,4 +165,4 @@ def differences(a: ModelSpec, b: ModelSpec) -> list[str]:
     """
     pairs = [(f.name, getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(ModelSpec)]
     unknown = ("positions",) if None in (a.positions, b.positions) else ()
-    return [f"{name}: {x!r} / {y!r}" for name, x, y in pairs if x != y and name not in unknown]
+    return [f"{name}: {shown(x)} / {shown(y)}" for name, x, y in pairs if x != y and name not in unknown]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dllm_jax.checkpoint.messages import listed, taken_for_another, what_else
-from dllm_jax.options import absolute
+from dllm_jax.options import absolute, shown
 
 SPEC, PARAMS = "spec.json", "params"  # of a converted directory
 INDEX = "model.safetensors.index.json"  # of a Hugging Face directory with several files of weights
@@ -43,11 +43,11 @@ def file_inside(folder: Path, name: str) -> Path:
     try:
         name.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{folder}: {name!r} is no name of a file") from error
+        raise ValueError(f"{folder}: {shown(name)} is no name of a file") from error
 
     # An index is text that anyone may have written: its names are judged before the disk is asked for them.
     if "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
-        raise ValueError(f"{folder}: {name!r} leads out of the directory; only its own files are read")
+        raise ValueError(f"{folder}: {shown(name)} leads out of the directory; only its own files are read")
     path = folder / name
     place = absolute(path)
     try:

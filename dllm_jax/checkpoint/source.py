@@ -19,7 +19,7 @@ from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.table import Unit
 from dllm_jax.checkpoint.sharded import Source, StoredParameter, held, whole
 from dllm_jax.nn.int8 import HostArray, Weights, is_int8
-from dllm_jax.options import check_argument, local_path
+from dllm_jax.options import check_argument, local_path, shown
 
 # No *.py, as a checkpoint's code is never run, and no *.bin or *.pth, which need torch.
 DOWNLOADED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
@@ -67,12 +67,14 @@ def locate(path: str | os.PathLike[str], revision: str | None = None) -> Path:
     """
     # A directory comes before a hub id that is spelled alike: nothing is downloaded that is here.
     if not isinstance(path, str | os.PathLike) or not str(path):
-        raise ValueError(f"path={path!r} must be a checkpoint's directory or a hub id, as a str or a path")
+        raise ValueError(
+            f"path={shown(path)} must be a checkpoint's directory or a hub id, as a str or a path"
+        )
     here, named = local_path("path", path), os.fspath(path)
     check_argument("revision", revision, str | None)
     if here.exists() and revision is not None:
         fix = "Leave it out, or pass a hub id that is no directory here"
-        raise ValueError(f"revision={revision!r} is of hub ids alone: {here} is on this machine. {fix}.")
+        raise ValueError(f"revision={shown(revision)} is of hub ids alone: {here} is on this machine. {fix}.")
     if here.is_dir():
         return here
     if here.exists():
@@ -81,10 +83,12 @@ def locate(path: str | os.PathLike[str], revision: str | None = None) -> Path:
         return _fetched(named, here, revision)
     hint = ""
     if len(Path(named).parts) == 1 and (BUNDLED / named).is_dir():
-        hint = f"; the bundled checkpoint of this name is dj.load(dj.bundled.path({named!r}))"
+        hint = f"; the bundled checkpoint of this name is dj.load(dj.bundled.path({shown(named)}))"
     if at := re.fullmatch(f"({HUB_ID})[@:](.+)", named):
         hint = f"; a revision of a hub id is dj.load({at[1]!r}, revision={at[2]!r})"
-    raise FileNotFoundError(f"{here} does not exist (and {named!r} is no hub id, which is org/name){hint}")
+    raise FileNotFoundError(
+        f"{here} does not exist (and {shown(named)} is no hub id, which is org/name){hint}"
+    )
 
 
 def _fetched(name: str, here: Path, revision: str | None) -> Path:
@@ -97,9 +101,9 @@ def _fetched(name: str, here: Path, revision: str | None) -> Path:
         fetched = huggingface_hub.snapshot_download(name, allow_patterns=list(DOWNLOADED), **asked)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        at = "" if revision is None else f" at revision {revision!r}"
+        at = "" if revision is None else f" at revision {shown(revision)}"
         raise FileNotFoundError(
-            f"{name!r}: no such directory here ({here}), and fetching it{at} from the Hugging Face hub "
+            f"{shown(name)}: no such directory here ({here}), and fetching it{at} from the Hugging Face hub "
             f"failed: {reason}"
         ) from error
     return Path(fetched)

@@ -12,6 +12,7 @@ from typing import Any
 
 from dllm_jax.checkpoint.files import TEMPLATES, check_content, file_inside, has_entry, read_object
 from dllm_jax.checkpoint.source import locate
+from dllm_jax.options import shown
 
 CONFIG = "tokenizer_config.json"
 JSON = ("config.json", CONFIG, "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
@@ -105,7 +106,7 @@ def _from_transformers(own: Path, folder: Path, config: dict[str, Any], settings
     except Exception as error:  # of many kinds, from Rust too
         if "trust_remote_code" in str(error):
             raise ValueError(
-                f"{folder / CONFIG}: tokenizer_class={named!r} is code of the checkpoint (auto_map), "
+                f"{folder / CONFIG}: tokenizer_class={shown(named)} is code of the checkpoint (auto_map), "
                 "which is never executed; save it as a tokenizer.json (save_pretrained of a fast one)"
             ) from error
         reason = f"{type(error).__name__}: {error}"
@@ -131,6 +132,6 @@ def _checked(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     named_files = [key for key in settings if key.endswith("_file") and key != "special_tokens_map_file"]
     foreign = [key for key in (*named_files, "init_inputs") if settings.get(key)]
     if foreign:
-        named = ", ".join(f"{key}={settings[key]!r}" for key in foreign)
+        named = ", ".join(f"{key}={shown(settings[key])}" for key in foreign)
         raise ValueError(f"{folder / CONFIG}: {named}: files are found by their names in the directory only")
     return parsed.get("config.json", {}), settings

@@ -35,7 +35,7 @@ class Ladder(Options):
     def __post_init__(self):
         super().__post_init__()
         if any(low >= high for low, high in itertools.pairwise(self.rungs)):
-            raise ValueError(f"rungs={self.rungs!r} must ascend, such as (64, 128)")
+            raise ValueError(f"rungs={shown(self.rungs)} must ascend, such as (64, 128)")
 
     def fit(self, length: int) -> int:
         """Returns the smallest bucket length that holds `length` positions.

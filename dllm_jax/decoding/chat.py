@@ -310,7 +310,7 @@ def template_variables(name: str, text: str) -> dict[str, Any]:
     with contextlib.suppress(json.JSONDecodeError):
         if isinstance(found := json.loads(text), dict):
             return found
-    raise ValueError(f"{name}={text!r} must be a JSON object: '{{\"enable_thinking\": false}}'")
+    raise ValueError(f"{name}={shown(text)} must be a JSON object: '{{\"enable_thinking\": false}}'")
 
 
 def _check_template(tokenizer: Any, template: Mapping[str, Any]):

@@ -157,7 +157,7 @@ def blocks_of(
     own = None if sampler is None else sampler.own_block
     if own is not None and block not in (None, own):
         raise ValueError(
-            f"block={block!r} must be left out, or {own}: {sampler!r} decodes in blocks of its own"
+            f"block={shown(block)} must be left out, or {own}: {sampler!r} decodes in blocks of its own"
         )
     if spec.causal_context and infilled:
         raise ValueError(f"infill does not support {spec.family}: its blocks follow a prompt. Use generate")

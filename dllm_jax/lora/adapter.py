@@ -20,7 +20,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import Params
 from dllm_jax.nn.sharding import AXES, DENSE, OUTPUTS, sizes
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import Options, PositiveFloat, PositiveInt, check_argument
+from dllm_jax.options import Options, PositiveFloat, PositiveInt, check_argument, shown
 
 Matrix = Literal["q", "k", "v", "o", "gate", "up", "down", "head"]
 
@@ -46,7 +46,7 @@ class LoRA(Options):
         super().__post_init__()
         object.__setattr__(self, "alpha", float(self.alpha))
         if len(set(self.matrices)) < len(self.matrices):
-            raise ValueError(f"matrices={self.matrices!r} must name each matrix once")
+            raise ValueError(f"matrices={shown(self.matrices)} must name each matrix once")
 
     @property
     def in_order(self) -> tuple[str, ...]:

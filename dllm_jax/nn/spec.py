@@ -13,6 +13,7 @@ from dllm_jax.options import (
     Options,
     PositiveFloat,
     PositiveInt,
+    shown,
 )
 from dllm_jax.options.renamed import Renamed, accepts_old_names, new_names
 
@@ -279,7 +280,9 @@ class ModelSpec(Options):
             if (inner := fields.get(name)) is None:
                 continue
             if not isinstance(inner, Mapping):
-                raise ValueError(f"{name}={inner!r} must be an object with the fields of {kind.__name__}")
+                raise ValueError(
+                    f"{name}={shown(inner)} must be an object with the fields of {kind.__name__}"
+                )
             # JSON has no tuples.
             read: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in inner.items()}
             nested[name] = kind(**new_names(kind, read))

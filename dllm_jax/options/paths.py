@@ -1,11 +1,14 @@
 """Paths that users give: the one place where `~`, `..`, links and relative paths become absolute ones."""
 
 import contextlib
+import errno
 import os
 import re
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
+
+from dllm_jax.options.rules import shown
 
 URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/+(?P<rest>.*)")  # a drive such as C: is none
 HUB = ("huggingface.co/", "hf.co/")
@@ -22,11 +25,20 @@ def local_path(name: str, value: Any) -> Path:
       ValueError: no path, an empty one, a URL, or links in a circle.
     """
     if not isinstance(value, str | os.PathLike) or not str(value):
-        raise ValueError(f"{name}={value!r} must be a path, as a str or a pathlib.Path")
+        raise ValueError(f"{name}={shown(value)} must be a path, as a str or a pathlib.Path")
     if url := URL.fullmatch(str(value)):
         raise ValueError(
-            f"{name}={str(value)!r} is a URL, not a path on this machine. {_instead(**url.groupdict())}"
+            f"{name}={shown(str(value))} is a URL, not a path on this machine. {_instead(**url.groupdict())}"
         )
+    try:
+        os.stat(value)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        # A text that is no path, such as a whole file's content: too long, or with a zero byte in it.
+        if not isinstance(error, OSError) or error.errno == errno.ENAMETOOLONG:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ValueError(f"{name}={shown(str(value))} is no path: {reason}") from None
     return absolute(Path(value))
 
 

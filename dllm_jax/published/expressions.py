@@ -11,7 +11,7 @@ from typing_extensions import get_protocol_members, is_protocol
 
 from dllm_jax import eviction, policies, samplers
 from dllm_jax.options import call as call
-from dllm_jax.options import check_argument
+from dllm_jax.options import check_argument, shown
 from dllm_jax.policies import Policy
 from dllm_jax.samplers import Sampler
 from dllm_jax.state import sliding
@@ -34,7 +34,7 @@ def block(text: str) -> Blocks | None:
         return check_argument("block", construct(text, sliding, object), Blocks | None)
     except ValueError as error:
         forms = "positions (32), one that slides (Sliding(32), Sliding(32, longest=64)), or None"
-        raise ValueError(f"block={text!r} must be {forms}: {error}") from error
+        raise ValueError(f"block={shown(text)} must be {forms}: {error}") from error
 
 
 def construct(text: str, module: ModuleType, kind: Any, *parts: ModuleType) -> Any:
@@ -54,14 +54,14 @@ def construct(text: str, module: ModuleType, kind: Any, *parts: ModuleType) -> A
     try:
         node = ast.parse(text.replace(";", ",").strip(), mode="eval").body
     except SyntaxError as error:
-        raise ValueError(f"{text!r} is not a constructor call such as Name(field=1)") from error
+        raise ValueError(f"{shown(text)} is not a constructor call such as Name(field=1)") from error
     # What is made is of the kind; what it is made of, of any.
     whole = _classes((module, *parts), kind)
     if called := _called(node):
         _maker(called, whole, text)
     made = _value(node, _classes((module, *parts), object), text)
     if not isinstance(made, kind):
-        raise ValueError(f"{text!r} is not one of {', '.join(whole)}")
+        raise ValueError(f"{shown(text)} is not one of {', '.join(whole)}")
     return made
 
 
@@ -78,11 +78,11 @@ def _value(node: ast.expr, known: Mapping[str, type], text: str) -> Any:
         try:
             return _maker(called, known, text)(*args, **named)
         except TypeError as error:
-            raise ValueError(f"{text!r}: {error}") from error
+            raise ValueError(f"{shown(text)}: {error}") from error
     try:
         return ast.literal_eval(node)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{text!r}: {ast.unparse(node)} is no literal") from error
+        raise ValueError(f"{shown(text)}: {ast.unparse(node)} is no literal") from error
 
 
 def _maker(called: ast.expr, known: Mapping[str, type], text: str) -> type:
@@ -92,7 +92,7 @@ def _maker(called: ast.expr, known: Mapping[str, type], text: str) -> type:
         return known[name]
     close = difflib.get_close_matches(name.lower(), by_lower := {one.lower(): one for one in known}, 1)
     hint = f". Did you mean {by_lower[close[0]]}?" if close else ""
-    raise ValueError(f"{text!r}: {name} is not one of {', '.join(known)}{hint}")
+    raise ValueError(f"{shown(text)}: {name} is not one of {', '.join(known)}{hint}")
 
 
 def _classes(modules: Iterable[ModuleType], kind: Any) -> dict[str, type]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from dllm_jax.options import Options, PositiveInt
+from dllm_jax.options import Options, PositiveInt, shown
 from dllm_jax.policies import Policy
 from dllm_jax.published import expressions
 from dllm_jax.samplers import Sampler
@@ -106,9 +106,9 @@ def parse(text: str, name: str) -> Mapping[str, Preset]:
 def _preset(paper: str, fields: dict[str, Any], where: str) -> Preset:
     known = [field.name for field in dataclasses.fields(Preset)]
     if unknown := [name for name in fields if name not in known]:
-        raise ValueError(f"{where}: {unknown[0]!r} is not among the fields {', '.join(known)}")
+        raise ValueError(f"{where}: {shown(unknown[0])} is not among the fields {', '.join(known)}")
     if missing := [name for name in ("policy", "source") if name not in fields]:
-        raise ValueError(f"{where}: {missing[0]!r} is missing")
+        raise ValueError(f"{where}: {shown(missing[0])} is missing")
     values: dict[str, Any] = fields | {"source": f"{paper}, {fields['source']}"}
     try:
         values["policy"] = expressions.policy(fields["policy"])

@@ -11,6 +11,7 @@ from pathlib import Path
 from dllm_jax.checkpoint.config import Config
 from dllm_jax.checkpoint.families import config_to_spec
 from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options import shown
 from dllm_jax.published import expressions
 from dllm_jax.published.preset import Preset, Recipe, read
 from dllm_jax.samplers import Confidence, DreamSchedule
@@ -38,14 +39,14 @@ class Presets(Mapping[str, Preset]):
           UnknownPreset: unknown method, checkpoint or task; the message lists what there is.
         """
         if not isinstance(name, str):
-            raise UnknownPreset(f"{name!r} is not the name of a preset, such as {next(iter(self))!r}")
+            raise UnknownPreset(f"{shown(name)} is not the name of a preset, such as {next(iter(self))!r}")
         method, _, rest = name.partition("/")
         known = read(self._find("policies", method, ".toml"))
         if rest not in known:
             # If the checkpoint is known, its tasks say more than a list of everything.
             checkpoint = rest.partition("/")[0] + "/"
             near = [other for other in known if other.startswith(checkpoint)]
-            raise UnknownPreset(f"{rest!r} is not among {method}'s presets: {', '.join(near or known)}")
+            raise UnknownPreset(f"{shown(rest)} is not among {method}'s presets: {', '.join(near or known)}")
         return known[rest]
 
     def __iter__(self) -> Iterator[str]:
@@ -75,7 +76,7 @@ class Presets(Mapping[str, Preset]):
         """
         tasks = tomllib.loads(self._find("generation", checkpoint, ".toml").read_text(encoding="utf-8-sig"))
         if not isinstance(task, str) or task not in tasks:
-            raise UnknownPreset(f"task={task!r} is not among {checkpoint}'s: {', '.join(tasks)}")
+            raise UnknownPreset(f"task={shown(task)} is not among {checkpoint}'s: {', '.join(tasks)}")
         settings = dict(tasks[task])
         geometry = {key: settings.pop(key) for key in ("length", "block", "steps") if key in settings}
 
@@ -97,7 +98,7 @@ class Presets(Mapping[str, Preset]):
 
     def _find(self, kind: str, name: str, suffix: str) -> Path:
         if name not in self.names(kind):
-            raise UnknownPreset(f"{name!r} is not among the presets: {', '.join(self.names(kind))}")
+            raise UnknownPreset(f"{shown(name)} is not among the presets: {', '.join(self.names(kind))}")
         return self.folder() / kind / f"{name}{suffix}"
 
 

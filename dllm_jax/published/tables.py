@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options import shown
 from dllm_jax.published import expressions
 from dllm_jax.published.preset import Preset
 from dllm_jax.published.presets import presets
@@ -148,7 +149,7 @@ def table(name: str, text: str | None = None) -> Table:
         raise ValueError(f"{name} {SETTINGS_ONLY[name]}")
     content = tomllib.loads(FILE.read_text(encoding="utf-8") if text is None else text)
     if name not in content["tables"]:
-        raise ValueError(f"{name!r} is not among the tables: {', '.join(content['tables'])}")
+        raise ValueError(f"{shown(name)} is not among the tables: {', '.join(content['tables'])}")
     return of(content["tables"][name], content["benchmarks"], name)
 
 
@@ -183,5 +184,5 @@ def _numbers(row: str | None, tasks: list[str], method: str) -> list[float] | li
         return [None] * len(tasks)
     found = [float(number) for number in row.split()]
     if len(found) != len(tasks):
-        raise ValueError(f"{method}: {len(found)} numbers for {len(tasks)} tasks: {row!r}")
+        raise ValueError(f"{method}: {len(found)} numbers for {len(tasks)} tasks: {shown(row)}")
     return found

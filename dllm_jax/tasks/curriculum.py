@@ -159,7 +159,7 @@ def encode_batch(
     for answer, example in zip(answers, examples, strict=True):
         ids = [*tokenizer.encode(example.answer, add_special_tokens=False), end]
         if len(ids) > length:
-            raise ValueError(f"length={length}: {example.answer!r} needs {len(ids)} tokens with its end")
+            raise ValueError(f"length={length}: {shown(example.answer)} needs {len(ids)} tokens with its end")
         answer[: len(ids)] = ids
     # A block-causal model decodes whole blocks, so end of text goes on to the end of each answer's last one.
     end_of_block = -(-(mask.sum(axis=1) + length) // size) * size - mask.sum(axis=1)

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Int
 from dllm_jax.nn import parameters
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ExpertSpec, ModelSpec, RopeScaling
+from dllm_jax.options import shown
 
 _LLADA = ModelSpec(
     family="llada", layers=2, width=32, heads=4, kv_heads=4, head_dim=8, mlp_width=48, vocab=61, mask_id=59,
@@ -55,7 +56,7 @@ def spec(family: str, **changes: Any) -> ModelSpec:
       ValueError: there is no such family.
     """
     if family not in _SPECS:
-        raise ValueError(f"family={family!r} must be one of {', '.join(_SPECS)}")
+        raise ValueError(f"family={shown(family)} must be one of {', '.join(_SPECS)}")
     return dataclasses.replace(_SPECS[family], **changes)
 
 

@@ -305,7 +305,7 @@ def _difference(name: str, old: Any, new: Any) -> str:
         before, now = (value if isinstance(value, dict) else {} for value in (old, new))
         key = next(key for key in (*before, *now) if before.get(key) != now.get(key))
         return _difference(f"{name}[{key!r}]", before.get(key), now.get(key))
-    return f"{name}={old!r} then, {new!r} now"
+    return f"{name}={shown(old)} then, {shown(new)} now"
 
 
 @jax.jit

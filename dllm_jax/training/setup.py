@@ -20,7 +20,7 @@ from dllm_jax.nn.model import LayerPass, Model
 from dllm_jax.nn.parameters import Params
 from dllm_jax.nn.sharding import warn_of_replicas
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import check_argument
+from dllm_jax.options import check_argument, shown
 from dllm_jax.training import placement as place
 from dllm_jax.training.batch import Batch, Checked, checked
 from dllm_jax.training.config import OF_THE_OPTIMISER, TrainConfig, optimiser
@@ -199,7 +199,7 @@ def labels(params: Params, trainable: Trainable | None) -> PyTree[bool | str]:
     for path, label in jax.tree_util.tree_leaves_with_path(tree):
         if not isinstance(label, bool | str):
             at = jax.tree_util.keystr(path)
-            raise ValueError(f"trainable{at}={label!r} must be True, False or a name in optimizer=")
+            raise ValueError(f"trainable{at}={shown(label)} must be True, False or a name in optimizer=")
     try:
         return jax.tree.map(lambda label, part: jax.tree.map(lambda _: label, part), tree, params)
     except ValueError as error:
@@ -262,7 +262,7 @@ def joined(trained: PyTree, frozen: PyTree) -> PyTree:
 def _checked(name: str, given: Any) -> optax.GradientTransformation:
     if not isinstance(given, optax.GradientTransformation):
         raise TypeError(
-            f"{name}={given!r} must be a transformation of optax, such as optax.adamw(1e-4) "
+            f"{name}={shown(given)} must be a transformation of optax, such as optax.adamw(1e-4) "
             "(of optax.MultiSteps, its gradient_transformation())"
         )
     return given

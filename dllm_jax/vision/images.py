@@ -6,6 +6,7 @@ features, or the newline embedding. Which ones depends on the image's size alone
 """
 
 import abc
+import base64
 import dataclasses
 import io
 import math
@@ -13,6 +14,7 @@ import os
 import re
 import warnings
 from typing import Annotated, Any, NamedTuple
+from urllib.parse import unquote
 
 import numpy as np
 from annotated_types import MinLen
@@ -25,6 +27,8 @@ from dllm_jax.options import NoneMeans, Options, PositiveInt, check_argument, lo
 PIXELS = 89_478_485  # in an image; Pillow's own limit against decompression bombs
 ASPECT = 200  # longest side over shortest: beyond, a view has no pixel of the image left
 MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr")
+LONGEST_PATH, LONGEST_SHOWN = 4096, 300  # characters, as of Linux and in a message
+FIRST_BASE64 = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")  # of PNG, JPEG, GIF and WEBP
 NEWLINE = -1  # in the place of a feature: the newline embedding
 GREY = (127, 127, 127)  # of padding to a square, the mean of the normalisation; a canvas of tiles is black
 
@@ -218,7 +222,7 @@ def views_of_config(aspect: Any, pinpoints: Any, where: str) -> Views:
     if isinstance(pinpoints, str):  # of grids: "(1x1),...,(6x6)" is every one between the two
         ends = [tuple(map(int, pair)) for pair in re.findall(r"\((\d+)x(\d+)\)", pinpoints)]
         if ends != [(1, 1), (6, 6)]:
-            raise ValueError(f"{where}: image_grid_pinpoints={pinpoints!r} is not supported; pass pairs")
+            raise ValueError(f"{where}: image_grid_pinpoints={shown(pinpoints)} is not supported; pass pairs")
         pinpoints = None
     try:
         return AnyRes(budget, check_argument("canvases", pinpoints, Canvases | None))
@@ -230,7 +234,8 @@ def open_image(source: Any, exif: bool = False, convert: bool = True) -> Any:
     """An image from a file, an array or one of Pillow's images, checked and decoded.
 
     Args:
-      source: a path; uint8 [h w] grey, [h w 3] RGB or [h w 4] RGBA; or a `PIL.Image.Image`.
+      source: a path; a data URI ("data:image/png;base64,..."); uint8 [h w] grey, [h w 3] RGB or [h w 4] RGBA;
+        or a `PIL.Image.Image`.
       exif: turn it as its EXIF orientation says; LLaDA-V does not.
       convert: Whether to convert to RGB, as in the published evaluation, which drops transparency; otherwise
         it is scaled in its own mode, as its demonstration does.
@@ -241,7 +246,7 @@ def open_image(source: Any, exif: bool = False, convert: bool = True) -> Any:
       ValueError: broken, of no pixels, of too many pixels (decompression bombs), too thin, or of another
         kind; names the file.
     """
-    name = f"image {os.fspath(source)!r}" if isinstance(source, str | os.PathLike) else "image"
+    name = f"image {_beginning(os.fspath(source))!r}" if isinstance(source, str | os.PathLike) else "image"
     image = _opened(source, name)
     # The header alone has been read so far: nothing is decoded before its size is known to be bearable.
     w, h = image.size
@@ -262,6 +267,11 @@ def open_image(source: Any, exif: bool = False, convert: bool = True) -> Any:
         return image.convert("RGB") if convert else image
     except Exception as error:  # decoders raise OSError, SyntaxError, ValueError, EOFError, struct.error, ...
         raise ValueError(f"{name} cannot be decoded: {error}") from error
+
+
+def _beginning(text: Any) -> Any:
+    """A path as it is, and the beginning of a longer text, such as an image in base64."""
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:60]}..."
 
 
 def normalised(pixels: UInt8[np.ndarray, "..."]) -> Float32[np.ndarray, "..."]:
@@ -287,16 +297,40 @@ def _opened(source: Any, name: str) -> Any:
         return Image.fromarray(source)
     if not isinstance(source, str | os.PathLike):
         raise ValueError(
-            f"image={shown(source)} must be a path, an array uint8 [h w 3], or one of Pillow's images"
+            f"image={shown(source)} must be a path, a data URI, an array uint8 [h w 3], or one of Pillow's "
+            "images"
         )
+    content = _data(source, name) if isinstance(source, str) else None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # its size is looked at next
-            return Image.open(io.BytesIO(local_path("image", source).read_bytes()))
+            content = local_path("image", source).read_bytes() if content is None else content
+            return Image.open(io.BytesIO(content))
     except FileNotFoundError:
         raise FileNotFoundError(f"{name} does not exist") from None
     except Exception as error:  # what is no image at all, a directory, twice as many pixels, ...
-        raise ValueError(f"{name} cannot be read: {error}") from error
+        raise ValueError(f"{name} cannot be read: {shown(str(error))[1:-1]}") from error
+
+
+def _data(source: str, name: str) -> bytes | None:
+    """The bytes that a data URI holds; None of a path.
+
+    Raises:
+      ValueError: it holds no base64, or the text is base64 without the beginning of a URI.
+    """
+    head, comma, text = source.partition(",")
+    if head[:5].lower() != "data:":
+        if source.startswith(FIRST_BASE64) or len(source) > LONGEST_PATH:
+            fix = 'Pass "data:image/png;base64," and the text, a path, an array or one of Pillow\'s images.'
+            raise ValueError(f"{name} is no path: it looks like base64. {fix}")
+        return None
+    if not comma or not head.lower().endswith(";base64"):
+        raise ValueError(f"{name} is a data URI without base64; expected data:image/png;base64,...")
+    text = "".join(unquote(text).split()).rstrip("=")
+    try:
+        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
+    except ValueError as error:
+        raise ValueError(f"{name} is a data URI whose base64 is damaged: {error}") from None
 
 
 Line = tuple[Int[np.ndarray, "_ 2"], Float32[np.ndarray, "_ 2"]]  # two places of a map's axis, and weights

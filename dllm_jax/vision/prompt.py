@@ -20,7 +20,7 @@ ROLES = ("system", "user", "assistant")
 SUPPRESSED = ("<|endoftext|>", BEGIN, "<|start_header_id|>", "<|end_header_id|>")
 RULE = (
     'must be {"role": "user", "content": "<image>\\n...", "images": [...]}, or have a list of parts '
-    '{"type": "image", "image": ...} and {"type": "text", "text": "..."} as its content'
+    '{"type": "image", "image": ...} (or "image_url") and {"type": "text", "text": "..."} as its content'
 )
 
 
@@ -70,12 +70,13 @@ def _content(message: Any, index: int) -> tuple[str, list[Any]]:
         text = content
     else:
         # Or a list of parts, in which every image stands where it belongs.
-        if "images" in message or not isinstance(content, list | tuple) or not all(map(_is_part, content)):
+        parts = [_part(part) for part in content] if isinstance(content, list | tuple) else None
+        if "images" in message or parts is None or None in [kind for kind, _ in parts]:
             raise ValueError(f"{name}={shown(message)} {RULE}")
-        images = [part["image"] for part in content if part["type"] == "image"]
-        text = "".join(IMAGE if part["type"] == "image" else part["text"] for part in content)
+        images = [value for kind, value in parts if kind == "image"]
+        text = "".join(IMAGE if kind == "image" else value for kind, value in parts)
         # Images first is the published layout: "<image> <image>\n" and the text.
-        if images and all(part["type"] == "image" for part in content[: len(images)]):
+        if images and all(kind == "image" for kind, _ in parts[: len(images)]):
             text = " ".join([IMAGE] * len(images)) + "\n" + text[len(IMAGE) * len(images) :]
     check_text(f"{name}['content']", text)
     if text.count(IMAGE) != len(images):
@@ -84,10 +85,16 @@ def _content(message: Any, index: int) -> tuple[str, list[Any]]:
     return text, list(images)
 
 
-def _is_part(part: Any) -> bool:
-    if not isinstance(part, dict) or part.get("type") not in ("image", "text"):
-        return False
-    return "image" in part if part["type"] == "image" else isinstance(part.get("text"), str)
+def _part(part: Any) -> tuple[str | None, Any]:
+    """The kind of a part, "image" or "text", and the image or text; None for what is no part."""
+    kind, url = (part.get("type"), part.get("image_url")) if isinstance(part, dict) else (None, None)
+    if kind == "image" and "image" in part:
+        return kind, part["image"]
+    if kind == "text" and isinstance(part.get("text"), str):
+        return kind, part["text"]
+    # As OpenAI's clients spell an image.
+    url = url.get("url") if isinstance(url, dict) else url
+    return ("image", url) if kind == "image_url" and isinstance(url, str) else (None, None)
 
 
 def prompt_ids(tokenizer: Any, text: str | Rendered, drop_first_id: bool = True) -> list[int]:

@@ -78,7 +78,7 @@ class Family:
         config.check((*self.requirements, *window, *(() if self.expert_keys else (DENSE,))))
         kinds = config.get("layer_types")
         if kinds is not None and (not isinstance(kinds, list) or {*map(str, kinds)} - {"full_attention"}):
-            raise ValueError(f"{config.where}: layer_types={kinds!r} must all be 'full_attention'")
+            raise ValueError(f"{config.where}: layer_types={shown(kinds)} must all be 'full_attention'")
 
         vocab = config.read(self.keys["vocab"], KINDS["vocab"], config.get("vocab_size"))
         config, known, others = self._with_tokens(config, self.tokens.get(vocab, Tokens()))
@@ -115,7 +115,7 @@ class Family:
         key = self.keys["block_size"]
         found = {name: config.get(name) for name in BLOCK_SIZE if config.get(name) is not None}
         if len({*map(repr, found.values())}) > 1:
-            named = " and ".join(f"{name}={value!r}" for name, value in found.items())
+            named = " and ".join(f"{name}={shown(value)}" for name, value in found.items())
             raise ValueError(f"{config.where}: {named} must be equal: both are the block size")
         size = next(iter(found.values()), self.blocks)
         if size is None:

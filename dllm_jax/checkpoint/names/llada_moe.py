@@ -9,6 +9,7 @@ from typing import Any
 from dllm_jax.checkpoint.config import Config, Requirement
 from dllm_jax.checkpoint.names import as_llama
 from dllm_jax.checkpoint.names.family import Family, Tokens
+from dllm_jax.options import shown
 
 EXPERT_KEYS = {
     "count": "num_experts",
@@ -34,7 +35,7 @@ def _experts(config: Config, fields: dict[str, Any]) -> dict[str, Any]:
     frequency, layers = config.values.get("moe_layer_freq"), fields["layers"]
     if not isinstance(frequency, list) or len(frequency) != layers or {*map(str, frequency)} - {"0", "1"}:
         wanted = f"a list of {layers} numbers, 1 for a layer with experts and 0 for one without"
-        raise ValueError(f"{config.where}: moe_layer_freq={frequency!r} must be {wanted}")
+        raise ValueError(f"{config.where}: moe_layer_freq={shown(frequency)} must be {wanted}")
     dense = tuple(layer for layer, sparse in enumerate(frequency) if not sparse)
     return {"experts": config.experts(EXPERT_KEYS, dense=dense)}
 

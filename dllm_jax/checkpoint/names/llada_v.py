@@ -15,6 +15,7 @@ from dllm_jax.checkpoint.names import as_llama
 from dllm_jax.checkpoint.names.family import Family, Tokens
 from dllm_jax.checkpoint.names.table import TensorName
 from dllm_jax.nn.spec import ModelSpec, VisionSpec
+from dllm_jax.options import shown
 
 TOWER = "model.vision_tower.vision_tower.vision_model."
 BLOCK = TOWER + "encoder.layers.{n}."
@@ -76,7 +77,9 @@ def _tower(config: Config, fields: dict[str, Any]) -> dict[str, Any]:
     vision, tower = _read_vision(config), config.values.get("mm_vision_tower", "siglip")
     config.check((Requirement("mm_hidden_size", (vision.width,)),))
     if not isinstance(tower, str) or "siglip" not in tower.lower():
-        raise ValueError(f"{config.where}: mm_vision_tower={tower!r} is not supported; supported: SigLIP")
+        raise ValueError(
+            f"{config.where}: mm_vision_tower={shown(tower)} is not supported; supported: SigLIP"
+        )
     return {"vision": vision}
 
 
@@ -132,7 +135,7 @@ def _object(config: Config, key: str) -> dict[str, Any] | None:
     """The object at a key, None where there is none."""
     values = config.get(key)
     if values is not None and not isinstance(values, dict):
-        raise ValueError(f"{config.where}: {key}={values!r} must be an object")
+        raise ValueError(f"{config.where}: {key}={shown(values)} must be an object")
     return values
 
 

@@ -9,6 +9,7 @@ import functools
 from dllm_jax.checkpoint.config import Config, Requirement
 from dllm_jax.checkpoint.names import as_llama
 from dllm_jax.checkpoint.names.family import Family
+from dllm_jax.options import shown
 
 # Values of the authors' class, those of the 8B, where a file has no such key. Its mask_token_id is -1, none.
 ABSENT = {
@@ -21,12 +22,12 @@ MIRRORED = "rope_theta", "rope_scaling", "partial_rotary_factor"  # at the top t
 
 def _adjusted(config: Config) -> Config:
     """A config.json with every key, whose rotary embedding stands in rope_parameters alone."""
-    refused = lambda why: ValueError(f"{config.where}: rope_parameters={given!r} {why}")
+    refused = lambda why: ValueError(f"{config.where}: rope_parameters={shown(given)} {why}")
     given = config.get("rope_parameters")
     if not isinstance(given, dict):
         raise refused("must be an object: rope_theta and rope_scaling beside it are not read")
     if (kind := given.get("rope_type", given.get("type"))) not in ("yarn", "default"):
-        raise refused(f"is not supported: rope_type={kind!r} must be 'yarn' or 'default'")
+        raise refused(f"is not supported: rope_type={shown(kind)} must be 'yarn' or 'default'")
     if "rope_theta" not in given:
         raise refused("must have rope_theta")
     values = ABSENT | {key: value for key, value in config.values.items() if key not in MIRRORED}

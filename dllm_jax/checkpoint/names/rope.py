@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from dllm_jax.checkpoint.config import Config
 from dllm_jax.nn.spec import ModelSpec, RopeScaling
+from dllm_jax.options import shown
 
 TYPES = ("default", "linear", "yarn")
 GROWTH = "llama_4_scaling_beta"  # of queries; codes of families without rope_parameters ignore it
@@ -47,7 +48,7 @@ def read_rope(
     found = newer if "rope_type" in newer else {**older, **newer}
     where = "rope_parameters" if newer else "rope_scaling"
     if found.get(GROWTH) is not None and rope_key != "rope_parameters":
-        refused = f"{where}={config.get(where)!r} is not supported"
+        refused = f"{where}={shown(config.get(where))} is not supported"
         raise ValueError(f"{config.where}: {refused}: unknown key {GROWTH}")
     top = {key: value for part in (older, newer) for key, value in part.items() if key in AT_THE_TOP}
     config = dataclasses.replace(config, values=config.values | top)
@@ -69,7 +70,7 @@ def _parameters(config: Config, key: str) -> dict[str, Any]:
       ValueError: no object, an unknown type or an unknown key.
     """
     given = config.get(key)
-    refused = lambda why: ValueError(f"{config.where}: {key}={given!r} is not supported: {why}")
+    refused = lambda why: ValueError(f"{config.where}: {key}={shown(given)} is not supported: {why}")
     if given is None:
         return {}
     if not isinstance(given, dict):
@@ -83,10 +84,10 @@ def _parameters(config: Config, key: str) -> dict[str, Any]:
         raise refused("type and rope_type differ")
     for kind in types.values():
         if kind not in TYPES:
-            raise refused(f"rope_type={kind!r} is not one of {', '.join(TYPES)}")
+            raise refused(f"rope_type={shown(kind)} is not one of {', '.join(TYPES)}")
         values["rope_type"] = kind
     if unknown := sorted(values.keys() - {"rope_type", *FIELDS, *AT_THE_TOP, *MEANINGLESS}):
-        raise refused(f"unknown key {unknown[0]}={values[unknown[0]]!r}")
+        raise refused(f"unknown key {unknown[0]}={shown(values[unknown[0]])}")
     return values
 
 
@@ -94,19 +95,21 @@ def _scaling(config: Config, where: str, found: dict[str, Any], positions: str) 
     """The scaling that an object describes; `where` is its key."""
     named = {key: value for key, value in found.items() if key in FIELDS}
     kind = found.get("rope_type", "default")
-    refused = lambda why: ValueError(f"{config.where}: {where}={config.get(where)!r} is not supported: {why}")
+    refused = lambda why: ValueError(
+        f"{config.where}: {where}={shown(config.get(where))} is not supported: {why}"
+    )
     # The original context alone, and a factor of 1, change no frequency.
     effective = named.keys() - {LINEAR[1], GROWTH} - ({"factor"} if named.get("factor") == 1 else set())
     unused = effective if kind == "default" else effective - {*LINEAR} if kind == "linear" else set()
     if unused:
         key = min(unused)
-        raise refused(f"{key}={named[key]!r} has no meaning with rope_type {kind!r}")
+        raise refused(f"{key}={shown(named[key])} has no meaning with rope_type {shown(kind)}")
     if kind == "default":
         if not named.get(GROWTH):
             return None
         kind, named["factor"] = "linear", 1.0  # the same frequencies
     if "factor" not in named:
-        raise refused(f"rope_type {kind!r} needs a factor")
+        raise refused(f"rope_type {shown(kind)} needs a factor")
     if (kind == "yarn" or named.get(GROWTH)) and named.get(LINEAR[1]) is None:
         original = config.get(LINEAR[1]) or config.get(positions)
         if original is None:

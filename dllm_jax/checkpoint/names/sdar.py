@@ -11,7 +11,7 @@ from dllm_jax.checkpoint.config import Config, Requirement
 from dllm_jax.checkpoint.names import as_llama
 from dllm_jax.checkpoint.names.family import Family, Tokens
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import PositiveInt
+from dllm_jax.options import PositiveInt, shown
 
 # Published files may lack the mask token, <|MASK|> of their tokenizer, and `block_size`, which is 4 for the
 # chat models without a size in their names: `replace_spec(block_size=16)` of the others.
@@ -41,7 +41,7 @@ def qwen3_experts(config: Config, fields: dict[str, Any]) -> dict[str, Any]:
     # A layer has experts unless it is listed, or is not one of every so many.
     step, listed = config.read("decoder_sparse_step", PositiveInt, 1), config.get("mlp_only_layers")
     if not isinstance(listed, list | None) or not all(type(layer) is int for layer in listed or ()):
-        raise ValueError(f"{config.where}: mlp_only_layers={listed!r} must be a list of layers")
+        raise ValueError(f"{config.where}: mlp_only_layers={shown(listed)} must be a list of layers")
     dense = tuple(n for n in range(fields["layers"]) if n in (listed or ()) or (n + 1) % step)
     return {"experts": config.experts(EXPERT_KEYS, dense=dense)}
 

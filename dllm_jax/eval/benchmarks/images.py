@@ -70,7 +70,7 @@ class Sample(Options):
         """The question of a line, whose images must lie in the file's folder."""
         for name in row:
             if name not in FIELDS:
-                raise ValueError(f"field {name!r} is not among {', '.join(FIELDS)}")
+                raise ValueError(f"field {shown(name)} is not among {', '.join(FIELDS)}")
         # A single text stands for a list of one, and a whole number for its digits.
         given: dict[str, Any] = dict.fromkeys(FIELDS[:-1]) | {n: v for n, v in row.items() if v is not None}
         given |= {name: [text] for name in ("image", "answer") if isinstance(text := given[name], str)}
@@ -96,9 +96,13 @@ def _image(name: str, folder: Path) -> Path:
     """The file of an image; links are followed before it is asked whether it lies in the folder."""
     path = folder / name
     if "\0" in name or not path.resolve().is_relative_to(folder.resolve()):
-        raise ValueError(f"image {name!r} must lie in {folder}")
-    if not path.is_file():
-        raise ValueError(f"image {name!r} does not exist in {folder}")
+        raise ValueError(f"image {shown(name)} must lie in {folder}")
+    try:
+        there = path.is_file()
+    except OSError:  # a name that is too long, such as an image in base64
+        there = False
+    if not there:
+        raise ValueError(f"image {shown(name)} does not exist in {folder}")
     return path
 
 
@@ -124,11 +128,15 @@ class ImageTask(Options):
     def __post_init__(self):
         super().__post_init__()
         if "{question}" not in self.template:
-            raise ValueError(f"template={self.template!r} has no {{question}}")
+            raise ValueError(f"template={shown(self.template)} has no {{question}}")
         if self.metric == "letter" and "{choices}" not in self.template:
-            raise ValueError(f"template={self.template!r} has no {{choices}}, which metric='letter' needs")
+            raise ValueError(
+                f"template={shown(self.template)} has no {{choices}}, which metric='letter' needs"
+            )
         if not all(self.stop) or self.behind == "":
-            raise ValueError(f"stop={self.stop!r} and behind={self.behind!r} must not hold empty texts")
+            raise ValueError(
+                f"stop={shown(self.stop)} and behind={shown(self.behind)} must not hold empty texts"
+            )
 
     def text(self, sample: Sample) -> str:
         """The user's text, in which images have the question's placeholders or none.
@@ -137,10 +145,9 @@ class ImageTask(Options):
           ValueError: choices for a template without a place for them, or the other way round.
         """
         if bool(sample.choices) != ("{choices}" in self.template):
+            found = f"{len(sample.choices)} choices for the template {shown(self.template)}"
             fix = "multiple-choice questions need a file and a task of their own"
-            raise ValueError(
-                f"{sample.where}: {len(sample.choices)} choices for the template {self.template!r}: {fix}"
-            )
+            raise ValueError(f"{sample.where}: {found}: {fix}")
         # The template is split first: what stands in the question or its choices is never filled in.
         pairs = zip(LETTERS, sample.choices, strict=False)
         choices = "\n".join(f"{name}. {text}" for name, text in pairs)
@@ -168,7 +175,7 @@ def published(name: str) -> ImageTask:
     """
     tasks = tomllib.loads((presets.folder() / "questions" / f"{FAMILY}.toml").read_text(encoding="utf-8"))
     if name not in tasks:
-        raise UnknownPreset(f"task={name!r} is not among {FAMILY}'s: {', '.join(tasks)}")
+        raise UnknownPreset(f"task={shown(name)} is not among {FAMILY}'s: {', '.join(tasks)}")
     return ImageTask(**tasks[name] | {"stop": tuple(tasks[name].get("stop", ())), "name": name})
 
 

@@ -21,7 +21,7 @@ from dllm_jax.eval.benchmarks import longbench_metrics as metrics
 from dllm_jax.eval.run.checkpoint import LanguageModel
 from dllm_jax.eval.run.files import read_json, read_samples
 from dllm_jax.eval.run.runner import Request, Runner
-from dllm_jax.options import Options
+from dllm_jax.options import Options, shown
 from dllm_jax.state.text import encode_plain
 
 FILE = "dataset2prompt.json"
@@ -115,7 +115,7 @@ def tasks_named(names: Sequence[str]) -> list[LongBenchTask]:
     """
     unknown = [name for name in names if name not in TASKS]
     if unknown:
-        raise ValueError(f"{unknown[0]!r} is not among LongBench's English tasks: {', '.join(TASKS)}")
+        raise ValueError(f"{shown(unknown[0])} is not among LongBench's English tasks: {', '.join(TASKS)}")
     return [TASKS[name] for name in names] or list(TASKS.values())
 
 
@@ -143,7 +143,7 @@ class Sample(Options):
         super().__post_init__()
         # Without a reference a sample could not be scored.
         if not all(answer.strip() for answer in self.answers):
-            raise ValueError(f"answers={self.answers!r} hold an empty reference")
+            raise ValueError(f"answers={shown(self.answers)} hold an empty reference")
 
     @classmethod
     def of(cls, row: Any, where: str) -> "Sample":
@@ -192,7 +192,7 @@ class Prompts:
             raise ValueError(f"{path}: expected an object of task names and templates")
         for name in set(templates) & set(TASKS):
             if "{context}" not in templates[name]:
-                raise ValueError(f"{path}: the template of {name!r} has no {{context}}")
+                raise ValueError(f"{path}: the template of {shown(name)} has no {{context}}")
         return Prompts(templates, sha256(path))
 
     def ids(
@@ -210,7 +210,7 @@ class Prompts:
           ValueError: the file has no template for the task.
         """
         if task.name not in self.templates:
-            raise ValueError(f"{FILE} has no template for {task.name!r}")
+            raise ValueError(f"{FILE} has no template for {shown(task.name)}")
 
         # Both at once: a context that happens to hold "{input}" is not filled in itself.
         fields = {"{context}": sample.context, "{input}": sample.input}
@@ -279,7 +279,7 @@ def requests(
             try:
                 task.check(sample.answers, sample.classes)
             except ValueError as error:
-                raise ValueError(f"{sample.where}: sample {sample.id!r}: {error}") from None
+                raise ValueError(f"{sample.where}: sample {shown(sample.id)}: {error}") from None
         for sample in samples[:limit]:
             ids = tuple(prompts.ids(task, sample, runner.lm, truncate_to))
             one = Request(sample.id, ids, length or task.length, task.stop, task.name)

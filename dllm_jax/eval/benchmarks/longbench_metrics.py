@@ -11,6 +11,8 @@ import string
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from dllm_jax.options import shown
+
 Alignment = Literal["difflib", "indel"]
 Metric = Callable[[str, str], float]
 
@@ -99,7 +101,7 @@ def retrieval(prediction: str, reference: str) -> float:
     """
     number = re.search(r"Paragraph (\d+)", reference)
     if number is None:
-        raise ValueError(f"reference {reference!r} does not name a paragraph ('Paragraph 7')")
+        raise ValueError(f"reference {shown(reference)} does not name a paragraph ('Paragraph 7')")
     return count(prediction, number[1])
 
 

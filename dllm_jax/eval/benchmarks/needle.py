@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from dllm_jax.eval.run.files import read_json, read_text
 from dllm_jax.eval.run.runner import Request, Runner
-from dllm_jax.options import NonNegativeInt, Options
+from dllm_jax.options import NonNegativeInt, Options, shown
 from dllm_jax.state.text import encode_plain
 
 RESPONSE = 128  # positions, where no length is given
@@ -45,7 +45,7 @@ class Needle(Options):
     def __post_init__(self):
         super().__post_init__()
         if "{context}" not in self.template:
-            raise ValueError(f"template={self.template!r} has no {{context}}")
+            raise ValueError(f"template={shown(self.template)} has no {{context}}")
 
     def prompt(self, haystack: Sequence[int], length: int, depth: float | int, tokenizer: Any) -> str:
         """The prompt's text.

@@ -17,6 +17,7 @@ from dllm_jax.eval.run.files import write_json
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.eval.run.settings import Decoding
+from dllm_jax.options import shown
 from dllm_jax.published import expressions
 
 WITHOUT_PREFIX = tyro.conf.arg(name="")
@@ -125,5 +126,5 @@ def part_of(text: str) -> tuple[int, int]:
     """
     found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
     if not found or not 1 <= int(found[1]) <= int(found[2]):
-        raise ValueError(f"part={text!r} must be like 2/4, from 1/4 to 4/4")
+        raise ValueError(f"part={shown(text)} must be like 2/4, from 1/4 to 4/4")
     return int(found[1]), int(found[2])

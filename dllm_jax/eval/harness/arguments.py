@@ -10,7 +10,7 @@ from dllm_jax import presets, provenance
 from dllm_jax.decoding.chat import template_variables
 from dllm_jax.eval.run.checkpoint import Checkpoint
 from dllm_jax.eval.run.settings import Decoding, rescaled
-from dllm_jax.options import NoneMeans, NonNegativeFloat, Options, PositiveInt
+from dllm_jax.options import NoneMeans, NonNegativeFloat, Options, PositiveInt, shown
 from dllm_jax.published import expressions
 
 LOG = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def read(given: Mapping[str, Any]) -> Arguments:
     others = ("pretrained", "policy", "sampler", "preset", "enable_thinking")
     known = sorted([*others, *checkpoint, *decoding, *own])
     for name in given.keys() - known - set(OF_LM_EVAL):
-        raise ValueError(f"{name}={given[name]!r} is not among the model arguments: {', '.join(known)}")
+        raise ValueError(f"{name}={shown(given[name])} is not among the model arguments: {', '.join(known)}")
     if "pretrained" not in given:
         raise ValueError("pretrained is missing: --model_args pretrained=DIR, a checkpoint to evaluate")
     batch = _batch(given)
@@ -120,7 +120,7 @@ def _with_preset(given: Mapping[str, Any], decoding: Mapping[str, Any]) -> dict[
     preset, chosen = given.get("preset"), {}
     if preset is not None:
         if preset.count("/") != 1:
-            raise ValueError(f"preset={preset!r} must be 'checkpoint/task'")
+            raise ValueError(f"preset={shown(preset)} must be 'checkpoint/task'")
         chosen |= presets.recipe(*preset.split("/")).options()
     # A preset's steps are those of its length: another length changes them in proportion.
     decoding = {name: value for name, value in decoding.items() if value is not None}
@@ -136,8 +136,8 @@ def _batch(given: Mapping[str, Any]) -> int:
     size, largest = given.get("batch_size") or 1, given.get("max_batch_size")
     if largest is not None or not str(size).isdecimal():
         raise ValueError(
-            f"batch_size={size!r}, max_batch_size={largest!r}: no size is found automatically; give a "
-            "number, --batch_size 8, and no maximum"
+            f"batch_size={shown(size)}, max_batch_size={shown(largest)}: no size is found automatically; "
+            "give a number, --batch_size 8, and no maximum"
         )
     return int(size)
 

@@ -13,6 +13,7 @@ from dllm_jax.eval.results.schema import Decoded, Entry, Provenance, Record, Row
 from dllm_jax.eval.run.files import read_json
 from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.nn.parameters import count
+from dllm_jax.options import shown
 from dllm_jax.provenance import NOT_INSTALLED, device, now, versions
 
 PACKAGES = (
@@ -124,7 +125,9 @@ def paths(folder: Path, kind: str, policies: Sequence[str]) -> dict[str, Path]:
     for text in policies:
         path = folder / f"{kind}-{re.sub(r'[^A-Za-z0-9_.]+', '-', text).strip('-')}.json"
         if path in found.values():
-            raise ValueError(f"policies {text!r} and another of {list(policies)} would both write {path}")
+            raise ValueError(
+                f"policies {shown(text)} and another of {list(policies)} would both write {path}"
+            )
         found[text] = path
     return found
 
@@ -144,7 +147,7 @@ def check_replaceable(path: Path, kind: str, runner: Runner, settings: dict[str,
     # Through JSON, as the old one was: tuples are lists there.
     new = json.loads(json.dumps({"kind": kind, "settings": settings, **provenance(runner)}))
     differ = [
-        f"{name} was {before!r} and would be {after!r}"
+        f"{name} was {shown(before)} and would be {shown(after)}"
         for name, (before, after) in changed(old, new).items()
         if not name.startswith(FREE)
     ]
@@ -164,9 +167,9 @@ def read(path: Path) -> Record:
     if "lm_eval_version" in fields:
         reason = "it holds scores of tasks, not of requests that could be paired"
         raise ValueError(f"{path} is a result of lm_eval: {reason}")
-    if fields.get("format") != FORMAT:
+    if (given := fields.get("format")) != FORMAT:
         raise ValueError(
-            f"{path} is not a result of dllm_jax.eval, format {FORMAT}: format={fields.get('format')!r}. "
+            f"{path} is not a result of dllm_jax.eval, format {FORMAT}: format={shown(given)}. "
             "Run the evaluation again; its journal keeps the answers"
         )
     _check_fields(fields, Record, f"{path}")
@@ -187,4 +190,4 @@ def _check_fields(value: Any, wanted: type, where: str):
         kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
         plain = [(int, float) if kind is float else get_origin(kind) or kind for kind in kinds]
         if hint is not Any and not any(isinstance(value[name], kind) for kind in plain):
-            raise ValueError(f"{where}: {name}={value[name]!r} is no {getattr(hint, '__name__', hint)}")
+            raise ValueError(f"{where}: {name}={shown(value[name])} is no {getattr(hint, '__name__', hint)}")

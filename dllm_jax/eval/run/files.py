@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from dllm_jax.options import shown
 from dllm_jax.state.text import check_texts
 
 
@@ -69,7 +70,7 @@ def read_samples(path: Path, make: Callable[[dict[str, Any], str], Any]) -> list
         try:
             one = make(value, where)
             if one.id in found:
-                raise ValueError(f"id {one.id!r} is that of {found[one.id].where} too")
+                raise ValueError(f"id {shown(one.id)} is that of {found[one.id].where} too")
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
         found[one.id] = one

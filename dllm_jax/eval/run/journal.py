@@ -207,7 +207,9 @@ class Journal:
             raise ValueError(f"{self.path}: {reason}; choose another file or --out, or delete it")
         now = origin()
         changed = [
-            f"{name} {then.get(name)!r} (now {now[name]!r})" for name in now if then.get(name) != now[name]
+            f"{name} {shown(then.get(name))} (now {now[name]!r})"
+            for name in now
+            if then.get(name) != now[name]
         ]
         if changed:
             reason = f"its answers were made with {', '.join(changed)}"

@@ -17,7 +17,7 @@ from dllm_jax.eval.run.checkpoint import Checkpoint, LanguageModel
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.runner import Runner
 from dllm_jax.eval.run.settings import Decoding
-from dllm_jax.options import NoneMeans, Options, PositiveInt
+from dllm_jax.options import NoneMeans, Options, PositiveInt, shown
 from dllm_jax.published.preset import Preset
 from dllm_jax.published.tables import Benchmark, Cell, Table
 
@@ -59,7 +59,7 @@ class Asked(Options):
         for kind, given, i in (("tasks", self.tasks, 0), ("methods", self.methods, 1)):
             known = list(dict.fromkeys(key[i] for key in cells))
             if unknown := [name for name in given if name not in known]:
-                raise ValueError(f"--{kind} {unknown[0]!r} is not in {table.name}: {'; '.join(known)}")
+                raise ValueError(f"--{kind} {shown(unknown[0])} is not in {table.name}: {'; '.join(known)}")
         wanted = lambda key: key[0] in (self.tasks or key) and key[1] in (self.methods or key)
         return {key: cell for key, cell in cells.items() if wanted(key)}
 

@@ -28,6 +28,7 @@ from dllm_jax.eval.results.schema import Decoded, Entry
 from dllm_jax.eval.run.answering import NOT_FINITE, Answering, failure
 from dllm_jax.eval.run.settings import rounded_up
 from dllm_jax.nn.keys import seeded
+from dllm_jax.options import shown
 from dllm_jax.samplers import OneOf
 from dllm_jax.vision.processor import Processor
 from dllm_jax.vision.prompt import END, IMAGE
@@ -148,7 +149,7 @@ class Runner(Answering[Request]):
         parts = [self.lm.identity, settings, item.prompt, item.stop, self.decoding.max_positions, *choices]
         if item.conversation is not None:
             if self.processor is None:
-                raise ValueError(f"request {item.id!r} has images: a runner `with_images` answers it")
+                raise ValueError(f"request {shown(item.id)} has images: a runner `with_images` answers it")
             names = [f.name for f in dataclasses.fields(self.processor) if f.name not in UNREAD]
             parts.append({name: repr(getattr(self.processor, name)) for name in names})
             parts += [item.conversation.text, item.conversation.digests]

@@ -131,7 +131,7 @@ def objective_for(
     if accelerator is not None and not isinstance(hardware, Hardware):
         raise ValueError(f"{given} must be one of {', '.join(HARDWARE)}, or a roofline.Hardware")
     if hardware is not None and objective != "time":
-        raise ValueError(f"{given} predicts time: it needs objective='time', not {objective!r}")
+        raise ValueError(f"{given} predicts time: it needs objective='time', not {shown(objective)}")
     if isinstance(objective, Objective):
         return objective
     if hardware is not None:

@@ -88,7 +88,7 @@ class Search(Options):
         super().__post_init__()
         objectives.objective_for(self.objective, self.accelerator)
         if not callable(self.score):
-            raise ValueError(f"score={self.score!r} must be a function of an answer and its question")
+            raise ValueError(f"score={shown(self.score)} must be a function of an answer and its question")
 
     def rounds(self, questions: int) -> tuple[int, ...]:
         """How many questions have been asked after each round."""
