@@ -13,6 +13,7 @@ import math
 import os
 import re
 import warnings
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 from urllib.parse import unquote
 
@@ -301,15 +302,15 @@ def _opened(source: Any, name: str) -> Any:
             "images"
         )
     content = _data(source, name) if isinstance(source, str) else None
+    path = Path() if content is not None else local_path("image", source)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # its size is looked at next
-            content = local_path("image", source).read_bytes() if content is None else content
-            return Image.open(io.BytesIO(content))
+            return Image.open(io.BytesIO(path.read_bytes() if content is None else content))
     except FileNotFoundError:
         raise FileNotFoundError(f"{name} does not exist") from None
     except Exception as error:  # what is no image at all, a directory, twice as many pixels, ...
-        raise ValueError(f"{name} cannot be read: {shown(str(error))[1:-1]}") from error
+        raise ValueError(f"{name} cannot be read: {error}") from error
 
 
 def _data(source: str, name: str) -> bytes | None:
