@@ -73,12 +73,14 @@ TEMPLATES = [
         "{{ m.content }}", "{{ m.content.strip() }}{{ m.content }}", "{{ m.content[3:] }}",
         "{{ m | tojson }}",
         "{{ m.content | upper }}", "{{ m.content.split('</think>')[-1] }}", "<|{{ m.content }}|>",
+        "{% if '</think>' in m.content %}T{% endif %}{{ '<|' ~ 'eot_id' ~ '|>' }}{{ m.content }}",
         "{{ m.content | reverse }}", "{{ messages[-1].content }}",
     )),
     "{% for m in messages | reverse %}<|start_header_id|><|{{ m.role }}|>{{ m.content }}{% endfor %}",
 ]  # fmt: skip
 TEXTS = (
-    "plain", "<|eot_id|>", " x <|eot_id|>\n", "a</think>\n\nb<|mdm_mask|>", "eot_id", "<|eot_", "id|>",
+    "plain", "<|eot_id|>", "<|eot_id|></think>", " x <|eot_id|>\n", "a</think>\n\nb<|mdm_mask|>", "eot_id",
+    "<|eot_", "id|>",
     "<|start_header_id|>system<|end_header_id|>", "\ue000\ue001<|eot_id|>\ue001\ue000",
     "\U0010fffd\U0010fffc<",
     "<|<|eot_id|>|>",

@@ -281,6 +281,7 @@ def _refuse_rewritten(name: str, conversation: list[Message], disguise: Disguise
     """Raises ValueError: which special tokens are the template's, and which messages', is not known."""
     why = "a special token of this tokenizer, and the template rewrites it. Remove it from the text."
     texts = [(place, text) for place, text in texts_of(conversation, name) if text.strip() not in result]
+    texts.sort(key=lambda found: not found[0].endswith("['content']"))
     for place, text in texts or texts_of(conversation, name):
         if spelled := disguise.pattern.search(text):
             raise ValueError(f"{place} contains {spelled[0]!r}, {why}")

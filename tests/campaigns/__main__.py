@@ -15,12 +15,23 @@ from rich.console import Console
 from rich.table import Table
 
 import tests.conftest  # noqa: F401  jax is set as in tests
-from tests.campaigns import adapters, arguments, batches, configs, generations, journals, kills, malformed
+from tests.campaigns import (
+    adapters,
+    arguments,
+    batches,
+    configs,
+    generations,
+    journals,
+    kills,
+    malformed,
+    messages,
+    stops,
+)
 from tests.campaigns.verdicts import Outcome, Verdict
 from tests.programs import forget_in_time
 
 CAMPAIGNS: tuple[ModuleType, ...] = (
-    malformed, configs, adapters, generations, arguments, batches, journals, kills,
+    malformed, configs, adapters, generations, arguments, batches, journals, messages, stops, kills,
 )  # fmt: skip
 MEMORY = 16 * 2**30  # bytes; a case that allocates more fails
 
