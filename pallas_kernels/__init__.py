@@ -4,7 +4,7 @@
 depends on `dllm_jax`.
 """
 
-from pallas_kernels import attention, experts, sparse_gather, topk_evict
+from pallas_kernels import attention, experts, ragged_attention, sparse_gather, topk_evict
 from pallas_kernels.choice import Choice, Implementation, Operation
 
 __all__ = ["OPERATIONS", "Choice", "Implementation", "Operation"]
@@ -12,8 +12,10 @@ __all__ = ["OPERATIONS", "Choice", "Implementation", "Operation"]
 
 OPERATIONS: tuple[Operation, ...] = (
     attention.ATTENTION,
+    attention.ATTENTION_AND_LSE,
     attention.RECEIVED,
     attention.HEAD_MEAN,
+    ragged_attention.OPERATION,
     sparse_gather.OPERATION,
     topk_evict.OPERATION,
     experts.OPERATION,

@@ -24,6 +24,7 @@ from pallas_kernels.operands import FAMILIES, Family, Operands
 
 # Pallas where it was measured, on Hopper: other GPUs have less memory for what a program holds at once.
 _PAGE = "docs/background/performance.md"
+_COUNTED = "docs/dev/compiled.md, launches of a full step, by the compiler and not timed:"
 SHIPPED: Evidence = (
     Entry(
         "attention", "cuda", "NVIDIA H", "pallas", ("bfloat16",), (1, 64),
@@ -32,6 +33,19 @@ SHIPPED: Evidence = (
     Entry(
         "attention", "cuda", "", "cudnn", ("bfloat16", "float16"), (1, sys.maxsize),
         f"{_PAGE}: full steps on an H100, 53 us per layer at 1088 positions, Pallas 95",
+    ),
+    *(
+        Entry(name, "cuda", "NVIDIA H", "pallas", (dtype,), report=f"{_COUNTED} {what}")
+        for name, dtype, what in (
+            ("attention_and_lse", "bfloat16", "scores are not written"),
+            ("received", "bfloat16", "scores are not written"),
+            ("ragged_attention", "bfloat16", "one kernel in place of a loop that the host waits for"),
+            ("topk_evict", "float32", "one kernel in place of 43 bisections"),
+        )
+    ),
+    Entry(
+        "attention_and_lse", "cuda", "", "cudnn", ("bfloat16", "float16"),
+        report="as attention, for masks that the kernel does not take",
     ),
     Entry(
         "experts", "cuda", "NVIDIA H", "pallas", ("bfloat16",), (1, sys.maxsize),

@@ -10,6 +10,7 @@ import numpy as np
 
 import pallas_kernels.attention.shapes as attention_shapes
 import pallas_kernels.experts.shapes as expert_shapes
+import pallas_kernels.ragged_attention.shapes as ragged_shapes
 import pallas_kernels.sparse_gather.shapes as gather_shapes
 import pallas_kernels.topk_evict.shapes as topk_shapes
 from pallas_kernels import OPERATIONS, Operation
@@ -83,6 +84,29 @@ def _head_mean(shape: attention_shapes.Shape, dtype: Any, weighted: bool = False
 _received = functools.partial(_head_mean, weighted=True)
 
 
+def _ragged(shape: ragged_shapes.Shape, dtype: Any) -> Operands:
+    """Runs of different lengths, whose mean is `kept`; one after another, as an eviction stores them."""
+    b, t, kv_heads, head = shape.batch, shape.dense, shape.kv_heads, shape.head
+    room = shape.kept * kv_heads
+    q = _normal(0, (b, shape.queries, shape.heads, head), dtype)
+    k, v = (_normal(seed, (b, t, kv_heads, head), dtype) for seed in (1, 2))
+    kept_k, kept_v = (_normal(seed, (b, room, head), dtype) for seed in (3, 4))
+    # Every other head gives half of its share to its neighbour, as far as a run may be wide.
+    given = np.minimum(shape.kept // 2, shape.widest - shape.kept)
+    length = shape.kept + given * np.where(np.arange(kv_heads) % 2, 1, -1)
+    start = np.cumsum(length) - length
+    runs = (jnp.broadcast_to(jnp.asarray(x, jnp.int32), (b, kv_heads)) for x in (start, length))
+    mask = readable = None
+    if shape.masked:
+        mask = jnp.broadcast_to(jnp.arange(t) % 10 != 9, (b, 1, 1, t))
+        readable = jnp.broadcast_to(jnp.arange(room) % 10 != 9, (b, room))
+    pairs = 2.0 * b * (t * kv_heads + length.sum()) * head
+    arrays = q, k, v, kept_k, kept_v, *runs, mask, readable
+    flops = 2 * shape.queries * (shape.heads // kv_heads) * pairs
+    options = dict(chunk=min(shape.kept, shape.widest), widest=shape.widest)
+    return Operands(arrays, options, flops, q.nbytes + pairs * k.dtype.itemsize)
+
+
 def _gather(shape: gather_shapes.Shape, dtype: Any) -> Operands:
     pairs = (shape.batch, shape.slots, shape.kv_heads, shape.head)
     k, v = _normal(0, pairs, dtype), _normal(1, pairs, dtype)
@@ -116,8 +140,10 @@ def _experts(shape: expert_shapes.Shape, dtype: Any) -> Operands:
 
 MAKE: Mapping[str, tuple[Any, Callable[[Any, Any], Operands]]] = {
     "attention": (attention_shapes, _attention),
+    "attention_and_lse": (attention_shapes, _attention),
     "received": (attention_shapes, _received),
     "head_mean": (attention_shapes, _head_mean),
+    "ragged_attention": (ragged_shapes, _ragged),
     "sparse_gather": (gather_shapes, _gather),
     "topk_evict": (topk_shapes, _evict),
     "experts": (expert_shapes, _experts),

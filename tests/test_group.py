@@ -85,11 +85,11 @@ def test_groups_come_before_partial_steps_and_a_whole_batch_after_them():
     state, plan = next(states(model, prompt, **asked)), prepare(model, prompt, **asked).plan
     need = state.need.at[1:, :].set(jnp.arange(9 + LENGTH) < 4)
     mixed = state._replace(need=need)
-    full, partial = len(plan.widths), 0
+    full, partial = len(plan.variants) - 1, 0
     assert int(next_variant(plan, mixed)) == partial
     assert int(next_variant(dataclasses.replace(plan, group=1), mixed)) == full
-    assert takes_part(plan, None, mixed).tolist() == [True, False, False]
-    assert takes_part(plan, plan.widths[0], mixed).tolist() == [False, True, True]
+    assert takes_part(plan, plan.variants[full], mixed).tolist() == [True, False, False]
+    assert takes_part(plan, plan.variants[partial], mixed).tolist() == [False, True, True]
 
 
 def test_the_size_of_a_group_saturates_the_device():

@@ -13,7 +13,7 @@ import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.decoding.buckets import Ladder
 from dllm_jax.engine.network import computed_rows
-from dllm_jax.engine.widths import exceeds, step_widths
+from dllm_jax.engine.widths import Variant, exceeds, step_widths
 from dllm_jax.testing import POLICY_CHECKS, SAMPLER_CHECKS, check_policy, check_sampler, checks
 from dllm_jax.testing.checks import SEVERAL_AT_ONCE, Subject, cache_copies_in_loops
 from dllm_jax.testing.runs import assert_same_run
@@ -201,9 +201,17 @@ def test_the_bucket_changes_nothing(policy, family):
 def test_what_lies_at_the_end_is_computed_there_and_all_else_in_a_full_step():
     need = jnp.asarray([[0, 0, 0, 1, 1], [0, 0, 1, 0, 0], [0, 0, 0, 0, 0]], bool)
     plain, in_blocks = tiny("llada").spec, tiny("sdar").spec
-    assert computed_rows(need, 2, plain, policies.DLLMCache()).index.tolist() == [[3, 4], [5, 5], [5, 5]]
-    assert computed_rows(need, 2, plain, policies.DualCache()).index.tolist() == [[3, 4], [2, 5], [5, 5]]
-    assert not computed_rows(need, 2, in_blocks, policies.PrefixCache()).in_place
+    assert computed_rows(need, Variant(2), plain, policies.DLLMCache()).index.tolist() == [
+        [3, 4],
+        [5, 5],
+        [5, 5],
+    ]
+    assert computed_rows(need, Variant(2), plain, policies.DualCache()).index.tolist() == [
+        [3, 4],
+        [2, 5],
+        [5, 5],
+    ]
+    assert not computed_rows(need, Variant(2), in_blocks, policies.PrefixCache()).in_place
     assert exceeds(2, need, policies.DLLMCache(), plain).tolist() == [False, True, False]
     assert exceeds(2, need, policies.DualCache(), plain).tolist() == [False, False, False]
     assert exceeds(1, need, policies.DualCache(), plain).tolist() == [True, False, False]

@@ -1,6 +1,8 @@
 """dLLM-Cache: what each kind of step renews, and the parts that run the positions that changed most."""
 
+import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import dllm_jax as dj
 from dllm_jax import policies
+from dllm_jax.decoding.request import prepare
+from dllm_jax.engine.group import next_variant
+from dllm_jax.engine.loop import denoise
+from dllm_jax.engine.widths import last_phase, saturating, step_phases
 from dllm_jax.policies.parts.partial import least_similar, run_narrowest
 from dllm_jax.state.rows import Rows
-from tests.models import families, prompts, tiny
+from dllm_jax.testing.runs import finite
+from tests.models import families, prompts, separate, tiny
 from tests.replay.stepping import states
 
 PROMPT, RESPONSE = 6, 6
@@ -45,6 +53,62 @@ def test_what_the_four_kinds_of_step_renew(ratio, family):
             np.testing.assert_array_equal(changed[branch], changed["k"] & branches)
         values = changed["k"] | response if ratio else changed["k"]
         np.testing.assert_array_equal(changed["v"], values)
+
+
+PHASED = (
+    policies.DLLMCache(6, 4, 0.5),
+    policies.SPACache(prompt_every=6, response_every=4, ratio=0.5, start=0.1, end=0.3),
+    policies.MaskKV(budget=4, prompt_every=6, response_every=3, ratio=0.5),
+)
+
+
+@pytest.mark.parametrize("policy", PHASED, ids=lambda policy: type(policy).__name__)
+@families("llada")
+def test_a_program_of_the_last_phase_alone_decodes_the_same(policy, family):
+    """Layers stacked and separate, of a batch with padding."""
+    model, asked = tiny(family, layers=4), dict(length=RESPONSE, block=3, policy=policy, trace=True)
+    prompt, mask = prompts(model, (PROMPT, PROMPT - 2))
+    for each in (model, separate(model)):
+        request = prepare(each, prompt, prompt_mask=mask, **asked)
+        last = dataclasses.replace(request.plan, phases=policy._phases[-1:])
+        assert [v.phase for v in request.plan.variants] == ["update", "refresh", ""]
+        assert [v.phase for v in last.variants] == ["refresh", ""]
+        ran = [denoise(each, request.inputs, plan) for plan in (request.plan, last)]
+        (tokens, stats, trace, _), (others, _, other, _) = ran
+        np.testing.assert_array_equal(tokens, others)
+        steps = int(trace.steps)
+        assert steps == int(other.steps) == int(stats.nfe.max())
+        np.testing.assert_array_equal(trace.computed, other.computed)
+        scores = (np.asarray(one.score[:steps]) for one in (trace, other))
+        np.testing.assert_allclose(*map(finite, scores), rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_runs_in_the_last_phase_that_a_sequence_of_it_needs():
+    model, policy = tiny("llada"), policies.DLLMCache(prompt_every=100, response_every=3)
+    asked = dict(length=RESPONSE, policy=policy)
+    prompt, _ = prompts(model, (PROMPT, PROMPT))
+    plan, phases = prepare(model, prompt, **asked).plan, []
+    for state in states(model, prompt, **asked):
+        phases.append(plan.variants[int(next_variant(plan, state))].phase)
+    assert phases[:RESPONSE] == ["", "update", "update", "refresh", "update", "update"]
+    mixed = state._replace(canvas=dataclasses.replace(state.canvas, step=jnp.asarray([3, 4])))
+    chosen = lambda *partial: int(last_phase(plan.phases, mixed.canvas, jnp.asarray(partial), policy))
+    assert [chosen(True, True), chosen(False, True), chosen(False, False)] == [1, 0, 0]
+
+
+def test_phases_are_compiled_where_a_part_of_the_positions_takes_less_time():
+    policy, spec = policies.DLLMCache(), dj.presets.model_spec("llada-8b")
+    layout = lambda response: dj.Layout(1024, response, 32, response)
+    device = lambda platform, kind: types.SimpleNamespace(platform=platform, device_kind=kind)
+    count = lambda of, response, batch=1: len(
+        step_phases(policy, spec, layout(response), (response,), batch, of)
+    )
+    h100, h200 = (device("gpu", f"NVIDIA {name} 80GB HBM3") for name in ("H100", "H200"))
+    assert [count(h100, 256), count(h100, 512), count(h100, 256, batch=8)] == [1, 2, 2]
+    assert [count(h200, 256), count(h200, 288)] == [1, 2]
+    assert [count(device("tpu", "TPU v6 lite"), 512), count(device("tpu", "TPU v5"), 256)] == [1, 2]
+    assert [count(device("cpu", "cpu"), 32), count(device("cpu", "cpu"), 256)] == [1, 2]
+    assert saturating(device("gpu", "NVIDIA B300")) == saturating(h200)
 
 
 @settings(max_examples=60)

@@ -3,15 +3,11 @@
 import dataclasses
 import itertools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dllm_jax import policies
-from dllm_jax.decoding.placement import place
-from dllm_jax.decoding.request import prepare
-from dllm_jax.engine.loop import denoise
 from dllm_jax.nn.arithmetic import cosine
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.rope import rope_table
@@ -129,30 +125,3 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"proxy is of a model with .* not of llada"):
         generated(policy=SPACache(proxy=proxy), **SHAPE)
     assert SPACache(proxy=proxy) == SPACache(proxy=ValueProxy.of(tiny("dream"), 2))
-
-
-def loops(jaxpr):
-    """The bodies of all loops, those inside of others too, and how many of their inputs stay as they are."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "while":
-            yield eqn.params["body_jaxpr"].jaxpr, eqn.params["body_nconsts"]
-        for inner in jax.tree.leaves(list(eqn.params.values())):
-            if hasattr(inner, "jaxpr"):
-                yield from loops(inner.jaxpr)
-
-
-def test_nothing_is_multiplied_for_a_width_that_does_not_run():
-    """XLA for TPUs computes before a loop whatever depends on nothing of it, whether or not it runs."""
-    model = separate(tiny("llada"))
-    placed = place(model, prepare(model, prompts(model, (6,))[0], policy=SPACache(**SOME), **SHAPE))
-    program = denoise.trace(placed.model, placed.inputs, placed.plan).jaxpr
-    scope = lambda body: str(body.eqns[-1].source_info.name_stack)
-    widths = [one for one in loops(program.jaxpr) if scope(one[0]).startswith(("update_", "refresh"))]
-    assert len(widths) == model.spec.layers * (2 + 3), "of full and of partial steps"
-    for body, constants in widths:
-        carried = zip(body.invars[constants:], body.outvars, strict=True)
-        changing = {before for before, after in carried if before is not after}
-        for eqn in body.eqns:
-            if changing.intersection(one for one in eqn.invars if not hasattr(one, "val")):
-                changing |= set(eqn.outvars)
-            assert "dot_general" not in str(eqn) or changing.issuperset(eqn.outvars), eqn

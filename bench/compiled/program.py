@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 import dllm_jax as dj
 from bench.compiled import hlo, traffic
+from bench.compiled.launches import Launches
 from bench.compiled.targets import TARGETS, Target
 from bench.shared.measure import Run
 from bench.shared.models import PIXELS, policies_named, shape
@@ -21,6 +22,7 @@ from dllm_jax.check.steps import held
 from dllm_jax.decoding.placement import Placed, place
 from dllm_jax.engine.group import full_step_batch
 from dllm_jax.engine.loop import denoise, scope
+from dllm_jax.engine.widths import Variant
 from dllm_jax.policies.parts.control import REFRESH, UPDATE
 from dllm_jax.roofline.steps import experts_read
 from dllm_jax.training.batch import T_MIN, Checked
@@ -33,6 +35,7 @@ from pallas_kernels.evidence import known
 
 COPY = 2**20  # bytes: smaller copies are of activations or indices
 TRAINING = "training"
+KINDS = "reuse", "enter", "full"  # of steps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,7 +108,27 @@ class Case(Setting):
 
 
 def compile_case(case: Case) -> tuple[dict[str, Any], str]:
-    """A row of results with the fields of the case, and the optimised program; raises as compilers do."""
+    """A row of results with the fields of the case, and the optimised program; raises as compilers do.
+
+    Of GPUs a program with one more layer is compiled too, which tells what a layer launches.
+    """
+    compiled, placed, spent = _compiled(case)
+    text = _text(compiled)
+    program = traffic.program(text, case.on.cache, case.read)
+    row = dataclasses.asdict(case) | {"layers": case.spec.layers, "compile_cpu_s": round(spent, 1)}
+    row |= _memory(case, compiled) | _traffic(case, program, placed)
+    if placed is not None and case.on.platform == "cuda":
+        deeper = dataclasses.replace(case, layers=case.spec.layers + 1)
+        more = traffic.program(_text(_compiled(deeper)[0]), case.on.cache, case.read)
+        for kind in (kind for kind in KINDS if f"{kind}_step" in row):
+            step = row[f"{kind}_step"]
+            one, other = (Launches.of(_loop_of(entry, step["variant"])) for entry in (program, more))
+            step |= other.by_layer(one, case.spec.layers)
+    return row, text
+
+
+def _compiled(case: Case) -> tuple[jax.stages.Compiled, Placed | None, float]:
+    """The program of a case, its request unless it trains, and the compiler's CPU seconds."""
     mesh = case.on.mesh(case.dp, case.tp)
     asked = known(mesh.devices.flat[0]) if case.implementation == "shipped" else case.implementation
     model = dj.abstract(case.spec, case.dtype, mesh, asked or "xla", case.separate_layers, case.weights)
@@ -117,12 +140,13 @@ def compile_case(case: Case) -> tuple[dict[str, Any], str]:
         placed = place(model, case.run().request(model))
         lowered = denoise.trace(placed.model, placed.inputs, placed.plan)
     compiled = lowered.lower(lowering_platforms=(case.on.platform,)).compile()
-    spent = _cpu_seconds() - before
+    return compiled, placed, _cpu_seconds() - before
+
+
+def _text(compiled: jax.stages.Compiled) -> str:
     text = compiled.as_text()
     assert text is not None, "compilers for described devices print their programs"
-    row = dataclasses.asdict(case) | {"layers": case.spec.layers, "compile_cpu_s": round(spent, 1)}
-    row |= _memory(case, compiled) | _traffic(case, traffic.program(text, case.on.cache, case.read), placed)
-    return row, text
+    return text
 
 
 def _training(case: Case, model: dj.Model, mesh: Mesh) -> jax.stages.Traced:
@@ -152,7 +176,7 @@ def _traffic(case: Case, entry: traffic.Loop, placed: Placed | None) -> dict[str
     if placed is None:
         return found
     # The floor is the roofline's, of one chip: those that share a layer move equal parts of its bytes.
-    found["step_variants"] = 1 + len(placed.plan.widths)
+    found["step_variants"] = len(placed.plan.variants)
     for kind, (variant, cost) in _steps(case, placed).items():
         loop = _loop_of(entry, scope(variant))
         # What only a refresh runs is left out of a reuse step.
@@ -168,14 +192,14 @@ def _traffic(case: Case, entry: traffic.Loop, placed: Placed | None) -> dict[str
     return found
 
 
-def _steps(case: Case, placed: Placed) -> dict[str, tuple[int | None, roofline.Cost]]:
+def _steps(case: Case, placed: Placed) -> dict[str, tuple[Variant, roofline.Cost]]:
     """The variant and the roofline's cost of the most frequent step of each kind.
 
     Kinds are full and reuse steps and, of block-causal models, the step that enters a block, which computes
     the finished one too. Cost of the chips that share a part of the batch; the parts have all weights each.
     """
     plan, batch = placed.plan, -(-case.batch // case.dp)
-    spec, found = plan.layout.fitted(case.spec), dict[str, tuple[int | None, roofline.Cost]]()
+    spec, found = plan.layout.fitted(case.spec), dict[str, tuple[Variant, roofline.Cost]]()
     most = math.inf if spec.causal_context or not spec.block_size else spec.block_size
 
     def kind(step: roofline.Step) -> str:
@@ -187,8 +211,10 @@ def _steps(case: Case, placed: Placed) -> dict[str, tuple[int | None, roofline.C
         if of_kind := [one for one in work.steps if kind(one.step) == name]:
             one = max(of_kind, key=lambda one: one.count)
             selected = math.ceil(one.step.rows)
-            width = None if one.step.full else min(w for w in plan.widths if w >= selected)
-            found[name] = width, one.cost
+            narrowest = Variant(None)
+            if not one.step.full:
+                narrowest = next(v for v in plan.variants if v.width is None or v.width >= selected)
+            found[name] = narrowest, one.cost
     return found
 
 

@@ -15,6 +15,7 @@ from dllm_jax.engine.generation import Generation
 from dllm_jax.engine.loop import begin, denoise, next_variant
 from dllm_jax.engine.plan import Inputs, Plan
 from dllm_jax.engine.step import State, step
+from dllm_jax.engine.widths import Variant
 from dllm_jax.nn.model import Model
 
 LEADING = 8  # steps within which the first partial one is looked for
@@ -47,26 +48,25 @@ def step_times(model: Model, request: Request, repeats: int) -> StepTimes:
     most = min(MOST, plan.layout.steps)
     start = lambda: begin(model, inputs, plan)
     # `state` is donated, so the cache is changed in place.
-    of_width = lambda width: lambda state, count=1: _steps(model, inputs, plan, state, count, width)
+    of_variant = lambda variant: lambda state, count=1: _steps(model, inputs, plan, state, count, variant)
 
-    def first_partial() -> tuple[State, int | None]:
-        """The state before the first partial step, and its width; None if the first steps have none."""
-        state, full = start(), of_width(None)
+    def first_partial() -> tuple[State, Variant]:
+        """The state before the first partial step, and its variant; the full step's if there is none."""
+        state, full = start(), of_variant(Variant(None))
         for _ in range(min(plan.layout.steps - 1, LEADING)):
             state = full(state)
-            # The width that the engine would give the coming step, none for the whole canvas.
-            if width := dict(enumerate(plan.widths)).get(int(next_variant(plan, state))):
-                return state, width
-        return state, None
+            if (variant := plan.variants[int(next_variant(plan, state))]).width is not None:
+                return state, variant
+        return state, Variant(None)
 
     before, more = (0, 1) if plan.policy.reuses else (1, most)
-    full = _timed(of_width(None), start, before, more, repeats)
-    state, width = first_partial() if plan.widths else (None, None)
-    if state is None or width is None:
+    full = _timed(of_variant(Variant(None)), start, before, more, repeats)
+    state, variant = first_partial() if plan.widths else (None, Variant(None))
+    if state is None or variant.width is None:
         return StepTimes(full)
     positions = float(state.need.sum() / state.need.shape[0])
-    partial = _timed(of_width(width), lambda: first_partial()[0], 1, most, repeats)
-    return StepTimes(full, partial, width, positions)
+    partial = _timed(of_variant(variant), lambda: first_partial()[0], 1, most, repeats)
+    return StepTimes(full, partial, variant.width, positions)
 
 
 def _timed(
@@ -130,9 +130,9 @@ def program(model: Model, request: Request | Placed) -> Program:
     return Program(compiled, run, between - start, time.perf_counter() - between)
 
 
-@functools.partial(jax.jit, static_argnames="width", donate_argnames="state")
+@functools.partial(jax.jit, static_argnames="variant", donate_argnames="state")
 def _steps(
-    model: Model, inputs: Inputs, plan: Plan, state: State, count: int | jax.Array, width: int | None
+    model: Model, inputs: Inputs, plan: Plan, state: State, count: int | jax.Array, variant: Variant
 ) -> State:
     generation = Generation.of(model, inputs, plan)
-    return jax.lax.fori_loop(0, count, lambda _, state: step(generation, width, state), state)
+    return jax.lax.fori_loop(0, count, lambda _, state: step(generation, variant, state), state)

@@ -14,7 +14,7 @@ from dllm_jax.decoding.compare import text_table
 from dllm_jax.engine.generation import Generation
 from dllm_jax.engine.plan import Inputs, Plan
 from dllm_jax.engine.step import computed_rows, empty_cache, network
-from dllm_jax.engine.widths import step_widths
+from dllm_jax.engine.widths import Variant, step_widths
 from dllm_jax.nn.kernels import Kernels
 from dllm_jax.nn.layer import embed
 from dllm_jax.nn.mesh import number_modes, over_mesh
@@ -164,7 +164,8 @@ def _calls(model: Model, batch: int, layout: Layout, policy: Policy, width: int 
 
     def layers(model: Model, tokens: Int[Array, "b l"], valid: Bool[Array, "b l"]) -> Any:
         canvas = begin(tokens, valid, model.spec, layout)
-        rows = computed_rows(canvas.everything, width, canvas.spec, policy)
+        variant = Variant(width, policy._phases[-1] if width else "")
+        rows = computed_rows(canvas.everything, variant, canvas.spec, policy)
         cache = empty_cache(model, policy, layout, batch)
         cache = policy.before_first_step(cache, canvas, model, embed(model.params, tokens))
         recorded = Recorded(model.params, model.spec, model.implementation, model.rules, calls=calls)

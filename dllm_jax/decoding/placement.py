@@ -25,6 +25,7 @@ from dllm_jax.engine.nonfinite import NonFinite
 from dllm_jax.engine.plan import Inputs, Plan
 from dllm_jax.engine.stats import Stats
 from dllm_jax.engine.trace import Trace
+from dllm_jax.engine.widths import step_phases
 from dllm_jax.interrupts import uninterrupted
 from dllm_jax.nn.mesh import AnyMesh, context_mesh, current_mesh, over_mesh, replicated
 from dllm_jax.nn.model import Model
@@ -85,8 +86,11 @@ def place(model: Model, request: Request, prompt: Any = None) -> Placed:
     plan = request.plan if _described(model) else numbers(request.plan, mesh)
     group = plan.group
     if group is None and not plan.layout.compiles_longer_than_it_runs(model.spec):
-        group = group_size(plan.policy, model.spec, plan.layout, _platform(model))
-    plan = dataclasses.replace(plan, group=group, shares=model.rules.batch_ways(mesh))
+        group = group_size(plan.policy, model.spec, plan.layout, _device(model).platform)
+    shares = model.rules.batch_ways(mesh)
+    sequences = len(arrays.tokens) * plan.streams // shares
+    phases = step_phases(plan.policy, model.spec, plan.layout, plan.widths, sequences, _device(model))
+    plan = dataclasses.replace(plan, group=group, phases=phases, shares=shares)
     without = dataclasses.replace(model, vision=None)
     return Placed(without, split, plan, mesh, batch, request.extra, request.nonfinite)
 
@@ -199,10 +203,10 @@ def not_split(model: Model, mesh: AnyMesh | None, arrays: PyTree) -> PyTree:
     return by_sequence(model, mesh, arrays, jax.tree.map(lambda array: NOT_SPLIT, arrays))
 
 
-def _platform(model: Model) -> str:
-    """Returns the platform of a program, as jax calls it; the default one inside traced programs."""
+def _device(model: Model) -> jax.Device:
+    """Returns a device that a program runs on; one of the default platform inside traced programs."""
     sharding = None if isinstance(model.params["embed"], Tracer) else model.params["embed"].sharding
-    return jax.default_backend() if sharding is None else next(iter(sharding.device_set)).platform
+    return jax.local_devices()[0] if sharding is None else next(iter(sharding.device_set))
 
 
 def _described(model: Model) -> bool:

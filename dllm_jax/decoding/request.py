@@ -245,6 +245,7 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: 
         sampler=sampler,
         layout=layout,
         widths=widths,
+        phases=policy._phases,
         group=asked.group,
         stop_at_eos=asked.stop_at_eos,
         trace=asked.trace,

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.eviction.attending import merge_by_lse
 from dllm_jax.nn.layer import Layer, embed
 from dllm_jax.nn.mask import Mask
 from dllm_jax.nn.parameters import Params
@@ -27,6 +26,7 @@ from dllm_jax.samplers.base import Sampler
 from dllm_jax.state.cache import KV, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows
+from pallas_kernels.ragged_attention.xla import merge_by_lse
 
 Both = tuple[Float[Array, "b q m"], Float[Array, "b n_w m"]]  # residual streams of the rows, of the branches
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 
 from dllm_jax.engine.generation import Generation, State
 from dllm_jax.engine.plan import Plan
-from dllm_jax.engine.widths import exceeds, narrowest
+from dllm_jax.engine.widths import Variant, exceeds, last_phase, narrowest
 from dllm_jax.nn.intervention import of_sequences as interventions_of
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
@@ -52,7 +52,7 @@ def needs_full(plan: Plan, state: State) -> Bool[Array, "b"]:
 
 
 def next_variant(plan: Plan, state: State) -> Int[Array, ""]:
-    """The variant of the coming step: an index into `plan.widths`, or their number for a full step.
+    """The variant of the coming step: an index into `plan.variants`, of which the last is the full step.
 
     Groups are run as soon as there is a sequence for one, so that partial steps have the company of all; of
     several shares, once no device would run its group for nobody. A full step of the whole batch waits until
@@ -62,11 +62,12 @@ def next_variant(plan: Plan, state: State) -> Int[Array, ""]:
     partial = active & ~whole
     need = stream(state.need, 0, plan.streams) & partial[:, None]
     width = narrowest(plan.widths[:-1], need, plan.policy, state.canvas.spec)
+    phase = last_phase(plan.phases, state.canvas, partial, plan.policy)
     full = ~jnp.any(partial)
     if full_step_batch(plan, len(active)) < len(active):
         some = lambda part: jnp.any(part.reshape(plan.shares, -1), axis=1)
         full |= jnp.all(some(active & whole) | ~some(active))
-    return jnp.where(full, len(plan.widths), width)
+    return jnp.where(full, len(plan.variants) - 1, width * len(plan.phases) + phase)
 
 
 def full_step_batch(plan: Plan, batch: int) -> int:
@@ -74,10 +75,10 @@ def full_step_batch(plan: Plan, batch: int) -> int:
     return batch if plan.group is None else min(plan.group * plan.shares, batch)
 
 
-def takes_part(plan: Plan, width: int | None, state: State) -> Bool[Array, "b"]:
+def takes_part(plan: Plan, variant: Variant, state: State) -> Bool[Array, "b"]:
     """The sequences that a step of this variant is for."""
     whole = needs_full(plan, state)
-    return state.canvas.active & (whole if width is None else ~whole)
+    return state.canvas.active & (whole if variant.width is None else ~whole)
 
 
 # -- a state of few sequences ----------------------------------------------------------------------------

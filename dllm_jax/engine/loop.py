@@ -1,7 +1,7 @@
 """The jitted denoising loop: one program from the masked canvas to the finished one.
 
     while running:
-        for each step variant (full canvas, then each static width):
+        for each step variant (full canvas, then each static width and phase):
             while the coming step fits this variant: step
 
 The policy's next selection is part of the loop state, so the next variant is known without leaving the
@@ -30,6 +30,7 @@ from dllm_jax.engine.plan import Inputs, Plan
 from dllm_jax.engine.stats import Stats
 from dllm_jax.engine.step import initial_state, split_cache, step
 from dllm_jax.engine.trace import Trace
+from dllm_jax.engine.widths import Variant
 from dllm_jax.nn.mesh import over_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.state.canvas import Canvas, first_eos, first_of
@@ -87,19 +88,17 @@ def run(
         goes_on = jnp.any(state.canvas.active)
         return goes_on if wanted is None else goes_on & wanted(state)
 
-    def comes_next(variant: int | None, state: State) -> Bool[Array, ""]:
-        return next_variant(plan, state) == (
-            len(plan.widths) if variant is None else plan.widths.index(variant)
-        )
+    def comes_next(variant: Variant, state: State) -> Bool[Array, ""]:
+        return next_variant(plan, state) == plan.variants.index(variant)
 
     # Profiles and compiled programs show which step an operation belongs to.
-    def one(variant: int | None, state: State) -> State:
+    def one(variant: Variant, state: State) -> State:
         with jax.named_scope(scope(variant)):
             return step(generation, variant, state)
 
     # Widest first: a block begins with a full step, and later steps need less.
     def runs_of_each(state: State) -> State:
-        for variant in (None, *reversed(plan.widths)):
+        for variant in reversed(plan.variants):
             state = jax.lax.while_loop(
                 lambda s, v=variant: running(s) & comes_next(v, s),
                 lambda s, v=variant: one(v, s),
@@ -144,9 +143,11 @@ def final_logprobs(state: State, tokens: Int[Array, "b l"]) -> LogProbs | None:
     return found.where(filled_in, LogProbs.begin(state.canvas, found.top_tokens.shape[2]))
 
 
-def scope(variant: int | None) -> str:
-    """The name scope of a step's operations: over the canvas in place (None), or of a static width."""
-    return "full_step" if variant is None else f"partial_step_{variant}"
+def scope(variant: Variant) -> str:
+    """The name scope of a step's operations: its width, and its phase if the policy has several."""
+    if variant.width is None:
+        return "full_step"
+    return f"partial_step_{variant.width}" + (f"_{variant.phase}" if variant.phase else "")
 
 
 # -- the loop in pieces, for those who watch it -----------------------------------------------------

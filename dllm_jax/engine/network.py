@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dllm_jax.engine.branches import Branches, over_branches
 from dllm_jax.engine.generation import Generation
 from dllm_jax.engine.plan import Plan
-from dllm_jax.engine.widths import at_end
+from dllm_jax.engine.widths import Variant, at_end
 from dllm_jax.nn.intervened import IntervenedLayer, embedded, intervened
 from dllm_jax.nn.layer import Layer, embed, traced_once, walk
 from dllm_jax.nn.low_rank import acting_in
@@ -19,19 +19,20 @@ from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows, compact_rows, full_rows, last_rows
 
 
-def computed_rows(need: Bool[Array, "b l"], width: int | None, spec: ModelSpec, policy: Policy) -> Rows:
-    """The rows of one step: in place on the canvas (None), or `width` that hold them all.
+def computed_rows(need: Bool[Array, "b l"], variant: Variant, spec: ModelSpec, policy: Policy) -> Rows:
+    """The rows of one step: in place on the canvas, or of the variant's width, which holds them all.
 
     These are gathered, unless the policy's selections lie at the end of the canvas (`Policy._at_end`).
     """
+    width, phase = variant
     if width is None:
         return full_rows(need)
     if at_end(policy, spec):
-        return last_rows(need, width)
+        return dataclasses.replace(last_rows(need, width), phase=phase)
 
     # A step that computes a finished block computes all of it, and more than that (`Canvas.without_final`).
     one = width <= spec.block_size and not spec.causal_context
-    return dataclasses.replace(compact_rows(need, width), in_one_block=one)
+    return dataclasses.replace(compact_rows(need, width), in_one_block=one, phase=phase)
 
 
 def network(
@@ -68,7 +69,7 @@ def network(
     cache = policy.before_layers(cache, canvas, rows)
     layer = policy.layer if branches is None else over_branches(policy.layer, branches)
 
-    def through(weights: Layer, x, view: LayerCache):
+    def through(weights: Layer, x, view: LayerCache, rows: Rows):
         weights = intervened(weights, interventions, rows.index, canvas.step)
         x, view = layer(weights, x, view, rows, canvas)
         if isinstance(weights, IntervenedLayer):
@@ -78,8 +79,12 @@ def network(
     through = traced_once(through, params)
 
     def run(weights: Layer, carry):
+        # A policy may run some layers in another phase than the step's, which is static.
         x, cache = carry
-        x, view = through(weights, x, LayerCache.of(cache, weights.index, model.kernels, readable))
+        index = weights.index if isinstance(weights.index, int) else None
+        phase = policy._phase_of_layer(rows.phase, index, model.spec) if rows.phase else ""
+        view = LayerCache.of(cache, weights.index, model.kernels, readable)
+        x, view = through(weights, x, view, dataclasses.replace(rows, phase=phase))
         return x, view.into(cache, weights.index)
 
     if generation.plan.sampler.draft_adapter:
@@ -88,7 +93,8 @@ def network(
     x = embedded(interventions, x, rows.index, canvas.step)
     start = x if branches is None else (x, branches.embedded(params, embeds))
     rope = rope.padded(canvas.valid, model.spec)
-    x, cache = walk(params, model.spec, rope, run, (start, cache), model.kernels, where_used=True)
+    apart = rows.phase not in ("", policy._phases[-1])
+    x, cache = walk(params, model.spec, rope, run, (start, cache), model.kernels, True, first_apart=apart)
     return x if branches is None else jnp.concatenate(x, axis=1), cache
 
 

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from dllm_jax.engine.closures import Constants
 from dllm_jax.engine.prefix import StoredPrefix
 from dllm_jax.engine.stops import StopTable
+from dllm_jax.engine.widths import Variant
 from dllm_jax.nn.intervention import Intervention
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.base import Sampler
@@ -51,6 +52,7 @@ class Plan:
       sampler: Remasking strategy, which selects the tokens to unmask.
       layout: the geometry, padding of a bucket included.
       widths: static widths of the partial steps to compile, ascending.
+      phases: Kinds of the partial steps to compile, the policy's or its last one (`engine.widths`).
       group: Number of sequences per share that a full step runs (`engine.group`); None runs all.
       shares: Number of groups of neighbouring sequences into which a mesh splits the batch.
       stop_at_eos: finish a sequence once all positions up to an end-of-text are decoded.
@@ -70,6 +72,7 @@ class Plan:
     sampler: Sampler
     layout: Layout = dataclasses.field(metadata={"static": True})
     widths: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    phases: tuple[str, ...] = dataclasses.field(default=("",), metadata={"static": True})
     group: int | None = dataclasses.field(default=None, metadata={"static": True})
     shares: int = dataclasses.field(default=1, metadata={"static": True})
     stop_at_eos: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -83,6 +86,11 @@ class Plan:
     prefix: StoredPrefix | None = None
     logprobs: int | None = dataclasses.field(default=None, metadata={"static": True})
     drafting: Drafting | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """Kinds of steps to compile, from the cheapest to the full step."""
+        return *(Variant(width, phase) for width in self.widths for phase in self.phases), Variant(None)
 
     @property
     def step_limit(self) -> int:

@@ -28,6 +28,7 @@ from dllm_jax.engine.stats import Record
 from dllm_jax.engine.stops import begin_reading
 from dllm_jax.engine.trace import attended
 from dllm_jax.engine.verifying import verify_drafts
+from dllm_jax.engine.widths import Variant
 from dllm_jax.nn.layer import embed
 from dllm_jax.nn.mesh import constrain
 from dllm_jax.nn.model import Model
@@ -146,22 +147,22 @@ def select_positions(generation: Generation, cache: Cache, canvas: Canvas) -> Bo
     return repeat(selected & canvas.active[:, None], plan.streams)
 
 
-def step(generation: Generation, width: int | None, state: State) -> State:
+def step(generation: Generation, variant: Variant, state: State) -> State:
     """One denoising step of the sequences that it is for; the others stay as they are, and count none.
 
     Args:
       generation: the constants.
-      width: static: over so many positions per sequence, or None, over the canvas in place.
+      variant: Kind of step, static.
       state: before the step.
     """
     plan = generation.plan
-    part = takes_part(plan, width, state)
-    if width is not None or full_step_batch(plan, len(part)) == len(part):
-        return _step(generation, width, _only(state, part, plan))
+    part = takes_part(plan, variant, state)
+    if variant.width is not None or full_step_batch(plan, len(part)) == len(part):
+        return _step(generation, variant, _only(state, part, plan))
     group = choose_group(part, state.canvas, plan)
     axes = axes_of_sequences(generation.model, plan, len(state.need))
     group_state = _only(gather_state(generation, state, group, axes), part[group], plan)
-    after = _step(gather_constants(generation, group), None, group_state, group)
+    after = _step(gather_constants(generation, group), variant, group_state, group)
 
     # What only fills the group is not written back, whatever a policy's layer does to it.
     return write_back(generation, state, after, jnp.where(part[group], group, len(part)), axes)
@@ -174,11 +175,11 @@ def _only(state: State, part: Bool[Array, "b"], plan: Plan) -> State:
 
 
 def _step(
-    generation: Generation, width: int | None, state: State, sequences: Int[Array, "b"] | None = None
+    generation: Generation, variant: Variant, state: State, sequences: Int[Array, "b"] | None = None
 ) -> State:
     """Runs a step of the active sequences of a state, whose places in the trace are `sequences`."""
-    if branch_count(generation.plan, width, state.canvas.spec) > 1:
-        after, cache, record, memory = verify_drafts(generation, width, state, sequences)
+    if branch_count(generation.plan, variant.width, state.canvas.spec) > 1:
+        after, cache, record, memory = verify_drafts(generation, variant, state, sequences)
         return State(after, cache, select_positions(generation, cache, after), record, memory)
     canvas, plan = state.canvas, generation.plan
     policy, sampler = plan.policy, plan.sampler
@@ -186,7 +187,7 @@ def _step(
     streams = repeat(read, plan.streams)
 
     # The network runs over the selected positions; K/V of the others come from the policy's cache.
-    rows = computed_rows(state.need, width, canvas.spec, policy)
+    rows = computed_rows(state.need, variant, canvas.spec, policy)
     shadow = None
     if sampler.verifies or (sampler.verifies_causally and not canvas.spec.shifted):
         shadow = shadow_block(streams, sampler.verifies_causally)
@@ -230,7 +231,7 @@ def _step(
 
     # Statistics count the conditional stream alone; then the policy selects for the coming step.
     extra, cache = take_extra_positions(cache, plan.streams)
-    ran = jnp.sum(canvas.valid) if width is None else width * len(canvas.tokens)
+    ran = jnp.sum(canvas.valid) if variant.width is None else variant.width * len(canvas.tokens)
     read = stream(attended(policy, state.cache, streams, rows), 0, plan.streams)
     record = state.record.add(canvas, after, own.mask(), ran, read, extra, finite, proposal, sequences)
     if record.logprobs is not None and found is not None:

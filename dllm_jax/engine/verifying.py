@@ -24,6 +24,7 @@ from dllm_jax.engine.network import computed_rows, network
 from dllm_jax.engine.propose import propose
 from dllm_jax.engine.stats import Record
 from dllm_jax.engine.trace import attended
+from dllm_jax.engine.widths import Variant
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas, repeat
 from dllm_jax.state.proposal import Proposal
@@ -31,25 +32,25 @@ from dllm_jax.state.rows import Rows, compact_rows, gather, places, spread
 
 
 def verify_drafts(
-    generation: Generation, width: int | None, state: State, sequences: Int[Array, "b"] | None
+    generation: Generation, variant: Variant, state: State, sequences: Int[Array, "b"] | None
 ) -> tuple[Canvas, Cache, Record, Predictions]:
     """Takes as many steps of the sampler as its drafts foresaw, in one forward pass.
 
     Args:
       generation: Constants of the loop.
-      width: Static width of the step; None runs over the canvas in place.
+      variant: Kind of step, static.
       state: State before the step.
       sequences: Places of its sequences in the trace; None if they are all.
 
     Returns:
       The canvas, the cache, the statistics and the predictions after the step.
     """
-    canvas, plan = state.canvas, generation.plan
+    canvas, plan, width = state.canvas, generation.plan, variant.width
     count = branch_count(plan, width, canvas.spec)
     drafts = draft(generation, canvas, state.memory, count)
 
     # The network runs over the canvas and, at the same positions, over the drafts.
-    rows = computed_rows(state.need, width, canvas.spec, plan.policy)
+    rows = computed_rows(state.need, variant, canvas.spec, plan.policy)
     assert plan.drafting is not None, "drafts"
     widest = drafted_width(plan.policy, canvas.spec, plan.layout, plan.drafting)
     others = branch_rows(rows, state.need, drafts, widest)

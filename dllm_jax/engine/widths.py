@@ -1,13 +1,69 @@
-"""Static widths: which ones a policy's partial steps are compiled for, and which one a step takes."""
+"""Variants of a step: the widths and phases that programs are compiled for, and which one a step takes."""
 
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.policies.base import Policy
+from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from pallas_kernels.counting import any_marked, count_marked
+
+# Positions up to which a step takes as long as for one: it waits for the weights to be read. Peak FLOP/s over
+# bytes/s of bfloat16, by `jax.Device.device_kind`; of other devices the first entry of their platform.
+_GPU = {"NVIDIA H200": 206, "NVIDIA H100": 295, "NVIDIA A100": 153}
+SATURATING = {
+    "gpu": _GPU,
+    "cuda": _GPU,
+    "tpu": {"TPU v5 lite": 240, "TPU v5": 166, "TPU v6 lite": 560, "TPU7x": 312},
+    "cpu": {"": 32},
+}
+
+
+class Variant(NamedTuple):
+    """A kind of step that is compiled by itself.
+
+    Attributes:
+      width: Positions per sequence; None is a full step, over the canvas in place.
+      phase: Kind of the policy's partial steps (`Policy._phases`); "" in a full step.
+    """
+
+    width: int | None
+    phase: str = ""
+
+
+def saturating(device: jax.Device) -> int:
+    """Returns the number of positions that a device computes in the time in which it reads the weights."""
+    table = SATURATING.get(device.platform, SATURATING["cpu"])
+    found = (count for kind, count in table.items() if device.device_kind.startswith(kind))
+    return next(found, next(iter(table.values())))
+
+
+def step_phases(
+    policy: Policy,
+    spec: ModelSpec,
+    layout: Layout,
+    widths: tuple[int, ...],
+    sequences: int,
+    device: jax.Device,
+) -> tuple[str, ...]:
+    """Returns the phases of partial steps to compile: all, or the last one where the others save nothing.
+
+    Args:
+      policy: Policy of the run.
+      spec: Spec of the model.
+      layout: Geometry of the canvas.
+      widths: Widths of the partial steps.
+      sequences: Number of sequences that a device computes in a partial step.
+      device: Device that runs the steps.
+    """
+    # A part is gathered and scattered: a third more kernels, which take as long as a quarter more positions.
+    alike = 4 * sequences * max(widths, default=0) <= 5 * saturating(device)
+    return policy._phases[-1:] if alike or layout.compiles_longer_than_it_runs(spec) else policy._phases
 
 
 def step_widths(
@@ -75,3 +131,12 @@ def narrowest(
     """The index of the narrowest width that holds what every sequence needs, their number if none does."""
     too_narrow = (jnp.any(exceeds(width, need, policy, spec)) for width in widths)
     return sum((narrow.astype(jnp.int32) for narrow in too_narrow), start=jnp.int32(0))
+
+
+def last_phase(
+    phases: tuple[str, ...], canvas: Canvas, partial: Bool[Array, "b"], policy: Policy
+) -> Int[Array, ""]:
+    """The index of the first compiled phase that stands for those of all sequences in a partial step."""
+    if len(phases) == 1:
+        return jnp.int32(0)
+    return jnp.max(jnp.where(partial, policy._phase(canvas), 0))

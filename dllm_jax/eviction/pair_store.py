@@ -38,34 +38,22 @@ class PairStore(NamedTuple):
         """Number of slots of each layer and head."""
         return self.runs[..., 1]
 
-    def slots(
-        self, layer: LayerIndex, width: int, first: int | Int[Array, ""] = 0
-    ) -> tuple[Int[Array, "b k w"], Bool[Array, "b k w"]]:
-        """Slots of a layer's heads from each one's `first` on, padded to `width`, and which are real.
-
-        Args:
-          layer: index of the layer.
-          width: slots per head, static.
-          first: place in each head's run at which to begin.
-        """
+    def slots(self, layer: LayerIndex, width: int) -> tuple[Int[Array, "b k w"], Bool[Array, "b k w"]]:
+        """Slots of a layer's heads, padded to a static width, and which are real."""
         # Padding has the first index behind the store: writes drop it, reads must clip it.
-        order, runs = first + jnp.arange(width), of_layer(self.runs, layer)
+        order, runs = jnp.arange(width), of_layer(self.runs, layer)
         real = order < runs[..., 1:]
         return jnp.where(real, runs[..., :1] + order, self.k.shape[1]), real
 
     def read(
-        self,
-        layer: LayerIndex,
-        width: int,
-        first: int | Int[Array, ""] = 0,
-        readable: Bool[Array, "b l"] | None = None,
+        self, layer: LayerIndex, width: int, readable: Bool[Array, "b l"] | None = None
     ) -> tuple[Array, Array, Bool[Array, "b k 1 w"]]:
-        """Keys and values [b w k d] of one layer from each head's `first` on, padded, and which are real.
+        """Keys and values [b w k d] of one layer, padded to `width`, and which are real.
 
         Padding holds any pair of the store: the mask must hide it, as it hides pairs of positions that are
-        not `readable`. The other arguments are those of `slots`.
+        not `readable`.
         """
-        slots, real = self.slots(layer, width, first)
+        slots, real = self.slots(layer, width)
         if readable is not None:
             real &= readable[_sequence(slots), self._at(self.position, slots)]
 

@@ -19,8 +19,8 @@ from dllm_jax.nn.mlp import dense, mixture
 from dllm_jax.nn.parameters import Params
 from dllm_jax.nn.rope import Rope, grown, rotate
 from dllm_jax.nn.spec import ModelSpec
-from pallas_kernels import sparse_gather, topk_evict
-from pallas_kernels.attention import ATTENTION, HEAD_MEAN, RECEIVED
+from pallas_kernels import ragged_attention, sparse_gather, topk_evict
+from pallas_kernels.attention import ATTENTION, ATTENTION_AND_LSE, HEAD_MEAN, RECEIVED
 from pallas_kernels.attention.xla import read_in_turns
 
 LayerIndex = Int[Array, ""] | int  # a number only where `walk` unrolls layers; traced in `Policy.layer`
@@ -43,8 +43,8 @@ class Layer:
       spec: the model.
       rope: rotary tables of all canvas positions.
       index: Index of the layer.
-      kernels: implementations of attention (`attention`, `received`, `head_mean`), eviction
-        (`topk_evict`, `sparse_gather`) and experts, see `Model`.
+      kernels: implementations of attention (`attention`, `received`, `head_mean`, `ragged_attention`),
+        eviction (`topk_evict`, `sparse_gather`) and experts, see `Model`.
     """
 
     weights: Mapping[str, Any]
@@ -83,6 +83,7 @@ class Layer:
         v: Float[Array, "b s k d"],
         mask: Mask | None = None,
         lookahead: int | None = None,
+        reads_lse: bool = False,
     ) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
         """Attention and its log-sum-exp, see `pallas_kernels.attention.xla.attention`.
 
@@ -97,8 +98,10 @@ class Layer:
           mask: True where a query may attend; None means everywhere.
           lookahead: Bound on the mask: query i attends to no key from i + lookahead on. A thousand queries
             and more are then computed in segments, which do not read the keys behind them. None: no bound.
+          reads_lse: Whether the caller reads the log-sum-exp of many queries, which cuDNN does not return.
         """
-        run = lambda q, k, v, mask: self.kernels.run(ATTENTION, *self._in_order(q, k, v), mask, None)
+        operation = ATTENTION_AND_LSE if reads_lse else ATTENTION
+        run = lambda q, k, v, mask: self.kernels.run(operation, *self._in_order(q, k, v), mask, None)
         cuts = [] if lookahead is None else segments(q.shape[1], k.shape[1], lookahead)
         if len(cuts) < 2:
             return run(q, k, v, mask)
@@ -133,6 +136,12 @@ class Layer:
     ) -> Float[Array, "b q s"]:
         """Attention weights averaged over query heads: the map that d2Cache rolls out (section 4.2)."""
         return self.kernels.run(HEAD_MEAN, *self._in_order(q, k), lse, mask, None)
+
+    def ragged_attention(
+        self, q: Float[Array, "b q h d"], k: Float[Array, "b t k d"], *others: Any, **options: Any
+    ) -> Float[Array, "b q h d"]:
+        """Attention to dense pairs and each head's kept run, see `pallas_kernels.ragged_attention`."""
+        return self.kernels.run(ragged_attention.OPERATION, q, k, *others, **options)
 
     def topk_evict(
         self, score: Float[Array, "b k s"], count: Int[Array, "b k"], width: int
@@ -246,6 +255,7 @@ def walk(
     carry: Any,
     kernels: Kernels = BY_DEFAULT,
     where_used: bool = False,
+    first_apart: bool = False,
 ) -> Any:
     """Runs `run(layer, carry) -> carry` over all layers: stacked ones in a `lax.scan`, separate ones in turn.
 
@@ -258,6 +268,8 @@ def walk(
       kernels: implementations of attention, eviction and experts, see `Model`.
       where_used: read each of the stacked weights where the layer uses it (`OneOfStacked`), for layers with
         loops or branches of their own. Not for gradients: each layer's would be added to a whole stack.
+      first_apart: run the first of the stacked layers outside of the scan, with 0 as its static index; needs
+        `where_used`.
 
     Returns:
       the carry after the last layer.
@@ -277,8 +289,12 @@ def walk(
         weights = OneOfStacked(layers, index) if where_used else weights
         return (index + 1, run(Layer(weights, spec, rope, index, kernels), carry)), None
 
-    scanned = None if where_used else layers
-    return jax.lax.scan(body, (jnp.int32(0), carry), scanned, length=spec.layers)[0][1]
+    scanned, rest = None if where_used else layers, spec.layers
+    if first_apart:
+        carry = run(Layer(OneOfStacked(layers, jnp.int32(0)), spec, rope, 0, kernels), carry)
+        rest = spec.layers - 1
+    first = jnp.int32(spec.layers - rest)
+    return jax.lax.scan(body, (first, carry), scanned, length=rest)[0][1]
 
 
 def of_layer(stack: Array, layer: LayerIndex, axis: int = 0) -> Array:

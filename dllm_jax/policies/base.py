@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Any, ClassVar, Literal, final
 
-from jaxtyping import Array, Bool, Float
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.model import Model
@@ -142,6 +143,18 @@ class Policy(Options):
     _at_end: ClassVar[bool] = False
     """Whether partial steps select the last positions of the canvas, which are then computed in place. A
     selection of others makes a full step."""
+
+    _phases: ClassVar[tuple[str, ...]] = ("",)
+    """Kinds of partial steps, which `layer` sees as `Rows.phase`. Each kind can stand for those before it, so
+    a program may be compiled for the last one alone."""
+
+    def _phase(self, canvas: Canvas) -> Int[Array, "b"]:
+        """Returns the kind of each sequence's coming partial step, an index into `_phases`."""
+        return jnp.zeros(len(canvas.tokens), jnp.int32)
+
+    def _phase_of_layer(self, phase: str, layer: int | None, spec: ModelSpec) -> str:
+        """Returns the kind of one layer in a step; `layer` is None for stacked layers after the first."""
+        return phase
 
     # -- derived ------------------------------------------------------------------------------------
 

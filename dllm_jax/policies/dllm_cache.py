@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from dllm_jax.nn.arithmetic import cosine
@@ -15,12 +15,13 @@ from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, TracedPositiveInt
 from dllm_jax.policies.base import Policy
 from dllm_jax.policies.parts.branches import BranchStore
-from dllm_jax.policies.parts.control import in_trip
-from dllm_jax.policies.parts.partial import least_similar, run_narrowest
+from dllm_jax.policies.parts.partial import least_similar
 from dllm_jax.state.cache import Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
-from dllm_jax.state.rows import Rows
+from dllm_jax.state.rows import Rows, compact_rows, full_rows
+
+UPDATE, REFRESH = "update", "refresh"  # phases: some of the response is recomputed, or all of it may be
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,7 @@ class DLLMCache(Policy):
     ratio: Fraction = 0.25
 
     _at_end: ClassVar[bool] = True
+    _phases: ClassVar[tuple[str, ...]] = UPDATE, REFRESH
     renews_keys: ClassVar[bool] = False
     """Whether every step renews the keys of the whole response, as it does the values."""
 
@@ -73,6 +75,16 @@ class DLLMCache(Policy):
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
         """The response and, with a shifted head, the position before it."""
         return (layout.response_inputs(spec.shifted),)
+
+    @override
+    def _phase(self, canvas: Canvas) -> Int[Array, "b"]:
+        """A refresh where the response is due."""
+        return self.due(canvas, False)[1][:, 0].astype(jnp.int32)
+
+    @override
+    def _phase_of_layer(self, phase: str, layer: int | None, spec: ModelSpec) -> str:
+        """The first layer refreshes the response in every step."""
+        return REFRESH if layer == 0 else phase
 
     def due(
         self, canvas: Canvas, first: Bool[Array, ""] | bool
@@ -110,10 +122,9 @@ class DLLMCache(Policy):
         """Those of a set that this layer updates between refreshes; `size` is its own where it is known."""
         return least_similar(similarity, among, self.ratio, size=size)
 
-    @property
-    def ratios_of_widths(self) -> tuple[float, ...]:
-        """Fractions of the response that have a width of their own; ascending, the last holds any update."""
-        return (self.ratio,)
+    def updated(self, phase: str, response: int) -> int | None:
+        """Number of response positions that a layer updates in a phase; None if it may be any of them."""
+        return int(response * self.ratio) if phase == UPDATE else None
 
     def renew(
         self,
@@ -138,31 +149,24 @@ class DLLMCache(Policy):
         self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
     ) -> tuple[Float[Array, "b q m"], LayerCache]:
         """New values, keys and branch outputs of the stale positions, cached branch outputs of the others."""
-        response, tail = canvas.layout.response, rows.last(cache.read().mlp.shape[1])
+        tail = rows.last(cache.read().mlp.shape[1])
 
         # What changed is asked before this step's values take the place of the last one's.
         value = layer.value(x)
         stale = self.stale(layer, value, cache, rows, canvas)
         cache = self.renew(layer, x, value, stale, cache, rows, canvas)
 
-        # Stale positions go through attention and MLP, in the narrowest width that holds them.
-        def refresh(trip, places, some, carry):
-            here, (cache, attended, mlp) = layer.in_trip(trip).at(some.index), carry
-            stream = places.take(in_trip(trip, x))
+        # Stale positions go through attention and MLP: in place where a refresh may be due, else gathered.
+        stored, width = cache.read(), self.updated(rows.phase, canvas.layout.response)
+        attended, mlp = tail.take(stored.attention), tail.take(stored.mlp)
+        places = full_rows(stale) if width is None else compact_rows(stale, width)
+        if places.index.size:
+            some = rows.where(stale) if width is None else rows.at(places)
+            here, stream = layer.at(some.index), places.take(x)
             o, cache = self.attend(here, stream, value, cache, rows, some, canvas)
             attention_branch = here.out(o)
             mlp_branch = here.mlp(stream + attention_branch)
-            return cache, places.put(attended, attention_branch), places.put(mlp, mlp_branch)
-
-        # Two widths: what a partial update holds, the position before the response included, and all of them.
-        # With a long prompt, which is rarely due, or a small model the first saves too little to compile it.
-        stored, every = cache.read(), x.shape[1]
-        short = canvas.layout.compiles_longer_than_it_runs(layer.spec)
-        ratios = () if short else self.ratios_of_widths
-        partial = [every - response + int(response * ratio) for ratio in ratios]
-        widths = (*(few for few in partial if 0 < 2 * few <= every), every)
-        carry = cache, tail.take(stored.attention), tail.take(stored.mlp)
-        cache, attended, mlp = run_narrowest(stale, widths, rows, refresh, carry, skips=not short)
+            attended, mlp = places.put(attended, attention_branch), places.put(mlp, mlp_branch)
 
         # The residual stream is new everywhere; the other positions add their cached branch outputs to it.
         # In a partial step in place these are what is stored, so that no old ones are read again.

@@ -11,13 +11,15 @@ from dllm_jax.nn.arithmetic import cosine
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, NoneMeans, TracedPositiveInt
-from dllm_jax.policies.dllm_cache import DLLMCache, after_reading
+from dllm_jax.policies.dllm_cache import UPDATE, DLLMCache, after_reading
 from dllm_jax.policies.parts.partial import gaussian_ratios, least_similar
 from dllm_jax.policies.parts.value_proxy import ValueProxy
 from dllm_jax.state.cache import Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows
+
+HALF = "half_update"  # phase of a layer that updates at most half of the peak's share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,15 +97,22 @@ class SPACache(DLLMCache):
     def most_changed(
         self, layer: Layer, similarity: Float[Array, "b q"], among: Bool[Array, "b q"], size: int | None
     ) -> Bool[Array, "b q"]:
-        shape = self.ratio, self.start, self.end, self.peak, self.least
-        ratios = gaussian_ratios(layer.spec.layers, *shape)
-        return least_similar(similarity, among, ratios, layer.index, size)
+        return least_similar(similarity, among, self._ratios(layer.spec), layer.index, size)
 
-    @property
+    def _ratios(self, spec: ModelSpec) -> tuple[float, ...]:
+        """Shares of updates by layer."""
+        return gaussian_ratios(spec.layers, self.ratio, self.start, self.end, self.peak, self.least)
+
     @override
-    def ratios_of_widths(self) -> tuple[float, ...]:
-        """The peak's, and half of it for the layers that update less."""
-        return self.ratio / 2, self.ratio
+    def _phase_of_layer(self, phase: str, layer: int | None, spec: ModelSpec) -> str:
+        """Layers that update at most half of the peak's share have a width of their own."""
+        if phase == UPDATE and layer and 2 * self._ratios(spec)[layer] <= self.ratio:
+            return HALF
+        return super()._phase_of_layer(phase, layer, spec)
+
+    @override
+    def updated(self, phase: str, response: int) -> int | None:
+        return int(response * self.ratio / 2) if phase == HALF else super().updated(phase, response)
 
     @override
     def renew(

@@ -26,12 +26,14 @@ class Rows:
         that nothing is gathered or scattered. Never inferred from the width.
       in_one_block: Whether a sequence's entries lie in one of the model's own blocks (static), so that they
         attend to the same keys.
+      phase: Kind of the partial step, one of the policy's `_phases` (static); "" in full steps.
     """
 
     index: Int[Array, "b q"]
     length: int = dataclasses.field(metadata={"static": True})
     in_place: bool = dataclasses.field(default=False, metadata={"static": True})
     in_one_block: bool = dataclasses.field(default=False, metadata={"static": True})
+    phase: str = dataclasses.field(default="", metadata={"static": True})
 
     @property
     def full(self) -> bool:
@@ -105,6 +107,12 @@ class Rows:
     def where(self, chosen: Bool[Array, "b q"]) -> "Rows":
         """The same entries, those that are not chosen turned into padding."""
         return dataclasses.replace(self, index=jnp.where(chosen, self.index, self.length))
+
+    def at(self, places: "Rows") -> "Rows":
+        """The entries at these places of the rows; a place that is padding is padding."""
+        index = jnp.pad(self.index, ((0, 0), (0, 1)), constant_values=self.length)
+        index = jnp.take_along_axis(index, places.index, axis=1)
+        return Rows(index, self.length, in_one_block=self.in_one_block)
 
     def last(self, slots: int) -> "Rows":
         """The rows as slots of a store that holds the last `slots` positions; all others are padding."""

@@ -10,7 +10,7 @@ from pallas_kernels.attention import xla
 from pallas_kernels.attention.xla import Mask, check_shapes
 from pallas_kernels.choice import Implementation, Operation, imported
 
-__all__ = ["ATTENTION", "HEAD_MEAN", "RECEIVED", "attention", "head_mean", "received"]
+__all__ = ["ATTENTION", "ATTENTION_AND_LSE", "HEAD_MEAN", "RECEIVED", "attention", "head_mean", "received"]
 
 
 def _check(q, k, *others) -> None:
@@ -37,6 +37,8 @@ ATTENTION = dataclasses.replace(
     xla=xla.attention_by_sequence,
     cudnn=imported("pallas_kernels.attention.cudnn", "attention"),
 )
+# Where the log-sum-exp is read, an implementation that returns it saves XLA all scores (`cudnn.attention`).
+ATTENTION_AND_LSE = dataclasses.replace(ATTENTION, name="attention_and_lse")
 RECEIVED = _operation(xla.received, "bqhd bskd bhq bq bkqs bk", "bks")
 HEAD_MEAN = _operation(xla.head_mean, "bqhd bskd bhq bkqs bk", "bqs", averages_heads=True)
 

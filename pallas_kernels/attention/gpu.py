@@ -4,7 +4,8 @@ Programs run in no order and share nothing, so each walks by itself over what it
 
 | kernel | grid | a program |
 |---|---|---|
-| `attention` | slot range, sequence, KV head, query tile | walks over its slots; XLA merges the ranges |
+| `attention` | slot range, sequence, KV head, query tile | walks over its slots |
+| `merge` | sequence, KV head, query tile | adds up the ranges of its queries |
 | `received` | sequence, KV head, slot tile | walks over the queries with its 64 keys |
 | `head_mean` | sequence, query tile, slot tile | walks over the KV heads for its positions and 64 slots |
 
@@ -16,19 +17,19 @@ Faster than cuDNN for the queries of a block, slower for a thousand (docs/backgr
 Triton backend is deprecated since jax 0.11, and Mosaic GPU, which replaces it, wants another kernel.
 """
 
+import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention.shared import (
     OnlineSoftmax,
     by_kv_head,
-    by_position,
     check_supported,
     extent,
     lse_column,
@@ -54,45 +55,113 @@ def attention(
     lengths: Int[Array, "b k"] | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
-    """As `xla.attention`; the slots are split among programs, and XLA merges their sums (flash decoding).
+    """As `xla.attention`; the slots are split among programs, whose sums are merged (flash decoding).
 
     Raises:
       NotImplementedError: heads not 16, 32, 64 or 128 wide, no slots, no queries, a mask that differs between
         more than 128 query positions, or other dtypes than float32 and bfloat16, or two of them.
     """
     check_supported(WIDTHS, k, mask, lengths, MASKED_QUERIES, q=q, v=v)
-    batch, slots, kv_heads, head = k.shape
     ends, visible = extent(k, mask, lengths)
-    grouped = by_kv_head(q, kv_heads)
-    count = grouped.shape[2]
-    query_tile, filled = _padding(count)
-    grouped = filled(grouped)
-
-    # Few queries make few programs: then the slots are split into as many ranges as keep the processors busy.
-    query_tiles, tiles = grouped.shape[2] // query_tile, pl.cdiv(slots, TILE)
-    each = pl.cdiv(tiles, min(tiles, pl.cdiv(PROGRAMS, batch * kv_heads * query_tiles)))  # tiles of a range
-    ranges = pl.cdiv(tiles, each)
-
-    # Queries: the i-th tile of kv head h. The sums over slot range n are laid out alike, behind an axis of
-    # ranges.
-    of_queries = pl.BlockSpec((1, 1, query_tile, head), lambda n, b, h, i: (b, h, i, 0))
-    part = lambda width: pl.BlockSpec((1, 1, 1, query_tile, width), lambda n, b, h, i: (n, b, h, i, 0))
-    sums = jax.eval_shape(functools.partial(OnlineSoftmax.empty, grouped.shape))
+    queries, tiles = Queries.of(q, k.shape[2]), pl.cdiv(k.shape[1], TILE)
+    ranges = queries.ranges(tiles)
     others = [k, v, ends] + ([] if visible is None else [visible.astype(jnp.int8)])
     parts = pl.pallas_call(
-        functools.partial(_attention, each=each, queries=q.shape[1]),
-        grid=(ranges, batch, kv_heads, query_tiles),
-        in_specs=[of_queries, *[WHOLE] * len(others)],
-        out_specs=[part(x.shape[-1]) for x in sums],
-        out_shape=[jax.ShapeDtypeStruct((ranges, *x.shape), x.dtype) for x in sums],
+        functools.partial(_attention, each=pl.cdiv(tiles, ranges), queries=q.shape[1]),
+        grid=(ranges, *queries.grid),
+        in_specs=[queries.spec, *[WHOLE] * len(others)],
+        out_specs=queries.part_specs,
+        out_shape=queries.parts(ranges),
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="attention",
-    )(grouped, *others)
-    out, lse = OnlineSoftmax(*parts).merged().result()
-    out, lse = by_position(out[:, :, :count], lse[:, :, :count], q)
-    # Else XLA turns the weights of the output projection around, in every step, to the order of these sums.
-    return with_layout_constraint(out, Layout((0, 1, 2, 3))), lse
+    )(queries.grouped, *others)
+    return finish(OnlineSoftmax(*parts), q, queries, interpret)
+
+
+@dataclasses.dataclass(frozen=True)
+class Queries:
+    """Queries in tiles of one KV head.
+
+    Attributes:
+      grouped: Queries by the KV head that they read, filled up to whole tiles.
+      tile: Number of queries of a tile.
+    """
+
+    grouped: Float[Array, "b k n d"]
+    tile: int
+
+    @classmethod
+    def of(cls, q: Float[Array, "b q h d"], kv_heads: int) -> "Queries":
+        """Groups queries."""
+        grouped = by_kv_head(q, kv_heads)
+        tile, filled = _padding(grouped.shape[2])
+        return cls(filled(grouped), tile)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Sequences, KV heads and tiles of queries."""
+        return *self.grouped.shape[:2], self.grouped.shape[2] // self.tile
+
+    def ranges(self, tiles: int) -> int:
+        """Number of ranges into which tiles of slots are split, so that few queries keep processors busy."""
+        each = pl.cdiv(tiles, min(tiles, max(PROGRAMS // math.prod(self.grid), 1)))
+        return pl.cdiv(tiles, each)
+
+    @property
+    def spec(self) -> pl.BlockSpec:
+        """The i-th tile of KV head h."""
+        return pl.BlockSpec((1, 1, self.tile, self.grouped.shape[3]), lambda n, b, h, i: (b, h, i, 0))
+
+    @property
+    def part_specs(self) -> list[pl.BlockSpec]:
+        """The sums over slot range n, laid out alike, after an axis of ranges."""
+        part = lambda width: pl.BlockSpec((1, 1, 1, self.tile, width), lambda n, b, h, i: (n, b, h, i, 0))
+        return [part(width) for width in (1, 1, self.grouped.shape[3])]
+
+    def parts(self, ranges: int) -> list[jax.ShapeDtypeStruct]:
+        """Shapes of the sums of all ranges."""
+        sums = jax.eval_shape(functools.partial(OnlineSoftmax.empty, self.grouped.shape))
+        return [jax.ShapeDtypeStruct((ranges, *x.shape), x.dtype) for x in sums]
+
+
+def finish(
+    parts: OnlineSoftmax, q: Float[Array, "b q h d"], queries: Queries, interpret: bool
+) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
+    """Attention and its log-sum-exp, in the shape and dtype of q, from the sums of all ranges [n b k n d]."""
+    ranges, size = len(parts.top), q.shape[1]
+    part = lambda width: pl.BlockSpec((ranges, 1, 1, queries.tile, width), lambda b, h, i: (0, b, h, i, 0))
+    lse = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], size), jnp.float32)
+    return pl.pallas_call(
+        functools.partial(_merge, queries=size, groups=q.shape[2] // queries.grid[1]),
+        grid=queries.grid,
+        in_specs=[part(x.shape[-1]) for x in parts],
+        out_specs=[WHOLE, WHOLE],
+        out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), lse],
+        compiler_params=plt.CompilerParams(num_warps=4),
+        interpret=interpret,
+        name="merge",
+    )(*parts)
+
+
+def _merge(top_ref, total_ref, sum_ref, out_ref, lse_ref, *, queries, groups):
+    """Adds up one tile's sums over all ranges, and writes the result where its queries and heads lie."""
+    b, h, i = (pl.program_id(axis) for axis in range(3))
+    of_range = lambda n: OnlineSoftmax(*(ref[n, 0, 0] for ref in (top_ref, total_ref, sum_ref)))
+    sums = of_range(0)
+    for n in range(1, top_ref.shape[0]):
+        sums = sums.plus(of_range(n))
+    out, lse = sums.result()
+    row = rows_of_tile(i, len(out))
+    head, position, real = h * groups + row // queries, row % queries, row < groups * queries
+    column = jax.lax.broadcasted_iota(jnp.int32, (1, out.shape[1]), 1)
+    plt.store(out_ref.at[b, position, head, column], out.astype(out_ref.dtype), mask=real)
+    plt.store(lse_ref.at[b, head, position], lse, mask=real)
+
+
+def rows_of_tile(i, size: int) -> Int[Array, "n 1"]:
+    """Numbers of the i-th tile's queries among those of a KV head, of one query head after another."""
+    return i * size + jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0)
 
 
 def _attention(q_ref, k_ref, v_ref, ends_ref, *rest, each, queries):
@@ -100,19 +169,23 @@ def _attention(q_ref, k_ref, v_ref, ends_ref, *rest, each, queries):
     *mask_ref, top_ref, total_ref, sum_ref = rest
     n, b, h, i = (pl.program_id(axis) for axis in range(4))
     q = q_ref[0, 0]
-    # Query positions of the tile's rows, of one query head after another.
-    position = (i * len(q) + jax.lax.broadcasted_iota(jnp.int32, (len(q), 1), 0)) % queries
+    position = rows_of_tile(i, len(q)) % queries
 
     def add(j, sums):
-        visible = _visible(b, h, j, ends_ref, mask_ref, position)
-        # Slots that no row may attend to may be NaN: they are not loaded, and are 0 instead.
-        load = lambda ref: _pairs(ref, b, h, j, visible)
-        return sums.add(scores(q, load(k_ref)), visible, load(v_ref))
+        return dense_tile(sums, q, b, h, j, k_ref, v_ref, ends_ref, mask_ref, position)
 
     last = jnp.minimum((n + 1) * each, pl.cdiv(ends_ref[b, h], TILE))
     sums = jax.lax.fori_loop(n * each, last, add, OnlineSoftmax.empty(q.shape))
     for ref, value in zip((top_ref, total_ref, sum_ref), sums, strict=True):
         ref[0, 0, 0] = value
+
+
+def dense_tile(sums: OnlineSoftmax, q, b, h, j, k_ref, v_ref, ends_ref, mask_ref, position) -> OnlineSoftmax:
+    """The sums of a tile of queries with tile j of KV head h's slots; arguments as of `_visible`."""
+    # Slots that no row may attend to may be NaN: they are not loaded, and are 0 instead.
+    visible = _visible(b, h, j, ends_ref, mask_ref, position)
+    load = lambda ref: _pairs(ref, b, h, j, visible)
+    return sums.add(scores(q, load(k_ref)), visible, load(v_ref))
 
 
 def received(

@@ -150,11 +150,13 @@ class OnlineSoftmax(NamedTuple):
             out=self.out * rescale + _product(weight.astype(v.dtype), v, 0),
         )
 
-    def merged(self) -> "OnlineSoftmax":
-        """The sums over all slots, from those of several ranges of slots stacked on the first axis."""
-        top = jnp.max(self.top, axis=0)
-        rescale = jnp.exp(self.top - top)
-        return OnlineSoftmax(top, jnp.sum(self.total * rescale, axis=0), jnp.sum(self.out * rescale, axis=0))
+    def plus(self, other: "OnlineSoftmax") -> "OnlineSoftmax":
+        """The sums over two ranges of slots."""
+        top = jnp.maximum(self.top, other.top)
+        ours, theirs = jnp.exp(self.top - top), jnp.exp(other.top - top)
+        return OnlineSoftmax(
+            top, self.total * ours + other.total * theirs, self.out * ours + other.out * theirs
+        )
 
     def result(self) -> tuple[Float[Array, "*b n d"], Float[Array, "*b n 1"]]:
         """Attention and log-sum-exp after the last tile; 0 and -inf for queries that saw nothing."""

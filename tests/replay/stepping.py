@@ -17,6 +17,7 @@ from dllm_jax.engine.loop import begin, next_variant, recorded_steps
 from dllm_jax.engine.plan import Inputs, Plan
 from dllm_jax.engine.step import State, computed_rows, network, step
 from dllm_jax.engine.trace import Trace
+from dllm_jax.engine.widths import Variant
 from dllm_jax.nn.arithmetic import cosine
 from dllm_jax.nn.layer import unembed
 from dllm_jax.policies.evicted import evicted
@@ -89,9 +90,9 @@ def log_of(state: State) -> Log:
     return state.cache.shared[1]
 
 
-@functools.partial(jax.jit, static_argnames="width")
-def _step(model: dj.Model, inputs: Inputs, plan: Plan, width: int | None, state: State) -> State:
-    return step(Generation.of(model, inputs, plan), width, state)
+@functools.partial(jax.jit, static_argnames="variant")
+def _step(model: dj.Model, inputs: Inputs, plan: Plan, variant: Variant, state: State) -> State:
+    return step(Generation.of(model, inputs, plan), variant, state)
 
 
 def states(model: dj.Model, prompt, **options) -> Iterator[State]:
@@ -100,9 +101,8 @@ def states(model: dj.Model, prompt, **options) -> Iterator[State]:
     state = begin(model, inputs, plan)
     yield state
     while bool(state.canvas.active.any()):
-        variant = int(next_variant(plan, state))
-        width = None if variant == len(plan.widths) else plan.widths[variant]
-        state = _step(model, inputs, plan, width, state)
+        variant = plan.variants[int(next_variant(plan, state))]
+        state = _step(model, inputs, plan, variant, state)
         yield state
 
 
@@ -116,10 +116,10 @@ def trace_of(ran: list[State]) -> Trace:
     return trace._replace(tokens=trace.tokens[: steps + 1, :, :shown], active=trace.active[:steps], **cut)
 
 
-@functools.partial(jax.jit, static_argnames="width")
-def _logits(model: dj.Model, inputs: Inputs, plan: Plan, width: int | None, state: State):
+@functools.partial(jax.jit, static_argnames="variant")
+def _logits(model: dj.Model, inputs: Inputs, plan: Plan, variant: Variant, state: State):
     canvas = state.canvas
-    rows = computed_rows(state.need, width, canvas.spec, plan.policy)
+    rows = computed_rows(state.need, variant, canvas.spec, plan.policy)
     hidden, cache = network(Generation.of(model, inputs, plan), canvas.tokens, canvas, rows, state.cache)
     return scatter(jnp.zeros((*canvas.tokens.shape, model.spec.vocab)), rows.index,
                    unembed(model.params, model.spec, hidden)), cache  # fmt: skip
@@ -128,5 +128,4 @@ def _logits(model: dj.Model, inputs: Inputs, plan: Plan, width: int | None, stat
 def step_logits(model: dj.Model, prompt, state: State, **options) -> tuple[Float[Array, "b l v"], Any]:
     """Logits of the computed positions in the step after a state of `states`, 0 elsewhere; and the cache."""
     inputs, plan, *_ = prepare(model, prompt, **options)
-    variant = int(next_variant(plan, state))
-    return _logits(model, inputs, plan, None if variant == len(plan.widths) else plan.widths[variant], state)
+    return _logits(model, inputs, plan, plan.variants[int(next_variant(plan, state))], state)

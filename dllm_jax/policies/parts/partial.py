@@ -67,14 +67,11 @@ def run_narrowest(
     if (rows.full or not skips) and widths == (entries,):
         return body(None, *in_place, carry)
 
-    # One entry more than there are rows: what padding, whose place is the width, reads is padding again.
-    position = jnp.pad(rows.index, ((0, 0), (0, 1)), constant_values=rows.length)
     needed, narrower = jnp.max(count_marked(marked)), jnp.int32(0)
 
     def narrowed(width: int) -> tuple[Rows, Rows]:
         places = compact_rows(marked, width)
-        index = jnp.take_along_axis(position, places.index, axis=1)
-        return places, Rows(index, rows.length, in_one_block=rows.in_one_block)
+        return places, rows.at(places)
 
     # Each width is a loop of one trip or none: branches of a `lax.switch` would copy the caches they write.
     for width in widths:

@@ -149,7 +149,8 @@ class PromptEviction(Policy):
             in_response = jnp.broadcast_to(real, (*in_prompt.shape[:3], dense.k.shape[1]))
             mask = jnp.concatenate([in_prompt, in_response], axis=-1)
         k = jnp.concatenate([prompt_k, dense.k], axis=1)
-        o, lse = layer.attention(q, k, jnp.concatenate([prompt_v, dense.v], axis=1), mask)
+        v = jnp.concatenate([prompt_v, dense.v], axis=1)
+        o, lse = layer.attention(q, k, v, mask, reads_lse=True)
 
         # Equations 7 and 14: votes and each head's preference choose what is kept (equation 16). What is
         # dense needs no pair.

@@ -102,5 +102,5 @@ def _compute(
     q, k = layer.qk(x, rows.positions)
     cache = cache.write(keep, k=k, v=layer.value(x))
     now = cache.read()
-    o, lse = layer.attention(q, now.k, now.v, cache.attends(rows, canvas))
+    o, lse = layer.attention(q, now.k, now.v, cache.attends(rows, canvas), reads_lse=True)
     return LayerResult(layer.finish(x, o), q, lse, cache)
