@@ -12,7 +12,9 @@ import re
 import pytest
 
 from bench.compiled import recorded, traffic
-from bench.compiled.program import Case, compile_case, step_totals
+from bench.compiled.launches import Launches
+from bench.compiled.program import Case, compile_case, scope_of, skipped, step_totals
+from bench.compiled.traffic import FREE
 from dllm_jax import policies
 from pallas_kernels.attention.xla import AGAIN
 from tests import DATA, DOCS, table
@@ -67,8 +69,19 @@ def test_a_step_leaves_out_what_only_a_refresh_or_hidden_slots_run(of_it, scope)
         text = text.replace(line, f'{line}, metadata={{op_name="{source}"}}')
     entry = traffic.program(text)
     own, inside = 2 * 4 * LAYER, 4 * entry.inner[0].bytes
-    assert step_totals(entry, skip=None) == (own + (0 if scope == AGAIN else inside), 0, 0)
-    assert step_totals(entry, skip="refresh") == (own + (0 if of_it == 2 else inside), 0, 0)
+    assert step_totals(entry, skipped("full")) == (own + (0 if scope == AGAIN else inside), 0, 0)
+    assert step_totals(entry, skipped("reuse")) == (own + (0 if of_it == 2 else inside), 0, 0)
+    left_out = lambda loop: bool(scope_of(loop, skipped("reuse")))
+    waiting = dataclasses.replace(entry, inner=(dataclasses.replace(entry.inner[0], trips=None),))
+    outside, inner = (sum(m.instruction.op not in FREE for m in one.moves) for one in (entry, *entry.inner))
+    assert Launches.of(entry, left_out) == (outside + (0 if of_it == 2 else 4 * inner), 0)
+    assert Launches.of(waiting, left_out) == (outside + (0 if of_it == 2 else inner), 1)
+
+
+def test_launches_of_a_layer_are_those_that_one_more_layer_adds():
+    two, three = Launches(kernels=2 * 15 + 36, waits=2 + 1), Launches(kernels=3 * 15 + 36, waits=3 + 1)
+    expected = dict(kernels_per_layer=15, waits_per_layer=1, kernels_outside=36, waits_outside=1)
+    assert three.by_layer(two, layers=2) == expected
 
 
 def test_a_step_runs_one_of_the_widths_of_an_update():
@@ -80,7 +93,7 @@ def test_a_step_runs_one_of_the_widths_of_an_update():
         moves = tuple(dataclasses.replace(move, instruction=of(move)) for move in inner.moves)
         loops.append(dataclasses.replace(inner, moves=moves, trips=trips))
     step = dataclasses.replace(entry, inner=tuple(loops))
-    assert step_totals(step, skip=None).bytes == entry.bytes + 6 * inner.bytes
+    assert step_totals(step, skipped("full")).bytes == entry.bytes + 6 * inner.bytes
 
 
 @pytest.mark.parametrize("target", ["v6e", "v5e"])

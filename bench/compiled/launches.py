@@ -5,6 +5,7 @@ known number of trips launches its body so often. A loop or a branch whose condi
 the host wait for the device; its bodies count once each, as if all of them ran.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from bench.compiled.traffic import FREE, Loop
@@ -22,12 +23,12 @@ class Launches(NamedTuple):
     waits: int
 
     @classmethod
-    def of(cls, loop: Loop) -> "Launches":
-        """Counts a loop's trip, inner loops included."""
+    def of(cls, loop: Loop, skipped: Callable[[Loop], bool]) -> "Launches":
+        """Counts a loop's trip, inner loops included; of skipped ones only the wait for their condition."""
         kernels = sum(_is_launched(move.instruction.op) for move in loop.moves)
         waits = len({inner.what for inner in loop.inner if inner.trips is None})
-        for inner in loop.inner:
-            trips, each = 1 if inner.trips is None else inner.trips, cls.of(inner)
+        for inner in (inner for inner in loop.inner if not skipped(inner)):
+            trips, each = 1 if inner.trips is None else inner.trips, cls.of(inner, skipped)
             kernels, waits = kernels + trips * each.kernels, waits + trips * each.waits
         return cls(kernels, waits)
 

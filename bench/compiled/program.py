@@ -122,7 +122,9 @@ def compile_case(case: Case) -> tuple[dict[str, Any], str]:
         more = traffic.program(_text(_compiled(deeper)[0]), case.on.cache, case.read)
         for kind in (kind for kind in KINDS if f"{kind}_step" in row):
             step = row[f"{kind}_step"]
-            one, other = (Launches.of(_loop_of(entry, step["variant"])) for entry in (program, more))
+            left_out = lambda loop, kind=kind: bool(scope_of(loop, skipped(kind)))
+            steps = (_loop_of(entry, step["variant"]) for entry in (program, more))
+            one, other = (Launches.of(loop, left_out) for loop in steps)
             step |= other.by_layer(one, case.spec.layers)
     return row, text
 
@@ -179,8 +181,7 @@ def _traffic(case: Case, entry: traffic.Loop, placed: Placed | None) -> dict[str
     found["step_variants"] = len(placed.plan.variants)
     for kind, (variant, cost) in _steps(case, placed).items():
         loop = _loop_of(entry, scope(variant))
-        # What only a refresh runs is left out of a reuse step.
-        total, floor = step_totals(loop, skip=None if kind == "full" else REFRESH), cost.bytes / case.tp
+        total, floor = step_totals(loop, skipped(kind)), cost.bytes / case.tp
         found[f"{kind}_step"] = {
             "variant": scope(variant), "bytes": total.bytes, "cached_bytes": total.cached,
             "estimated_cycles": total.cycles, "roofline_bytes": round(floor),
@@ -236,24 +237,25 @@ class Totals(NamedTuple):
     cycles: int
 
 
-def step_totals(loop: traffic.Loop, skip: str | None) -> Totals:
-    """The totals of a step: loops that depend on the data run once, those of a skipped scope never.
+def skipped(kind: str) -> str:
+    """Scopes of what a step of a kind does not run: layers that run again, attention without hidden slots."""
+    return f"/{AGAIN}/" if kind == "full" else f"/({AGAIN}|{REFRESH})/"
 
-    Nor what attention runs only where hidden slots are not finite.
-    """
+
+def step_totals(loop: traffic.Loop, left_out: str) -> Totals:
+    """The totals of a step: loops that depend on the data run once, those of skipped scopes never."""
     # Of the widths of an update a layer runs one: the widest counts. A scan over the layers is a loop with
     # known trips: its body counts once per layer.
     total = Totals(loop.bytes, loop.cached, loop.cycles)
-    widths = [int(_scope(inner, rf"(?<=/{UPDATE})\d+(?=/)") or 0) for inner in loop.inner]
-    skipped = f"/{AGAIN}/" if skip is None else f"/({AGAIN}|{skip})/"
+    widths = [int(scope_of(inner, rf"(?<=/{UPDATE})\d+(?=/)") or 0) for inner in loop.inner]
     for inner, width in zip(loop.inner, widths, strict=True):
-        if width in (0, max(widths)) and not _scope(inner, skipped):
-            trips, each = 1 if inner.trips is None else inner.trips, step_totals(inner, skip)
+        if width in (0, max(widths)) and not scope_of(inner, left_out):
+            trips, each = 1 if inner.trips is None else inner.trips, step_totals(inner, left_out)
             total = Totals(*(sum_ + trips * one for sum_, one in zip(total, each, strict=True)))
     return total
 
 
-def _scope(loop: traffic.Loop, pattern: str) -> str | None:
+def scope_of(loop: traffic.Loop, pattern: str) -> str | None:
     """Finds a pattern in the sources of most of a loop's own operations; some come from other loops."""
     sources = [move.instruction.source for move in loop.moves if move.instruction.source]
     found = [match.group() for source in sources if (match := re.search(pattern, source))]

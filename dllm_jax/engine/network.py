@@ -1,6 +1,7 @@
 """The network of one step: computed positions, and further canvases beside them, through all layers."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -14,6 +15,7 @@ from dllm_jax.nn.layer import Layer, embed, traced_once, walk
 from dllm_jax.nn.low_rank import acting_in
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
+from dllm_jax.policies.parts.control import REFRESH, when
 from dllm_jax.state.cache import Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows, compact_rows, full_rows, last_rows
@@ -69,23 +71,34 @@ def network(
     cache = policy.before_layers(cache, canvas, rows)
     layer = policy.layer if branches is None else over_branches(policy.layer, branches)
 
-    def through(weights: Layer, x, view: LayerCache, rows: Rows):
+    def through(method, weights: Layer, x, view: LayerCache, rows: Rows):
         weights = intervened(weights, interventions, rows.index, canvas.step)
-        x, view = layer(weights, x, view, rows, canvas)
+        x, view = method(weights, x, view, rows, canvas)
         if isinstance(weights, IntervenedLayer):
             weights.check_reached(policy.layer.__qualname__)
         return x, view
 
-    through = traced_once(through, params)
+    first, again = (
+        traced_once(functools.partial(through, method), params) for method in (layer, policy._repair)
+    )
+    view_of = lambda cache, index: LayerCache.of(cache, index, model.kernels, readable)
 
     def run(weights: Layer, carry):
         # A policy may run some layers in another phase than the step's, which is static.
         x, cache = carry
         index = weights.index if isinstance(weights.index, int) else None
         phase = policy._phase_of_layer(rows.phase, index, model.spec) if rows.phase else ""
-        view = LayerCache.of(cache, weights.index, model.kernels, readable)
-        x, view = through(weights, x, view, dataclasses.replace(rows, phase=phase))
+        here = dataclasses.replace(rows, phase=phase)
+        x, view = first(weights, x, view_of(cache, weights.index), here)
         return x, view.into(cache, weights.index)
+
+    def repair(weights: Layer, carry):
+        def change(carry):
+            x, cache = carry
+            x, view = again(weights, x, view_of(cache, weights.index), rows)
+            return x, view.into(cache, weights.index)
+
+        return when(jnp.any(policy._repairs(carry[1], canvas, weights.index)), change, carry, name=REFRESH)
 
     if generation.plan.sampler.draft_adapter:
         params = acting_in(params, ~canvas.causal[:, 0], model.spec.layers)
@@ -94,7 +107,13 @@ def network(
     start = x if branches is None else (x, branches.embedded(params, embeds))
     rope = rope.padded(canvas.valid, model.spec)
     apart = rows.phase not in ("", policy._phases[-1])
-    x, cache = walk(params, model.spec, rope, run, (start, cache), model.kernels, True, first_apart=apart)
+    through_all = functools.partial(walk, params, model.spec, rope, kernels=model.kernels, where_used=True)
+    x, cache = through_all(run, (start, cache), first_apart=apart)
+
+    # Whether layers run again is decided once per step: no layer waits for it.
+    more = None if rows.full else policy._repairs(cache, canvas, model.spec.layers - 1)
+    if more is not None:
+        x, cache = when(jnp.any(more), functools.partial(through_all, repair), (x, cache), name=REFRESH)
     return x if branches is None else jnp.concatenate(x, axis=1), cache
 
 

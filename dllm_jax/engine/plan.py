@@ -52,7 +52,6 @@ class Plan:
       sampler: Remasking strategy, which selects the tokens to unmask.
       layout: the geometry, padding of a bucket included.
       widths: static widths of the partial steps to compile, ascending.
-      phases: Kinds of the partial steps to compile, the policy's or its last one (`engine.widths`).
       group: Number of sequences per share that a full step runs (`engine.group`); None runs all.
       shares: Number of groups of neighbouring sequences into which a mesh splits the batch.
       stop_at_eos: finish a sequence once all positions up to an end-of-text are decoded.
@@ -66,13 +65,13 @@ class Plan:
       prefix: Keys and values of what all prompts begin with; None if nothing is reused.
       logprobs: Number of most likely tokens to record with each decoded token; None records nothing.
       drafting: How steps of the sampler are drafted; None takes one per forward pass.
+      phases: Kinds of the partial steps to compile, the policy's or its last one (`engine.widths`).
     """
 
     policy: Policy
     sampler: Sampler
     layout: Layout = dataclasses.field(metadata={"static": True})
     widths: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    phases: tuple[str, ...] = dataclasses.field(default=("",), metadata={"static": True})
     group: int | None = dataclasses.field(default=None, metadata={"static": True})
     shares: int = dataclasses.field(default=1, metadata={"static": True})
     stop_at_eos: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -86,6 +85,7 @@ class Plan:
     prefix: StoredPrefix | None = None
     logprobs: int | None = dataclasses.field(default=None, metadata={"static": True})
     drafting: Drafting | None = dataclasses.field(default=None, metadata={"static": True})
+    phases: tuple[str, ...] = dataclasses.field(default=("",), metadata={"static": True})
 
     @property
     def variants(self) -> tuple[Variant, ...]:

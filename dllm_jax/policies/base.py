@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, final
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.nn.layer import Layer
+from dllm_jax.nn.layer import Layer, LayerIndex
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Options
@@ -155,6 +155,19 @@ class Policy(Options):
     def _phase_of_layer(self, phase: str, layer: int | None, spec: ModelSpec) -> str:
         """Returns the kind of one layer in a step; `layer` is None for stacked layers after the first."""
         return phase
+
+    def _repairs(self, cache: Cache, canvas: Canvas, layer: LayerIndex) -> Bool[Array, "b"] | None:
+        """Returns the sequences whose layer a partial step runs again, by `_repair`; None if it never does.
+
+        Asked after all layers. A sequence of which a layer runs again runs all further layers again.
+        """
+        return None
+
+    def _repair(
+        self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
+    ) -> tuple[Float[Array, "b q m"], LayerCache]:
+        """Runs one layer again; arguments are those of `layer`, x is the stream after the last layer."""
+        raise NotImplementedError(f"{type(self).__name__} runs no layer again")
 
     # -- derived ------------------------------------------------------------------------------------
 

@@ -4,17 +4,17 @@ import dataclasses
 from typing import Annotated, Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from dllm_jax.nn.attention import weights
-from dllm_jax.nn.layer import Layer, put_of_layer
+from dllm_jax.nn.layer import Layer, LayerIndex, of_layer, put_of_layer
 from dllm_jax.nn.memory import after_on_cuda, read_before_write
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt
 from dllm_jax.policies.base import Policy, halvings
 from dllm_jax.policies.parts.drift import Drift, DriftTest, HeadCosine, members, most_attended
-from dllm_jax.policies.parts.widening import InputStore, pass_layer
+from dllm_jax.policies.parts.widening import InputStore, compute_all, pass_layer
 from dllm_jax.state.cache import Cache, LayerCache
 from dllm_jax.state.canvas import Canvas, behind_first_eos
 from dllm_jax.state.layout import Layout
@@ -99,7 +99,10 @@ class ElasticCache(Policy):
     def layer(
         self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
     ) -> tuple[Float[Array, "b q m"], LayerCache]:
-        """The selected positions, or all of them after drift in a lower layer; then test and votes."""
+        """The selected positions, in a full step all of them after drift in a lower layer; test and votes.
+
+        A partial step runs the layers above the drift again (`_repair`), after all layers: none waits.
+        """
         drift, length = cache.shared, canvas.layout.length
 
         # Algorithm 1, line 2: the first step computes everything; else layers from `start` on do.
@@ -124,21 +127,54 @@ class ElasticCache(Policy):
         keys = canvas.valid if mask is None else jnp.any(mask, axis=(1, 2))
         similarity = self.test.similarity(before, after, tested.real, keys)
         drifted = canvas.active & ~wide & (similarity < self.gamma)
-
-        # Equation 5: the most attended decoded tokens are tracked in the next step.
-        # Votes are summed over heads and over the positions that predict the window.
-        voting = (rows.take(self.voters(canvas)) & rows.real).astype(jnp.float32)
-        votes = jnp.sum(layer.received(q, k, lse, voting, cache.attends(rows, canvas)), axis=1)
-        top = most_attended(votes, canvas.valid & ~self.undecided(canvas), self.track)
+        votes = self.votes(layer, q, lse, cache, rows, canvas)
 
         # `attended` stays as it is until `observe`: all layers of a step test the same tokens.
         put = lambda array, new: put_of_layer(array, new, layer.index, axis=1)
         drift = Drift(
             drift.attended,
-            put(drift.coming, top),
+            put(drift.coming, self.top(votes, canvas)),
             jnp.where(drifted, layer.index + 1, start),
             put(drift.similarity, jnp.where(wide, jnp.inf, similarity)),
         )
+        return after_on_cuda(votes, x), cache._replace(shared=drift)
+
+    def votes(
+        self,
+        layer: Layer,
+        q: Float[Array, "b q h d"],
+        lse: Float[Array, "b h q"],
+        cache: LayerCache,
+        rows: Rows,
+        canvas: Canvas,
+    ) -> Float[Array, "b l"]:
+        """Votes of equation 5, summed over heads and over the positions that predict the window."""
+        voting = (rows.take(self.voters(canvas)) & rows.real).astype(jnp.float32)
+        return jnp.sum(layer.received(q, cache.read().k, lse, voting, cache.attends(rows, canvas)), axis=1)
+
+    def top(self, votes: Float[Array, "b l"], canvas: Canvas) -> Int[Array, "b track"]:
+        """The most attended decoded tokens, which are tracked in the next step."""
+        return most_attended(votes, canvas.valid & ~self.undecided(canvas), self.track)
+
+    @override
+    def _repairs(self, cache: Cache, canvas: Canvas, layer: LayerIndex) -> Bool[Array, "b"]:
+        """Sequences in which attention drifted in a lower layer."""
+        return canvas.active & (cache.shared.start <= layer)
+
+    @override
+    def _repair(
+        self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
+    ) -> tuple[Float[Array, "b q m"], LayerCache]:
+        """All positions from the stored inputs, where attention drifted in a lower layer; and new votes."""
+        drift = cache.shared
+        wide = canvas.active & (drift.start <= layer.index)
+        keep = canvas.everything & wide[:, None]
+        again, q, lse, cache = compute_all(layer, cache, rows, keep, wide, canvas)
+        votes = self.votes(layer, q, lse, cache, rows, canvas)
+        before = of_layer(drift.coming, layer.index, axis=1)
+        coming = jnp.where(wide[:, None], self.top(votes, canvas), before)
+        drift = drift._replace(coming=put_of_layer(drift.coming, coming, layer.index, axis=1))
+        x = jnp.where(wide[:, None, None], again, x)
         return after_on_cuda(votes, x), cache._replace(shared=drift)
 
     @override

@@ -101,7 +101,8 @@ class Queries:
     @property
     def grid(self) -> tuple[int, int, int]:
         """Sequences, KV heads and tiles of queries."""
-        return *self.grouped.shape[:2], self.grouped.shape[2] // self.tile
+        batch, kv_heads, count, _ = self.grouped.shape
+        return batch, kv_heads, count // self.tile
 
     def ranges(self, tiles: int) -> int:
         """Number of ranges into which tiles of slots are split, so that few queries keep processors busy."""

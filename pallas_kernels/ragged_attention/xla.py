@@ -30,7 +30,7 @@ def ragged_attention(
     """Attends to the union of the dense pairs and each head's run; see `pallas_kernels.ragged_attention`."""
     visible = jnp.ones((1, 1, 1, k.shape[1]), bool) if mask is None else mask
 
-    def read(first):
+    def read(first: int | Int[Array, ""]) -> tuple[Array, Array, Bool[Array, "b k 1 w"]]:
         (run_k, run_v), real = read_runs((kept_k, kept_v), start, length, chunk, first, readable)
         return jnp.swapaxes(run_k, 1, 2), jnp.swapaxes(run_v, 1, 2), real[:, :, None]
 
@@ -38,8 +38,8 @@ def ragged_attention(
         run_k, run_v, real = read(0)
         shape = jnp.broadcast_shapes(real.shape[:3], visible.shape[:3])
         both = jnp.concatenate([jnp.broadcast_to(m, (*shape, m.shape[3])) for m in (real, visible)], axis=3)
-        pairs = (jnp.concatenate(parts, axis=1) for parts in ((run_k, k), (run_v, v)))
-        return attention_by_sequence(q, *pairs, both)[0]
+        keys, values = (jnp.concatenate(parts, axis=1) for parts in ((run_k, k), (run_v, v)))
+        return attention_by_sequence(q, keys, values, both)[0]
 
     # The loop ends with the longest run of any head and sequence, known at run time only.
     longest = jnp.max(length)

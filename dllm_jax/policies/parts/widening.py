@@ -7,7 +7,6 @@ from jaxtyping import Array, Bool, Float
 
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.policies.parts.control import REFRESH, when
 from dllm_jax.state.cache import KV, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
@@ -52,46 +51,49 @@ def pass_layer(
     wide: Bool[Array, "b"],
     canvas: Canvas,
 ) -> LayerResult:
-    """One layer: sequences that are `wide` compute all positions, the others only the selected ones.
+    """One layer over the selected positions; in a full step, wide sequences compute all positions.
 
-    New inputs are stored first; a wide sequence recomputes everything from the stored inputs and stores its
-    outputs as the next layer's inputs (algorithm 1). If any sequence is wide, all are computed in full, but
-    the others keep only the results that they would have computed alone.
+    New inputs are stored first.
 
     Args:
       layer: this layer's weights.
       x: the residual stream at the rows.
       cache: this layer's view of an `InputStore`.
       rows: the selected positions.
-      wide: sequences that compute all positions.
+      wide: sequences that compute all positions, in a full step.
       canvas: state before the step.
     """
-    # q and lse are placeholders: exactly one of the two branches below replaces them.
-    selected = rows.mask()
-    (b, q, _), (h, d) = x.shape, (layer.spec.heads, layer.spec.head_dim)
-    before = LayerResult(x, jnp.zeros((b, q, h, d), x.dtype), jnp.zeros((b, h, q)), cache.write(rows, x=x))
-
-    def compute_selected(c: LayerResult) -> LayerResult:
-        return _compute(layer, c.x, c.cache, rows, rows, canvas)
-
-    def compute_all(c: LayerResult) -> LayerResult:
-        # Everything is recomputed from the stored inputs; a sequence that is not wide keeps its selection
-        # alone.
-        inputs, keep = c.cache.read().x, full_rows(selected | wide[:, None])
-        x, q, lse, cache = _compute(layer, inputs, c.cache, full_rows(canvas.everything), keep, canvas)
-
-        # Outputs are the next layer's inputs.
-        cache = cache.write(full_rows(canvas.everything & wide[:, None]), ahead=1, x=x)
-
-        # Only the selected positions go on to the next layer's test and votes.
-        lse = jnp.moveaxis(rows.take(jnp.moveaxis(lse, 2, 1)), 1, 2)
-        return LayerResult(rows.take(x), rows.take(q), lse, cache)
-
-    # A full step has the width of the canvas in any case.
+    cache = cache.write(rows, x=x)
     if rows.full:
-        return compute_all(before)
-    any_wide = jnp.any(wide)
-    return when(any_wide, compute_all, when(~any_wide, compute_selected, before), name=REFRESH)
+        return compute_all(layer, cache, rows, rows.mask() | wide[:, None], wide, canvas)
+    return _compute(layer, x, cache, rows, rows, canvas)
+
+
+def compute_all(
+    layer: Layer,
+    cache: LayerCache,
+    rows: Rows,
+    keep: Bool[Array, "b l"],
+    wide: Bool[Array, "b"],
+    canvas: Canvas,
+) -> LayerResult:
+    """One layer over all positions from its stored inputs (algorithm 1), with the result at the rows.
+
+    Args:
+      layer: this layer's weights.
+      cache: this layer's view of an `InputStore`.
+      rows: the selected positions.
+      keep: Positions whose keys and values are stored.
+      wide: Sequences whose outputs become the next layer's inputs.
+      canvas: state before the step.
+    """
+    every = full_rows(canvas.everything)
+    x, q, lse, cache = _compute(layer, cache.read().x, cache, every, full_rows(keep), canvas)
+    cache = cache.write(full_rows(canvas.everything & wide[:, None]), ahead=1, x=x)
+
+    # Only the selected positions go on to the next layer's test and votes.
+    lse = jnp.moveaxis(rows.take(jnp.moveaxis(lse, 2, 1)), 1, 2)
+    return LayerResult(rows.take(x), rows.take(q), lse, cache)
 
 
 def _compute(
