@@ -15,13 +15,14 @@ import pytest
 import tyro
 
 import dllm_jax as dj
-from bench import peer_bonsai
+from bench import card, peer_bonsai
 from bench import roofline as predictions
 from bench.generate import __main__ as generate
 from bench.generate.generation import Limits
 from bench.shared import models
 from bench.shared.measure import Grid, Run
 from bench.train_tiny.converted import block_causal, with_experts
+from dllm_jax.check import timing
 from dllm_jax.check.weights import random_model
 from dllm_jax.nn import parameters
 from dllm_jax.nn.layer import Layer, embed
@@ -55,6 +56,47 @@ def test_generate_tiny(tmp_path):
         assert found["whole_predicted_ms"] > 0
     assert report["date"]
     assert report["ceilings"]["bandwidth"] > 0
+
+
+@pytest.mark.parametrize("row", [card.Row("DualCache()", 64, 2, 64, many) for many in (0, 5)], ids=str)
+def test_a_row_of_a_card_says_what_was_computed(tiny, row):
+    found = card.measure(tiny, row, 4, timing.ceilings("float32", 1, megabytes=4, side=64))
+    assert (found["prompt"], found["steps"], found["policy"]) == (16, row.length, "DualCache()")
+    assert found["first_s"] > found["seconds"] > 0
+    assert found["tokens_per_s"] == pytest.approx(row.length * (row.many or row.batch) / found["seconds"])
+    assert 0 < found["computed_tokens"] <= found["executed_tokens"]
+    assert found["nfe"] == row.length or (row.many and 32 <= found["nfe"] <= row.length)
+    assert ("predicted_s" in found) == (not row.many)
+
+
+def test_a_card_continues_where_a_file_ends(tmp_path, monkeypatch):
+    """Rows of another card, commit or flags are measured again, and one that failed; nothing is lost."""
+    where = {"device": "H200", "commit": "abc", "flags": ""}
+    first, second, *others = card.QUEUE
+    held = [{"row": str(first)} | where, {"row": str(second), "error": "out of memory"} | where]
+    held += [{"row": str(one)} | where | {"commit": "older"} for one in others]
+    todo = list(card.missing({"rows": held}, where))
+    assert todo == [second, *others]
+
+    def one(row: card.Row) -> dict:
+        clock.append(clock[-1] + 50)
+        if row is second:
+            raise MemoryError("out of memory")
+        return {"policy": row.policy}
+
+    clock = [0.0]
+    monkeypatch.setattr(card.time, "monotonic", lambda: clock[-1])
+    found = list(card.rows(iter(todo), one, until=160, where=where))
+    assert [row["row"] for row in found] == [str(second), str(others[0]), str(others[1])]
+    assert found[0]["error"] == "MemoryError: out of memory"
+    assert all(row["commit"] == "abc" for row in found)
+
+
+def test_ratios_of_a_card_stand_beside_the_claims():
+    exact = {"policy": "Policy()", "prompt": 4096, "batch": 1, "seconds_per_forward": 3.0}
+    ours = exact | {"policy": "SparseDLLM()", "seconds_per_forward": 0.5}
+    assert card.over_exact([exact, ours], ours) == "6.0 (claimed 10)"
+    assert card.over_exact([ours], ours | {"batch": 8}) == "- (claimed 10)"
 
 
 SMALL = dict(

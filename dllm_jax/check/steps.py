@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from dllm_jax.check.timing import Time, seconds
-from dllm_jax.decoding.placement import Placed
+from dllm_jax.decoding.placement import Placed, place
 from dllm_jax.decoding.request import Request
 from dllm_jax.engine.generation import Generation
 from dllm_jax.engine.loop import begin, denoise, next_variant
@@ -44,7 +44,9 @@ def step_times(model: Model, request: Request, repeats: int) -> StepTimes:
     milliseconds on GPUs, which steps of a generation do not pay. A policy that reuses has one full step: what
     follows a refresh may be of another kind.
     """
-    inputs, plan = request.inputs, request.plan
+    # Of placement only the phases count: a step is of the whole batch.
+    inputs = request.inputs
+    plan = dataclasses.replace(request.plan, phases=place(model, request).plan.phases)
     most = min(MOST, plan.layout.steps)
     start = lambda: begin(model, inputs, plan)
     # `state` is donated, so the cache is changed in place.
