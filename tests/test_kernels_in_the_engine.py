@@ -96,10 +96,15 @@ def operands(name, kv_heads):
     index = jnp.asarray(rng.integers(0, 10, (8, kv_heads, 5)), jnp.int32)
     return {
         "attention": ((q, k, v, mask, None), {}),
+        "attention_and_lse": ((q, k, v, mask, None), {}),
         "received": ((q, k, lse, draw(8, 3), mask, None), {}),
         "head_mean": ((q, k, lse, mask, None), {}),
         "topk_evict": ((draw(8, kv_heads, 9), count), dict(width=5)),
         "sparse_gather": ((k, v, index), {}),
+        "ragged_attention": (
+            (q, k, v, draw(8, 24, 16), draw(8, 24, 16), jnp.cumsum(count, 1) - count, count, mask, None),
+            dict(chunk=3, widest=6),
+        ),
     }[name]
 
 
@@ -160,7 +165,10 @@ def test_explain_tells_how_experts_are_computed():
 @pytest.mark.parametrize(
     ("policy", "called"),
     [
-        (dj.policies.MaskKV, {"attention", "received", "sparse_gather", "topk_evict"}),
+        (
+            dj.policies.MaskKV,
+            {"attention_and_lse", "ragged_attention", "received", "sparse_gather", "topk_evict"},
+        ),
         (dj.policies.SparseDLLM, {"attention", "sparse_gather", "topk_evict"}),
         (dj.policies.D2Cache, {"attention", "head_mean"}),
         (dj.policies.DLLMCache, {"attention"}),

@@ -1,7 +1,7 @@
 """FOCUS: masks that will not be decoded leave a step after its second layer (arXiv:2601.23278)."""
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import Rows, compact, gather
+
+NARROW = "narrow"  # phase in which layers run fewer rows where enough have left
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,8 @@ class FOCUS(DelayedCache):
 
     alpha: Annotated[float, Ge(1)] = 1.5
     delayed: bool = True
+
+    _phases: ClassVar[tuple[str, ...]] = NARROW, "every"
 
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
@@ -90,12 +94,11 @@ class FOCUS(DelayedCache):
             o, _ = of_trip.attention(q, now.k, now.v, mask, canvas.lookahead(some))
             return where.put(x, of_trip.finish(part, o)), cache
 
-        # In the width of the step or, where that gathers rows, half a block less.
-        every, half = rows.index.shape[1], canvas.layout.block // 2
-        short = canvas.layout.compiles_longer_than_it_runs(layer.spec)
-        widths = (every - half, every) if 0 < half < every and not (rows.full or short) else (every,)
+        # In the width of the step or, where fewer rows take less time, half a block less.
+        every, half, narrow = rows.index.shape[1], canvas.layout.block // 2, rows.phase == NARROW
+        widths = (every - half, every) if narrow and 0 < half < every else (every,)
         stays = rows.take(cache.shared.stays) & rows.real
-        return run_narrowest(stays, widths, rows, run, (x, cache), skips=not short)
+        return run_narrowest(stays, widths, rows, run, (x, cache), skips=narrow)
 
     def _survey(
         self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas

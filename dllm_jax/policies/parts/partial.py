@@ -50,8 +50,7 @@ def run_narrowest(
     """Runs `body(trip, places, some, carry)` once over the marked positions, in the narrowest fitting width.
 
     In the width of the rows it runs in place, without gathering or scattering. If no position is marked,
-    nothing runs, unless that is the only width of a full step, or of a step that takes less time than a loop
-    to compile.
+    nothing runs, unless that is the only width, and the step is a full one or does not skip.
 
     Args:
       marked: entries of `rows` to run.
