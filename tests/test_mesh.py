@@ -24,6 +24,7 @@ from tests.checkpoints import tiny as tiny_spec
 from tests.checkpoints import write_hf
 from tests.models import FAMILIES, frequencies, prompts, separate, spec, tiny
 from tests.policy_cases import BLOCK_CASES, EVERY, EXHAUSTIVE, KEY, SAMPLER_CASES, WIDE, matrix, suited
+from tests.test_stops import ANSWER, words
 
 TP, DP, BOTH, MORE_DATA = "tp=8", "dp=8", "dp=2 tp=4", "dp=4 tp=2"
 MESHES = (TP, DP, BOTH, MORE_DATA)
@@ -157,6 +158,11 @@ def test_guidance_early_stops_constraints_and_log_probabilities_over_a_mesh(samp
     allow = [[1, 2, 3], *[None] * 6, [4]]
     options |= dict(allow=allow, constraints=samplers.OneOf(2, ((5, 6), (7,)), 8), logprobs=2)
     assert_same(run(on_mesh(alone, mesh_of(mesh))), run(alone))
+    options |= dict(allow=[[i] for i in words().convert_tokens_to_ids(ANSWER)], constraints=(), logprobs=None)
+    options |= dict(stop=dj.StopTexts(words(), ["##", "C"]))
+    ours = run(on_mesh(alone, mesh_of(mesh)))
+    assert_same(ours, run(alone))
+    assert np.asarray(ours.stats.answer_tokens).tolist() == [4, 4, 4]
 
 
 explicit_every_day = pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from dllm_jax.training import (
     vrpo_loss,
 )
 from tests.models import EXHAUSTIVE, prompts, tiny
+from tests.test_stops import words
 
 KEY = jax.random.key(3)
 MODES = {
@@ -148,6 +149,9 @@ def explained():
 FUNCTIONS = {
     "generate": generated,
     "generate_many": many,
+    "stop texts": lambda: dj.generate(
+        tiny("llada"), [[3, 4]], length=8, block=4, stop=dj.StopTexts(words(), ["A", "##"])
+    ),
     "infill": lambda: dj.infill(tiny("llada"), [[3, tiny("llada").spec.mask_id, 4]]).tokens,
     "forward": lambda: gradient(lambda m: jnp.sum(dj.forward(m, np.array([[3, 4, 5]]))), tiny("dream")),
     "log_likelihood": likelihoods,

@@ -70,6 +70,8 @@ def test_chat_answers_with_text_and_never_with_a_header(model, processor):
     assert set(processor.suppress_tokens) == {256, 257, 258, 259}
     stopped = dj.chat(model, processor, ONE, stop=[both[0][1]], **options) if len(both[0]) > 1 else ""
     assert both[0].startswith(stopped)
+    for last in both[0][-1:]:
+        assert dj.chat(model, processor, ONE, stop=[last], **options) == both[0].split(last)[0]
     refuses("stop='x' must be a list of texts", dj.chat, model, processor, ONE, stop="x", **options)
 
 

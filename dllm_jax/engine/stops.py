@@ -63,7 +63,7 @@ def read_on(canvas: Canvas, table: StopTable, final: Bool[Array, "b"] | bool) ->
             ends |= token == canvas.spec.eot_id
         after = jnp.where(ends & (after != FOUND), ENDED, after)
         moves = goes_on(read)
-        return at + moves, jnp.where(moves, after, state)
+        return at + moves.astype(jnp.int32), jnp.where(moves, after, state)
 
     at, state = jax.lax.while_loop(lambda read: jnp.any(goes_on(read)), further, canvas.read)
     stop = jnp.where(state == FOUND, at, layout.length).astype(jnp.int32)
