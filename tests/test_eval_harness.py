@@ -197,6 +197,9 @@ def test_a_request_that_cannot_be_read_fails_alone(lm, tasks):
     bad, good, until = "T=1;\ud83dT=", ROWS[0]["question"], {"until": ["\n"]}
     chat = lambda text: lm.apply_chat_template([{"role": "user", "content": text}])
     for ask in (str, chat):
+        strange = {"until": ["\n", "\udce9"]}
+        with pytest.raises(RuntimeError, match=r"1 of 2 .* until\[1\] holds the lone surrogate U.DCE9"):
+            lm.generate_until(instances((ask(good), until), (ask(good), strange)))
         asked = instances(*((ask(text), until) for text in (good, bad, good)))
         with pytest.raises(RuntimeError, match=r"1 of 3 .*U.D83D at position 4, half of a character"):
             lm.generate_until(asked)

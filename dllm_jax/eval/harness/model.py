@@ -24,7 +24,7 @@ from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.likelihoods import Likelihood, Pair
 from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.options import local_path
-from dllm_jax.state.text import Rendered, continued, encode_plain, encode_rendered, mark_plain
+from dllm_jax.state.text import Rendered, check_texts, continued, encode_plain, encode_rendered, mark_plain
 
 LOG = logging.getLogger(__name__)
 DEFAULT_LENGTH = 256  # where neither model_args nor the task says how long an answer may be
@@ -187,6 +187,7 @@ class DllmJax(TemplateLM):
             LOG.warning("request %d: the prompt loses its first tokens, %d are too many", i, len(prompt))
             prompt = prompt[taken - self.max_length :]
         stop = (until,) if isinstance(until, str) else tuple(until)
+        check_texts("until", stop)
         # An answer ends with its choice.
         encode = lambda text: (*encode_plain(self.tokenizer, text), self.eot_token_id)
         choices = tuple(encode(text) for text in task.get("choices") or ())
