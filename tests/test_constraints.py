@@ -1,6 +1,10 @@
 """`forbid`, `allow` and `constraints`: what is not allowed is never decoded, and counts for no confidence."""
 
+import ast
 import dataclasses
+import functools
+import itertools
+import re
 from unittest import mock
 
 import jax
@@ -14,6 +18,8 @@ from dllm_jax.decoding.report import UnfilledWarning
 from dllm_jax.decoding.request import prepare
 from dllm_jax.engine import propose
 from dllm_jax.engine.loop import denoise
+from dllm_jax.testing.runs import compilations
+from tests import run_page
 from tests.models import FAMILIES, WIDE, frequencies, generated, prompts, tiny
 from tests.policy_cases import matrix
 from tests.test_generate_many import all_alone
@@ -288,3 +294,82 @@ def test_what_leaves_no_token_or_is_no_constraint_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             dj.generate(model, [[1, 2], [3, 4]], length=8, **options)
+
+
+def accepted(automaton: S.Automaton, length: int) -> set[tuple[int, ...]]:
+    """All texts of a length that the automaton accepts, found one by one."""
+    table, kinds = automaton.following, automaton.kinds
+    end = lambda text: functools.reduce(lambda state, token: table[state, kinds[token]], text, 0)
+    texts = itertools.product(range(len(kinds)), repeat=length)
+    return {text for text in texts if automaton.accepting[end(text)]}
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_an_automaton_allows_what_accepted_texts_have_and_no_two_that_contradict(seed):
+    """Of random automata and half-filled texts: compared with all accepted texts."""
+    rng, length = np.random.default_rng(seed), 5
+    states, tokens = int(rng.integers(3, 6)), 4
+    following = np.vstack([rng.integers(0, states, (states - 1, tokens)), np.full(tokens, states - 1)])
+    accepting = np.append(rng.random(states - 1) < 0.5, False)
+    one = S.Regex(S.Automaton(following, np.arange(tokens), accepting))
+    texts = sorted(accepted(one.automaton, length))
+    if not texts:
+        assert one.automaton.shortest is None or one.automaton.shortest != length
+        return
+    assert one.automaton.shortest <= length
+    for text in rng.permutation(texts)[:4]:
+        masked = rng.random(length) < 0.7
+        agree = [t for t in texts if all(m or a == b for m, a, b in zip(masked, t, text, strict=True))]
+        may, waits = map(
+            np.asarray, one.possible(jnp.asarray(text), jnp.asarray(masked), jnp.ones(length, bool))
+        )
+        for i in np.flatnonzero(masked):
+            assert {t[i] for t in agree} == set(np.flatnonzero(may[i]))
+        # Whatever is unmasked at once, a text has it; something can always be unmasked.
+        at_once = np.flatnonzero(masked & ~waits)
+        assert len(at_once) or not masked.any()
+        chosen = itertools.product(*(np.flatnonzero(may[i]) for i in at_once))
+        assert set(chosen) == {tuple(t[i] for i in at_once) for t in agree}
+
+
+def test_equal_columns_are_one_class_and_end_of_text_follows_an_accepted_text():
+    spec = tiny("llada").spec
+    transitions = {7: {1: 8, 2: 8, spec.mask_id: 8}, 8: {3: 7}}
+    automaton = S.Automaton.of(transitions, 7, {8}, spec, "ab")
+    assert automaton.following.shape == (4, 4)
+    assert automaton.kinds[1] == automaton.kinds[2] != automaton.kinds[spec.mask_id] == automaton.kinds[5]
+    assert automaton.shortest == 1
+    model, (ids, mask) = tiny("llada"), prompts(tiny("llada"))
+    for sampler in (S.Threshold(0.0), S.Confidence(), S.WINO(), S.RandomOrder(), S.KLASS()):
+        options = dict(prompt_mask=mask, length=6, block=3, sampler=sampler, widths=WIDE) | suited(sampler)
+        out = dj.generate(model, ids, constraints=S.Regex(automaton), **options)
+        for row in np.asarray(out.tokens)[:, -6:].tolist():
+            text = "".join({1: "a", 2: "a", 3: "b", spec.eos_id: "$"}[token] for token in row)
+            assert re.fullmatch(r"a(ba)*\$*", text)
+    # Another automaton of this shape finds the program.
+    other = S.Automaton.of({7: {4: 8, 5: 8}, 8: {3: 7}}, 7, {8}, spec, "cd")
+    with compilations() as compiled:
+        found = dj.generate(model, ids, constraints=S.Regex(other), **options)
+    assert not compiled
+    assert set(np.asarray(found.tokens)[:, -6].tolist()) <= {4, 5}
+    with pytest.raises(ValueError, match=r"pattern='ab' has at least 1 tokens: start=6 leaves 0 positions"):
+        dj.generate(model, ids, length=6, constraints=S.Regex(automaton, start=6))
+    with pytest.raises(ValueError, match=r"pattern='ab' has no text of its tokens"):
+        dj.generate(model, ids, length=6, constraints=S.Regex(S.Automaton.of({}, 0, set(), spec, "ab")))
+    with pytest.raises(ValueError, match=r"automaton has 61 tokens, the model 62"):
+        dj.generate(tiny("llada", vocab=62), ids, length=6, constraints=S.Regex(automaton))
+    large = dataclasses.replace(spec, vocab=10**6)
+    with pytest.raises(ValueError, match="has 202 states for 1000000 tokens: the product must be at most"):
+        S.Automaton.of({i: {} for i in range(200)}, 0, set(), large, "x")
+
+
+def test_the_page_limits_answers_to_a_pattern_and_a_schema(capsys):
+    outlines_core = pytest.importorskip("outlines_core")
+    assert outlines_core
+    printed = run_page("how-to/constraining.md")
+    date, form = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", date)
+    assert set(ast.literal_eval(form)) == {"n", "ok"}
+    tokenizer, spec = printed["tokenizer"], printed["model"].spec
+    with pytest.raises(ValueError, match=r"pattern='\[0-9' is not supported: Failed to build DFA"):
+        S.Regex.of("[0-9", tokenizer, spec)

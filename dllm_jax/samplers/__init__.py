@@ -16,12 +16,13 @@ from dllm_jax.samplers.klass import KLASS
 from dllm_jax.samplers.noise import KeyNoise, Noise, RecordedNoise
 from dllm_jax.samplers.parallel import Factor, Threshold, UntilDone
 from dllm_jax.samplers.pc import PCSampler, TokenFrequencies
+from dllm_jax.samplers.regex import Automaton, Regex
 from dllm_jax.samplers.s2d2 import S2D2
 from dllm_jax.samplers.wino import WINO
 
 __all__ = [
-    "KLASS", "S2D2", "WINO", "Autoregressive", "Candidates", "CertaintyPrior", "Confidence", "Constraint",
-    "Decision", "DreamSchedule", "Dynamic", "EBSampler", "EarlyCommit", "Edit", "Factor", "FreeDave",
-    "KeyNoise", "Noise", "OneOf", "PCSampler", "RandomOrder", "RecordedNoise", "Sampler", "SelfSpeculation",
-    "Sequential", "Threshold", "TokenFrequencies", "UntilDone",
+    "KLASS", "S2D2", "WINO", "Automaton", "Autoregressive", "Candidates", "CertaintyPrior", "Confidence",
+    "Constraint", "Decision", "DreamSchedule", "Dynamic", "EBSampler", "EarlyCommit", "Edit", "Factor",
+    "FreeDave", "KeyNoise", "Noise", "OneOf", "PCSampler", "RandomOrder", "RecordedNoise", "Regex",
+    "Sampler", "SelfSpeculation", "Sequential", "Threshold", "TokenFrequencies", "UntilDone",
 ]  # fmt: skip
