@@ -25,6 +25,7 @@ LEFT_OUT: dict[str, str] = {
         test_watch.py::test_a_browser_*
     """,
     "Runs a page or an example; what it calls has tests of its own.": """
+        test_constraints.py::test_the_page_limits_answers_to_a_pattern_and_a_schema
         test_docs.py::test_pages_on_a_bundled_model_run_as_printed but index.md
         test_docs.py::test_the_example_of_*
         test_docs.py::test_a_family_from_outside_reads_and_writes_checkpoints
@@ -37,6 +38,7 @@ LEFT_OUT: dict[str, str] = {
         test_examples.py::test_an_example_runs_and_writes_its_curve
         test_examples.py::test_a_conversation_without_a_terminal_prints_answers_alone
         test_examples.py::test_the_examples_of_the_page_run
+        test_examples.py::test_the_page_animates_a_run_of_ones_own
         test_readme.py::test_a_policy_of_your_own_runs_and_is_exact_when_it_always_refreshes
         test_tuning_runs.py::test_the_*
         test_vision_chat.py::test_the_page_runs_as_printed

@@ -10,7 +10,7 @@ LONGEST = 35  # words of a sentence on a page for readers
 # At most: docstrings and entries that begin wrongly, longer sentences, mean words of all and of one page's
 # sentences, words (with a letter) of README and docs without docs/dev and
 # docs/reference.
-BARS = {"headless": 5, "dangling": 10, "long": 0, "mean": 18, "worst": 22, "words": 18_800}
+BARS = {"headless": 5, "dangling": 10, "long": 0, "mean": 18, "worst": 22, "words": 18_900}
 TERMS = (
     "continuous batching", "max_new_tokens", "gen_length", "semi-autoregressive", "parallel decoding",
     "KV pairs", "quantization",
