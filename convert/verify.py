@@ -20,8 +20,9 @@ from dllm_jax.checkpoint.loading import fill
 from dllm_jax.checkpoint.names.table import own_axes
 from dllm_jax.checkpoint.sharded import Source
 from dllm_jax.checkpoint.source import locate, open_checkpoint, read
+from dllm_jax.decoding.full_pass import forward
 from dllm_jax.nn.int8 import HostArray, Int8Matrix, dequantise
-from dllm_jax.nn.model import Model, forward
+from dllm_jax.nn.model import Model
 from dllm_jax.nn.sharding import OUTPUTS
 
 PIECE = 1024  # entries of a tensor's first axis compared at once, to bound memory

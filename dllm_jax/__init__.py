@@ -18,11 +18,14 @@ from typing import TYPE_CHECKING, Any
 from dllm_jax.checkpoint import load, load_tokenizer, save_hf
 from dllm_jax.nn.intervention import Intervention
 from dllm_jax.nn.mesh import MeshRules
-from dllm_jax.nn.model import Model, forward, hidden_states
+from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 
 # What to decode with; what policies are written in and made of
 from dllm_jax import eviction, nn, policies, samplers, state
+
+# One pass over given tokens
+from dllm_jax.decoding.full_pass import forward, hidden_states
 
 # Images in prompts
 from dllm_jax import vision

@@ -10,6 +10,7 @@ from dllm_jax.analysis import activations
 from dllm_jax.nn.layer import walk
 from dllm_jax.nn.model import full_pass
 from dllm_jax.testing.runs import compilations
+from tests import refuses
 from tests.models import FAMILIES, prompts, random_tokens, separate, tiny
 
 LENGTH = 4
@@ -106,6 +107,36 @@ def test_token_arrays_and_separate_layers():
     np.testing.assert_allclose(apart.k, one.k, atol=1e-5)
     last = dj.capture(model, tokens, ("residual",), layers=2)
     np.testing.assert_allclose(last.residual[0, 0], dj.hidden_states(model, tokens)[-1], atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llada", "sdar"])
+def test_single_passes_take_the_lists_that_generate_takes(family):
+    """Each sequence is computed as alone; what a tokenizer returns, with and without its own padding."""
+    model = tiny(family)
+    rows = [[5, 6, 7], [8], [9, 10, 11]]
+    mask = [[1, 1, 1], [0, 0, 1], [1, 1, 1]]
+    encoded = {"input_ids": [[5, 6, 7], [3, 3, 8], [9, 10, 11]], "attention_mask": mask}
+    ragged = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
+    alone = [np.asarray(dj.forward(model, np.asarray([row]))[0]) for row in rows]
+    streams = [np.asarray(dj.hidden_states(model, np.asarray([row]))[:, 0]) for row in rows]
+    arrays = {name: np.asarray(value) for name, value in encoded.items()}
+    for tokens in (rows, tuple(map(np.asarray, rows)), encoded, ragged, arrays):
+        logits, stream = dj.forward(model, tokens), dj.hidden_states(model, tokens)
+        captured = dj.capture(model, tokens, "residual").residual[0]
+        for i, row in enumerate(rows):
+            np.testing.assert_allclose(logits[i, -len(row) :], alone[i], atol=2e-5)
+            np.testing.assert_allclose(stream[:, i, -len(row) :], streams[i], atol=2e-5)
+            np.testing.assert_allclose(captured[:, i, -len(row) :], streams[i], atol=2e-5)
+    if family == "sdar":
+        assert dj.prefill(model, ragged | {"input_ids": rows[0], "attention_mask": mask[0]}).tokens == (
+            5,
+            6,
+            7,
+        )
+        refuses("a prefix is one sequence", dj.prefill, model, rows)
+    for one in (rows[0], np.asarray(rows[0]), {"input_ids": rows[0]}, [rows[0]]):
+        np.testing.assert_allclose(dj.forward(model, one), alone[0][None], atol=2e-5)
+    np.testing.assert_allclose(dj.forward(model, [[3, 8]], [[False, True]])[:, 1:], alone[1][None], atol=2e-5)
 
 
 def test_other_layers_steps_and_positions_compile_nothing():

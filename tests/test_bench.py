@@ -24,9 +24,10 @@ from bench.shared.measure import Grid, Run
 from bench.train_tiny.converted import block_causal, with_experts
 from dllm_jax.check import timing
 from dllm_jax.check.weights import random_model
+from dllm_jax.decoding.full_pass import forward
 from dllm_jax.nn import parameters
 from dllm_jax.nn.layer import Layer, embed
-from dllm_jax.nn.model import forward, full_pass
+from dllm_jax.nn.model import full_pass
 from dllm_jax.nn.spec import ExpertSpec
 from tests import models as small
 

@@ -137,6 +137,7 @@ def test_an_answer_counts_up_to_its_first_end():
     counted = [[1, 1, 0, 0], [1] * 4, [1, 0, 0, 0], [1, 1, 1, 0]]
     np.testing.assert_array_equal(until_end(answer, 1), np.array(counted, bool))
     assert until_end(answer, 1, 2).tolist()[3] == [True, True, False, False]
+    assert until_end([[3, 1, 5], [0]], 1).tolist() == [[True, True, False], [True, False, False]]
 
 
 RNG = np.random.default_rng(0)

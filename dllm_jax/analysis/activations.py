@@ -103,7 +103,7 @@ def capture(
     Args:
       model: Model returned by `load`.
       source: an `Output` of `generate(.., trace=True)` or its trace, or token ids: Int[b l] (one canvas) or
-        Int[t b l].
+        Int[t b l], or lists and results of a tokenizer, as `generate` takes them.
       what: Names of the arrays of `Capture` to capture. Attention is the largest: h l numbers per position.
       layers: Layer indices to capture, from 0; "residual" also has n, the output of the last layer. None:
         all.

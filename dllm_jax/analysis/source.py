@@ -1,5 +1,6 @@
 """The canvases of a recorded generation, or of token arrays: what is looked at step by step."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.places import Indices, indices, within
 from dllm_jax.state import host, inputs
 
-Source = Output | Trace | Int[Array, "..."] | Int[np.ndarray, "..."]
+Source = Output | Trace | Int[Array, "..."] | Int[np.ndarray, "..."] | inputs.Ids | Mapping[str, Any]
 
 
 class Canvases(NamedTuple):
@@ -38,6 +39,9 @@ def canvases(
     model: Model, source: Any, steps: Indices | None = None, prompt_mask: ArrayLike | None = None
 ) -> Canvases:
     """The canvases of a source that are asked for; arguments and errors are those of `capture`."""
+    if not isinstance(source, Output | Trace) and isinstance(source, list | tuple | Mapping):
+        ids: Any = source
+        source, prompt_mask = inputs.padded_ids(ids, prompt_mask, model.spec, "source")
     tokens, taken = _all(model, source)
     count, batch, length = tokens.shape
     index = chosen("steps", steps, count, "the canvases are")

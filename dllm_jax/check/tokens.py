@@ -15,9 +15,10 @@ from dllm_jax.check.report import Finding, failed
 from dllm_jax.checkpoint import load
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.decoding.chat import decode_answers
+from dllm_jax.decoding.full_pass import forward
 from dllm_jax.decoding.generate import generate
 from dllm_jax.decoding.output import Output
-from dllm_jax.nn.model import Model, forward
+from dllm_jax.nn.model import Model
 from dllm_jax.policies import ALL, DKVGreedy, Policy
 from dllm_jax.samplers import RandomOrder
 from dllm_jax.tasks import Chain, Example, exact, examples, prompt_arrays

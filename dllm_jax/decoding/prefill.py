@@ -62,8 +62,8 @@ def prefill(
         check_prefix(prefix, model, causal)
     if buckets is not None:
         check_ladder("buckets", buckets)
-    ids = inputs.token_ids(prompt, model.spec, "prompt")
-    if host.stays_on_devices(ids) or len(ids) != 1:
+    ids, padding = inputs.padded_ids(prompt, None, model.spec, "prompt")
+    if host.stays_on_devices(ids) or len(ids) != 1 or padding is not None:
         raise ValueError(f"prompt has shape {ids.shape}: a prefix is one sequence of known tokens")
     inputs.no_masks(ids, model.spec)
     # Attention by token is that of blocks of one.

@@ -1,7 +1,6 @@
 """A model as a value: parameters and their description, usable in jit, grad and vmap."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,21 +8,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.nn.attention import attention
 from dllm_jax.nn.int8 import Weights, held_as
 from dllm_jax.nn.intervened import embedded, intervened
-from dllm_jax.nn.intervention import Intervention, checked
+from dllm_jax.nn.intervention import Intervention
 from dllm_jax.nn.kernels import Kernels
-from dllm_jax.nn.layer import Layer, embed, traced_once, unembed, walk
+from dllm_jax.nn.layer import Layer, embed, traced_once, walk
 from dllm_jax.nn.mask import Mask, block_causal, padding_mask, with_noisy_copy
-from dllm_jax.nn.mesh import AnyMesh, MeshRules, constrain, mesh_of, over_mesh
+from dllm_jax.nn.mesh import AnyMesh, MeshRules, constrain, mesh_of
 from dllm_jax.nn.parameters import Params, count, describe
 from dllm_jax.nn.rope import Rope, rope_of
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import NonNegativeInt, check_argument, short_help, shown
+from dllm_jax.options import check_argument, shown
 from pallas_kernels.choice import Choice, check_implementation
 
 
@@ -119,11 +117,6 @@ class Model:
         return dataclasses.replace(self, spec=dataclasses.replace(self.spec, **changes))
 
 
-Tokens = Int[Array, "b l"] | Int[np.ndarray, "b l"]
-Valid = Bool[Array, "b l"] | Bool[np.ndarray, "b l"]
-Embeds = Float[Array, "b l m"] | Float[np.ndarray, "b l m"]
-
-
 def full_pass(
     spec: ModelSpec, tokens, valid, copied: int = 0, response: int | None = None
 ) -> tuple[Int[Array, "b l"], Mask | None, Rope]:
@@ -141,65 +134,6 @@ def full_pass(
     return position, mask, rope_of(spec, length).padded(valid, spec)
 
 
-@short_help
-def forward(
-    model: Model,
-    tokens: Tokens,
-    valid: Valid | None = None,
-    interventions: Sequence[Intervention] = (),
-    embeds: Embeds | None = None,
-    response: int | None = None,
-) -> Float[Array, "b l v"]:
-    """Logits of every position, unshifted: Dream's output at i predicts token i + 1.
-
-    Args:
-      model: the model.
-      tokens: ids, mask_id where undecided.
-      valid: False at (left) padding; None means no padding. Logits at padding are meaningless.
-      interventions: other values at named places, in the order in which they act; without `steps`.
-      embeds: Inputs in place of embeddings where tokens are -1 (`dllm_jax.EMBEDS_PLACEHOLDER`), such as
-        rows of images and soft prompts; None if there are none.
-      response: position where the response begins, from which some block-causal models count their blocks
-        (`ModelSpec.blocks_from`); None counts from each sequence's first position. With
-        `ModelSpec.causal_context` the current block begins there; None attends causally everywhere.
-
-    Returns:
-      logits in the model's dtype; over a mesh, split by sequence and vocabulary.
-
-    Raises:
-      ValueError: no model, or no such arrays, or ids outside of the vocabulary, or interventions that do not
-        fit.
-    """
-    _check_inputs(model, tokens, valid, embeds)
-    fitting = checked(interventions, model.spec, *tokens.shape, steps=None)
-    response = check_argument("response", response, NonNegativeInt | None)
-    return _result(_logits, "blv", model, tokens, valid, fitting, embeds, response)
-
-
-def _check_inputs(model: Any, tokens: Any, valid: Any, embeds: Any):
-    """Refuses what is no input of a full pass; ids are looked at where this process holds them."""
-    check_argument("model", model, Model, ", such as dj.load(path)")
-    kinds = ("tokens", tokens, jnp.integer, "token ids"), ("valid", valid, jnp.bool_, "True and False")
-    for name, array, kind, words in kinds if valid is not None else kinds[:1]:
-        # Lists are refused: their dtype would depend on what they hold, and each would be a transfer of its
-        # own.
-        known = isinstance(array, jax.Array | np.ndarray) and jnp.issubdtype(array.dtype, kind)
-        if not known or array.ndim != 2 or not array.size:
-            raise ValueError(f"{name}={shown(array)} must be an array [batch, positions] of {words}")
-    if valid is not None and valid.shape != tokens.shape:
-        raise ValueError(f"valid has shape {valid.shape}; expected {tokens.shape}, that of tokens")
-    if embeds is not None:
-        check_embeds(embeds, (*tokens.shape, model.spec.width), "embeds")
-    # Ids are looked at last, as they may have to come from a device; traced ones and those of other processes
-    # cannot be. -1 stands for an embedding only where there are some.
-    if isinstance(tokens, Tracer) or (isinstance(tokens, jax.Array) and not tokens.is_fully_addressable):
-        return
-    ids = np.asarray(jax.device_get(tokens))
-    outside = (ids < (0 if embeds is None else -1)) | (ids >= model.spec.vocab)
-    if outside.any():
-        raise ValueError(f"tokens hold id {ids[outside][0]}, outside the vocabulary [0, {model.spec.vocab})")
-
-
 def check_embeds(embeds: Any, shape: tuple[int, ...], name: str):
     """Raises ValueError if inputs in the place of embeddings are no floats of this shape."""
     known = isinstance(embeds, jax.Array | np.ndarray) and jnp.issubdtype(embeds.dtype, jnp.floating)
@@ -209,63 +143,6 @@ def check_embeds(embeds: Any, shape: tuple[int, ...], name: str):
             f"{name}{given and ' '}{given or f'={shown(embeds)}'} must be floats [batch, positions, width] = "
             f"{list(shape)}"
         )
-
-
-@functools.partial(jax.jit, static_argnames=("function", "axes", "response"))
-def _result(
-    function: Callable[..., Array],
-    axes: str,
-    model: Model,
-    tokens: Int[Array, "b l"],
-    valid: Bool[Array, "b l"] | None,
-    interventions: tuple[Intervention, ...],
-    embeds: Float[Array, "b l m"] | None,
-    response: int | None,
-) -> Float[Array, "..."]:
-    """Runs a full pass and gives its result these axes."""
-    # Explicit meshes want the type of a result; it is the one that XLA's partitioner would come to by itself.
-    arrays = tokens.astype(jnp.int32), valid, interventions, embeds
-    out = model.rules.of_results((model, tokens), axes, b=len(tokens), v=model.spec.vocab)
-    return over_mesh(functools.partial(function, response=response), model, *arrays, out=out)
-
-
-def _logits(model: Model, tokens, valid, interventions, embeds, response) -> Float[Array, "b l v"]:
-    hidden = encode(model, tokens, valid, interventions=interventions, embeds=embeds, response=response)
-    return unembed(model.params, model.spec, hidden)
-
-
-def hidden_states(
-    model: Model,
-    tokens: Tokens,
-    valid: Valid | None = None,
-    interventions: Sequence[Intervention] = (),
-    embeds: Embeds | None = None,
-    response: int | None = None,
-) -> Float[Array, "n_plus_1 b l m"]:
-    """The residual stream: the embedding, then the output of every layer (before the final norm).
-
-    Arguments and errors are those of `forward`.
-    """
-    _check_inputs(model, tokens, valid, embeds)
-    fitting = checked(interventions, model.spec, *tokens.shape, steps=None)
-    response = check_argument("response", response, NonNegativeInt | None)
-    return _result(_stream, "nbl", model, tokens, valid, fitting, embeds, response)
-
-
-def _stream(model: Model, tokens, valid, interventions, embeds, response) -> Float[Array, "n_plus_1 b l m"]:
-    # The carry holds all states, so that one scan runs the layers; layer i reads entry i and writes i + 1.
-    tokens = constrain(tokens, model.rules, "bl")
-    position, mask, rope = full_pass(model.spec, tokens, valid, response=response)
-    step, x = jnp.zeros(len(tokens), jnp.int32), embed(model.params, tokens, embeds)
-    spec, x = model.spec, embedded(interventions, x, position, step)
-    stream = jnp.zeros((spec.layers + 1, *x.shape), x.dtype).at[0].set(x)
-
-    def run(layer: Layer, stream):
-        layer = intervened(layer, interventions, position, step)
-        x = exact_layer(layer, stream[layer.index], position, mask)
-        return jax.lax.dynamic_update_index_in_dim(stream, x, layer.index + 1, 0)
-
-    return walk(model.params, spec, rope, run, stream)
 
 
 # What one layer does in a full pass: `exact_layer`, or the same with constraints on where arrays lie.

@@ -25,7 +25,7 @@ from dllm_jax.nn.mesh import current_mesh, number_modes, over_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.state import host
-from dllm_jax.state.inputs import Ids, token_ids
+from dllm_jax.state.inputs import Ids, padded_ids
 from dllm_jax.training.batch import IGNORED, Batch, Checked, checked
 
 Probability = Annotated[float, Interval(ge=0, lt=1)]
@@ -235,14 +235,15 @@ def until_end(answer: Ids, eos_id: int | Sequence[int], eot_id: int | None = Non
     These are the ones an objective counts (d1's completion mask).
 
     Args:
-      answer: token ids; -100 at tokens that do not count.
+      answer: token ids, -100 at tokens that do not count; lists of different lengths are padded on the right.
       eos_id: end-of-text, or all ids that end an answer (`ModelSpec.ends`).
       eot_id: end-of-turn, or None.
     """
-    ids = token_ids(answer, None, "answer", IGNORED)
+    ids, real = padded_ids(answer, None, None, "answer", side="right", least=IGNORED, empty=True)
     ends = [eos_id] if isinstance(eos_id, int) else [*eos_id]
     ends += [] if eot_id is None else [eot_id]
     with number_modes():
         answer = jnp.asarray(ids)
         end = functools.reduce(operator.or_, (answer == i for i in ends))
-        return (jnp.cumsum(end, axis=1) - end == 0) & (answer >= 0)
+        until = (jnp.cumsum(end, axis=1) - end == 0) & (answer >= 0)
+        return until if real is None else until & real
