@@ -40,6 +40,8 @@ def _path(described: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Path] | None
 def plain_errors(interrupted: str = "interrupted") -> Iterator[None]:
     """Ends the program with one line in place of a traceback: exit code 2 on bad input, 130 on Ctrl-C.
 
+    A package that is missing counts as bad input: the line names it.
+
     Args:
       interrupted: Line on Ctrl-C, unless the `KeyboardInterrupt` brings one.
     """
@@ -47,7 +49,7 @@ def plain_errors(interrupted: str = "interrupted") -> Iterator[None]:
         yield
     except BrokenPipeError:
         raise
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
     except KeyboardInterrupt as error:

@@ -100,7 +100,7 @@ def patched_by_layer(net: dj.Model, clean: np.ndarray, other: np.ndarray, at: np
 
 def draw(directory: Path, seen: dj.Capture, found: Similarity):
     """Saves the figures with which papers on cache policies argue."""
-    from examples import figures  # needs matplotlib
+    from examples import figures
 
     assert seen.k is not None, "keys were asked for"
     directory.mkdir(parents=True, exist_ok=True)

@@ -3,9 +3,11 @@
 import dataclasses
 import json
 import pathlib
+import sys
 
 import pytest
 
+from dllm_jax.command_line import plain_errors
 from dllm_jax.eval.benchmarks import needle, synthetic
 from dllm_jax.eval.benchmarks.needle import DUO_ATTENTION, Needle
 from dllm_jax.eval.cli import commands as cli
@@ -81,7 +83,7 @@ def test_recall_asks_for_the_pair_at_the_depth():
             synthetic.grid(*cell, 1, 0)
 
 
-def test_a_haystack_of_text(tmp_path):
+def test_a_haystack_of_text(tmp_path, monkeypatch, capsys):
     fields = {"text": "T=211;", "question": "T=", "keyword": "211", "template": "{context}{question}"}
     (tmp_path / "needle.json").write_text(json.dumps(fields))
     options = cli.Options(decoding=SHORT, out=tmp_path)
@@ -94,3 +96,22 @@ def test_a_haystack_of_text(tmp_path):
     assert all(0 <= row["score"] <= 1 for row in found["requests"])
     assert (found["settings"]["scoring"], found["settings"]["keyword"]) == ("keyword", "211")
     assert (tmp_path / "needle-Policy.png").exists()
+
+    # Without matplotlib the picture alone is left out; what scores is asked for before anything is decoded.
+    (tmp_path / "needle-Policy.png").unlink()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    capsys.readouterr()
+    assert cli.run_needle(HAYSTACK, options, scoring="keyword", **grid) == 0
+    printed = capsys.readouterr().out
+    assert "needle-Policy.png is left out: it needs matplotlib" in printed
+    assert "tokens/s" in printed
+    assert not (tmp_path / "needle-Policy.png").exists()
+    monkeypatch.setattr("dllm_jax.eval.run.runner.generate_many", None)
+    for scoring, package in (("rouge", "rouge_score.rouge_scorer"), ("keyword", "rapidfuzz.distance")):
+        monkeypatch.setitem(sys.modules, package, None)
+        own = dataclasses.replace(options, out=tmp_path / scoring)
+        with pytest.raises(ImportError, match=f"scores of needle need {package.partition('.')[0]}: pip"):
+            cli.run_needle(HAYSTACK, own, scoring=scoring, **grid)
+    with pytest.raises(SystemExit), plain_errors():
+        cli.run_needle(HAYSTACK, own, scoring=scoring, **grid)
+    assert capsys.readouterr().err.startswith("error: scores of needle need rapidfuzz")

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shlex
+import sys
 
 import jax
 import pytest
@@ -146,7 +147,15 @@ def test_the_command_of_the_page_runs_as_printed(tmp_path, monkeypatch, capsys, 
     lines = [json.dumps(q._asdict()) for q in examples(FewShot(), 0, 5, 16, "held_out")]
     (tmp_path / "mine.jsonl").write_text("\n".join(lines))
     monkeypatch.setattr(runner_module, "generate_many", None)
+    # Without matplotlib the picture alone is left out.
+    (tmp_path / "runs/tune/tune.png").unlink()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    capsys.readouterr()
     assert evaluate(*words[3:], "--questions", "mine.jsonl") == 0
+    printed = capsys.readouterr().out
+    assert "runs/tune/tune.png is left out: it needs matplotlib, pip install" in printed
+    assert "DualCache()" in printed
+    assert not (tmp_path / "runs/tune/tune.png").exists()
     again = json.loads((tmp_path / "runs/tune/tune.json").read_text())
     assert again["rows"] == result["rows"]
     assert read(tmp_path / "runs/tune/tune.toml").keys() == {"tiny-llada/mine"}

@@ -1,6 +1,7 @@
 """Options that all evaluations share, and the run that they share."""
 
 import dataclasses
+import functools
 import re
 import sys
 from collections.abc import Callable
@@ -54,7 +55,7 @@ class Options:
         kind: str,
         settings: dict[str, Any],
         ask: Callable[[Runner], list[Request]],
-        draw: Callable[[list[record.Row], Path, str], None] | None = None,
+        draw: Callable[[list[record.Row], str, Path], None] | None = None,
         ready: Callable[[Runner], Runner] = lambda runner: runner,
     ) -> int:
         """Evaluates each policy, writes its record, and prints a table of all.
@@ -63,13 +64,14 @@ class Options:
           kind: the evaluation's name in records and file names.
           settings: its options, for the record.
           ask: makes the requests for a runner.
-          draw: writes a picture of the rows to a path, with a title; None: no picture.
+          draw: writes a picture of the rows with a title to a path; None: no picture.
           ready: makes the runner that answers of one for text.
 
         Returns:
           the exit code: 1 if requests failed.
 
         Raises:
+          ImportError: a package that scores the answers is not installed.
           ValueError: a record would replace one with other settings, see `record.check_replaceable`; no such
             policy or sampler, or arguments that it refuses; two policies are one.
         """
@@ -98,12 +100,13 @@ class Options:
         records = {}
         for text, runner in runners.items():
             requests, path = ask(runner), paths[text]
+            record.check_scorers(requests)
             rows = record.scored(requests, runner.run(requests, journal))
             records[text] = record.result(kind, runner, rows, settings)
             write_json(path, records[text])
             show.line(f"wrote {path}")
             if draw is not None:
-                draw(rows, path.with_suffix(".png"), f"{lm.name}, {text}")
+                show.picture(path.with_suffix(".png"), functools.partial(draw, rows, f"{lm.name}, {text}"))
         rich.console.Console().print(show.table(records, f"{kind}: {lm.name}"))
         failures = show.failures(records)
         for failure in failures:

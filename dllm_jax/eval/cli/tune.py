@@ -79,10 +79,10 @@ def run_tune(
     about = {"format": FORMAT, "kind": "tune", "settings": settings, **record.provenance(Runner(lm, exact))}
     write_json(out / "tune.json", about | tuned.described())
     (out / "tune.toml").write_text(toml, encoding="utf-8")
-    tuned.figure().savefig(out / "tune.png", dpi=150)
     rich.console.Console().print(tuned.table())
-    for suffix in ("json", "toml", "png"):
+    for suffix in ("json", "toml"):
         show.line(f"wrote {out / f'tune.{suffix}'}")
+    show.picture(out / "tune.png", lambda path: tuned.figure().savefig(path, dpi=150))
     return 0
 
 

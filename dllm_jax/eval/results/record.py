@@ -64,6 +64,22 @@ def cost_totals(entries: Sequence[Entry]) -> dict[str, Any]:
     return {"requests": len(entries), "failed": len(entries) - len(good), **sums}
 
 
+def check_scorers(requests: Sequence[Request]):
+    """Scores an empty answer of each group: what is missing for it is found before anything is decoded.
+
+    Raises:
+      ImportError: a package that scores is not installed; names it.
+    """
+    for group, request in {request.group: request for request in requests}.items():
+        try:
+            request.score("")
+        except ImportError as error:
+            package = (error.name or "a package").partition(".")[0]
+            raise ImportError(
+                f"scores of {group} need {package}: pip install '.[eval]' in a clone"
+            ) from error
+
+
 def scored(requests: Sequence[Request], entries: Sequence[Entry]) -> list[Row]:
     """A row per request, with the score of its answer; what failed scores 0."""
     rows: list[Any] = []

@@ -1,5 +1,6 @@
 """Records as tables for a terminal, and as heat maps of scores by length and depth."""
 
+import importlib.util
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,7 +110,17 @@ def failures(records: Mapping[str, Record]) -> list[str]:
     ]
 
 
-def heatmap(rows: Sequence[Mapping[str, Any]], path: Path, title: str):
+def picture(path: Path, draw: Callable[[Path], object]):
+    """Draws a picture into a file, or says that it needs matplotlib and leaves it out."""
+    if importlib.util.find_spec("matplotlib") is None:
+        line(f"{path} is left out: it needs matplotlib, pip install '.[figures]' in a clone")
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draw(path)
+    line(f"wrote {path}")
+
+
+def heatmap(rows: Sequence[Mapping[str, Any]], title: str, path: Path):
     """Writes a heat map of mean scores by length and depth, as PNG."""
     from matplotlib.figure import Figure  # in the `eval` extra
 
@@ -126,7 +137,6 @@ def heatmap(rows: Sequence[Mapping[str, Any]], path: Path, title: str):
             colour = "white" if score < 0.6 else "black"  # on viridis, whose high end is light
             axes.text(j, i, f"{100 * score:.0f}", ha="center", va="center", fontsize=11, color=colour)
     figure.colorbar(image, label="score")
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
 

@@ -149,6 +149,7 @@ class Session:
         prompts, cut = longbench.Prompts.read(asked.data / longbench.FILE), (asked.truncate_to, asked.limit)
         task = longbench.tasks_named([name])
         requests = longbench.requests(runner, asked.data, prompts, task, *cut, runner.decoding.length)
+        record.check_scorers(requests)
         rows = record.scored(requests, entries := runner.run(requests, self.journal))
         return [row["score"] for row in rows], entries
 
