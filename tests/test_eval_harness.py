@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import math
 import sys
 
@@ -278,7 +279,7 @@ def test_arguments_are_checked_and_presets_are_overridden(unannotated):
         read({})
 
 
-def test_the_command_line(tasks, tmp_path, monkeypatch, capsys):
+def test_the_command_line(tasks, tmp_path, monkeypatch, capsys, caplog):
     from dllm_jax.eval.harness import model as harness
 
     monkeypatch.setattr(sys, "argv", ["unchanged"])
@@ -287,9 +288,15 @@ def test_the_command_line(tasks, tmp_path, monkeypatch, capsys):
         "pretrained=tiny-llada,policy=DualCache(),sampler=Threshold(0.9;temperature=0.0),length=4,block=2"
     )
     options = ["--model_args", model_args, "--apply_chat_template", "--limit", "1"]
-    assert harness.main([*arguments, *options, "--output_path", str(tmp_path)]) == 0
+    with caplog.at_level(logging.WARNING, "dllm_jax"):
+        assert harness.main([*arguments, *options, "--output_path", str(tmp_path)]) == 0
+    assert not [each for each in caplog.records if each.name.startswith("dllm_jax")]  # of a device, say
     assert "tiny_generate" in capsys.readouterr().out
     found = json.loads(next(tmp_path.rglob("results*.json")).read_text())
     with pytest.raises(ValueError, match="is a result of lm_eval"):
         record.read(next(tmp_path.rglob("results*.json")))
     assert found["config"]["dllm_jax"]["decoding"]["policy"] == "DualCache()"
+    assert found["config"]["device"] == jax.default_backend()
+    for given in (["--device", "cpu"], ["--device=cpu"], ["--config", "a.yaml"]):
+        assert harness.with_device([*arguments, *given]) == [*arguments, *given]
+    assert harness.with_device(["--model", "hf"]) == ["--model", "hf"]

@@ -110,8 +110,8 @@ def test_a_haystack_of_text(tmp_path, monkeypatch, capsys):
     for scoring, package in (("rouge", "rouge_score.rouge_scorer"), ("keyword", "rapidfuzz.distance")):
         monkeypatch.setitem(sys.modules, package, None)
         own = dataclasses.replace(options, out=tmp_path / scoring)
-        with pytest.raises(ImportError, match=f"scores of needle need {package.partition('.')[0]}: pip"):
+        with pytest.raises(ImportError, match=f"scores of length 40 need {package.partition('.')[0]}: pip"):
             cli.run_needle(HAYSTACK, own, scoring=scoring, **grid)
     with pytest.raises(SystemExit), plain_errors():
         cli.run_needle(HAYSTACK, own, scoring=scoring, **grid)
-    assert capsys.readouterr().err.startswith("error: scores of needle need rapidfuzz")
+    assert capsys.readouterr().err.startswith("error: scores of length 40 need rapidfuzz")

@@ -14,7 +14,7 @@ from dllm_jax.options import NoneMeans, NonNegativeFloat, Options, PositiveInt, 
 from dllm_jax.published import expressions
 
 LOG = logging.getLogger(__name__)
-LM_EVAL_DEVICE = "cuda:0"  # what its command line passes if the user gives none
+LM_EVAL_DEVICE = "cuda:0"  # what its command line passes if neither it nor a --config names one
 OF_LM_EVAL = ("batch_size", "max_batch_size", "device")  # its own arguments
 
 

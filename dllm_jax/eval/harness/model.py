@@ -24,6 +24,7 @@ from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.likelihoods import Likelihood, Pair
 from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.options import local_path
+from dllm_jax.provenance import device
 from dllm_jax.state.text import Rendered, check_texts, continued, encode_plain, encode_rendered, mark_plain
 
 LOG = logging.getLogger(__name__)
@@ -255,10 +256,19 @@ def _or_error(make: Callable[..., Any], *arguments: Any) -> Any:
 register_model("dllm_jax")(DllmJax)  # no decorator: its type would hide the class's own
 
 
+def with_device(arguments: list[str]) -> list[str]:
+    """The arguments with jax's device for our model unless they name one: lm_eval's is cuda:0."""
+    given = {argument.partition("=")[0] for argument in arguments}
+    ours = {"dllm_jax", "--model=dllm_jax"} & {*arguments}
+    if not ours or {"--device", "--config"} & given:
+        return arguments
+    return [*arguments, "--device", device().platform]
+
+
 def main(arguments: list[str]) -> int:
     """lm_eval's command line with the model registered."""
     from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
 
-    sys.argv = ["lm_eval", *arguments]  # where lm_eval reads them
+    sys.argv = ["lm_eval", *with_device(arguments)]  # where lm_eval reads them
     cli_evaluate()
     return 0
