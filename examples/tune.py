@@ -48,7 +48,7 @@ def main(
         progress=True,
     )
     rich.print(tuned.table())
-    (out / "tune.toml").write_text(tuned.preset_toml("chain"))
+    (out / "tune.toml").write_text(tuned.preset_toml("chain"), encoding="utf-8")
     tuned.figure().savefig(out / "tune.png", dpi=150)
     print(f"dj.generate(model, prompt, **options) with {tuned.preset.options()}")
 

@@ -165,7 +165,7 @@ class Regex(Constraint):
           ValueError: the expression is not valid, needs other texts than the tokens have, or is too large.
         """
         try:
-            from outlines_core import Index, Vocabulary
+            from outlines_core import Index, Vocabulary  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ImportError("Regex.of needs outlines-core: pip install '.[regex]' in a clone") from error
         try:
