@@ -142,7 +142,7 @@ def recorded(path: Path) -> Evidence:
     if not path.is_file():
         return ()
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_bytes())
         entries = tuple(Entry.of_fields(fields) for fields in found["entries"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} does not hold implementations ({error!r}): remove it") from error
