@@ -176,6 +176,10 @@ PREFIXES = [
     dict(sampler=dj.samplers.Threshold(0.9)), dict(sampler=dj.samplers.RandomOrder(), key=jax.random.key(1)),
     dict(sampler=dj.samplers.WINO(wide_in=0.1, narrow_out=0.5)), dict(stop=["1"]),
     dict(buckets=dj.buckets.Ladder((64,))),
+    dict(
+        stop=["##x"], allow=[[i] for i in (33, 16, 16, 102, 33, 16, 16, 101)],
+        sampler=dj.samplers.Sequential(),
+    ),
 ]  # fmt: skip
 
 

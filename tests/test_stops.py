@@ -136,11 +136,42 @@ def test_tokens_are_those_of_the_whole_generation_up_to_the_stop(sampler, policy
     *_, last = dj.stream(model, prompt, allow=allow, stop=stop, every=1, **options)
     np.testing.assert_array_equal(last.tokens, out.tokens)
     asked = [dict(prompt=one, allow=sets) for one, sets in zip(prompt, allow, strict=True)]
-    asked.append(asked[0] | dict(stop=dj.StopTexts(tokenizer, ["B"])))
+    asked.append(asked[0] | dict(stop=dj.StopTexts(tokenizer, ["D"])))
     found = dict(dj.generate_many(model, asked, slots=2, stop=stop, **options))
     for i in range(3):
         np.testing.assert_array_equal(found[i].tokens[0, -8:], np.asarray(out.tokens)[i, -8:])
-    assert dj.StopTexts(tokenizer, ["B"]).decode(found[3].tokens[0, -8:]) == "Ab\na##b"
+    assert dj.StopTexts(tokenizer, ["D"]).decode(found[3].tokens[0, -8:]) == "Ab\na##bB\n\nC"
+
+
+@pytest.mark.parametrize("sampler", [S.WINO(wide_in=0.02, narrow_out=0.3), S.Edit(0.02, 0.02)])
+def test_a_stop_that_is_revised_ends_nothing(sampler):
+    """Tokens of a block that a sampler may take back are read once the block is finished."""
+    model, tokenizer = tiny("sdar", block_size=12) if isinstance(sampler, S.Edit) else tiny("llada"), words()
+    prompt = np.random.default_rng(0).integers(0, 40, (24, 4))
+    options = dict(length=12, block=12, sampler=sampler, allow=[list(range(len(ENOUGH)))] * 12)
+    full, seen = dj.generate(model, prompt, **options, trace=True), np.zeros(24, bool)
+    tokens = np.asarray(full.trace.tokens)[:, :, 4:16]
+    for stops in (["a"], ["#", "B"], ["X"], ["\n"]):
+        stop = dj.StopTexts(tokenizer, stops)
+        out = np.asarray(dj.generate(model, prompt, stop=stop, **options).tokens)[:, 4:]
+        table, ids = stop.table(61), np.asarray(full.tokens)[:, 4:]
+        for answer, own in zip(out, ids, strict=True):
+            state, count = BEGIN, 0
+            while state != FOUND and count < 12:
+                state, count = table.follows[state, table.kind[own[count]]], count + 1
+            assert answer.tolist() == [*own[:count], *[model.spec.eos_id] * (12 - count)]
+        holds = np.isin(tokens, [i for i, word in enumerate(ENOUGH) if any(s in word for s in stops)])
+        seen |= (holds.any(axis=0) & ~holds[-1]).any(axis=1)
+    assert seen.any(), "no token with a stop is taken back"
+
+
+def test_a_stop_behind_an_end_of_text_is_none():
+    model, tokenizer = tiny("llada"), words()
+    for end in (model.spec.eos_id, model.spec.eot_id):
+        allow = [*response(tokenizer, ["A", "B"]), [end], *response(tokenizer, ["##", "C", "D", "E", "F"])]
+        options = dict(length=8, block=4, allow=allow)
+        out = dj.generate(model, [[1, 2]], stop=dj.StopTexts(tokenizer, ["#"]), **options)
+        np.testing.assert_array_equal(out.tokens, dj.generate(model, [[1, 2]], **options).tokens)
 
 
 def test_other_stops_need_no_other_program():

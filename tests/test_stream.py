@@ -47,6 +47,20 @@ def assert_tells(snapshots: list[dj.Snapshot], out: dj.Output, prompt: np.ndarra
     assert [s.output is None for s in snapshots] == [True] * (len(snapshots) - 1) + [False]
 
 
+@pytest.mark.parametrize("sampler", [samplers.Threshold(0.3), samplers.WINO(wide_in=0.02, narrow_out=0.3)])
+def test_settled_tokens_stay(sampler):
+    """Of samplers that revise tokens, only those of finished blocks."""
+    model, layout = tiny("llada"), dict(sampler=sampler, every=1, length=12, block=12)
+    prompt, mask = prompts(model, (9, 5) * 12)
+    for buckets in (None, dj.buckets.Ladder((16,))):
+        *before, last = dj.stream(model, prompt, prompt_mask=mask, buckets=buckets, **layout)
+        assert last.settled.tolist() == [21] * 24
+        for snapshot in before:
+            for tokens, end, final in zip(snapshot.tokens, snapshot.settled, last.tokens, strict=True):
+                np.testing.assert_array_equal(tokens[:end], final[:end])
+        assert any((snapshot.settled > 9).any() for snapshot in before)
+
+
 TWO = samplers.Confidence(), SEVERAL_AT_ONCE
 
 
