@@ -1,7 +1,6 @@
 """Shared parts of the three examples: data, the training of adapters by any loss, and the curve."""
 
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from transformers import AutoTokenizer
 
 import dllm_jax as dj
 from dllm_jax import lora
+from dllm_jax.eval.run.files import write_json
 from dllm_jax.provenance import device, now, versions
 from dllm_jax.tasks import Chain, Example, accuracy, encode_batch, examples
 from dllm_jax.training import Batch, joined, split
@@ -123,5 +123,4 @@ class Curve:
         self.rows.append(row | {"seconds": round(time.monotonic() - self._start, 1)})
         print("  ".join(f"{name} {value:g}" for name, value in self.rows[-1].items()), flush=True)
         if self._out is not None:
-            self._out.parent.mkdir(parents=True, exist_ok=True)
-            self._out.write_text(json.dumps(self._about | {"curve": self.rows}, indent=1) + "\n")
+            write_json(self._out, self._about | {"curve": self.rows})  # refuses NaN of a run that diverges
