@@ -101,13 +101,9 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(tmp_path):
 
 
 def test_a_second_training_in_a_directory_is_refused_and_changes_nothing(tmp_path):
-    """The second begins when the first has a checkpoint, from the same process or another (`kills`)."""
+    """The second begins when the first has a checkpoint."""
     run = functools.partial(train, tiny("llada"), config=CONFIG, directory=tmp_path, progress=False)
     held = lambda: {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    hold = (
-        "import sys; from pathlib import Path; from dllm_jax.training.run_directory import RunDirectory\n"
-        "files = RunDirectory(Path(sys.argv[1]), {}); print('holds', flush=True); sys.stdin.read()"
-    )
 
     class Meanwhile(Counting):
         def batch(self, memory, step):
@@ -119,6 +115,15 @@ def test_a_second_training_in_a_directory_is_refused_and_changes_nothing(tmp_pat
 
     run(Meanwhile())
     assert len(run(Never()).log) == 5
+
+
+def test_a_directory_is_free_again_when_the_process_that_trains_in_it_is_killed(tmp_path):
+    run = functools.partial(train, tiny("llada"), config=CONFIG, directory=tmp_path, progress=False)
+    run(Counting())
+    hold = (
+        "import sys; from pathlib import Path; from dllm_jax.training.run_directory import RunDirectory\n"
+        "files = RunDirectory(Path(sys.argv[1]), {}); print('holds', flush=True); sys.stdin.read()"
+    )
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", hold, str(tmp_path)], stdin=pipe, stdout=pipe) as holder:
         assert holder.stdout is not None
