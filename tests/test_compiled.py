@@ -138,7 +138,7 @@ BARS = table("bars")
 COPYING = {
     "compiled_v6e": {"DLLMCache", "EvictPrompt", "MaskKV", "SPACache"},
     "compiled_v6e_jax012": {"MaskKV"},
-    "compiled_h100_cudnn": {"DLLMCache", "SPACache", "MaskKV"},
+    "compiled_h100_shipped": {"DLLMCache", "SPACache", "MaskKV", "ElasticCache"},
 }
 
 
@@ -155,6 +155,23 @@ def test_recorded_programs_are_within_their_bars(name):
         if "reuse_step" in row:
             assert row["reuse_step"]["ratio"] <= most_reuse, row["policy"]
         assert row["full_step"]["ratio"] <= most_full, row["policy"]
+
+
+# Of a layer at most, in partial and full steps: (kernels, kernels). ElasticCache's without drift.
+LAUNCHES = {"all": (24, 40), "MaskKV": (24, 56), "EvictPrompt": (24, 56), "ElasticCache": (58, 48)}
+
+
+def test_recorded_layers_launch_few_kernels_and_wait_for_nothing():
+    """As `load` chooses on an H100; of block-causal models under the policies that they have."""
+    rows = json.loads((RESULTS / "compiled_h100_shipped.json").read_text())["rows"]
+    named = {row["policy"].split("(")[0] for row in rows}
+    assert named == {type(policy).__name__ for policy in (*policies.ALL, *policies.BLOCK_CAUSAL)}
+    for row in rows:
+        partial, full = LAUNCHES.get(row["policy"].split("(")[0], LAUNCHES["all"])
+        for kind, most in (("reuse", partial), ("enter", partial + 8), ("full", full)):
+            if step := row.get(f"{kind}_step"):
+                assert step["kernels_per_layer"] <= most, (row["policy"], kind)
+                assert step["waits_per_layer"] == 0, (row["policy"], kind)
 
 
 def test_recorded_programs_copy_little_and_slices_exchange_little():

@@ -2,6 +2,7 @@
 
 python -m bench.compiled.recorded bench/results/compiled_*.json
 python -m bench.compiled.recorded --steps bench/results/compiled_*_llada_moe.json      (a line per policy)
+python -m bench.compiled.recorded --launches bench/results/compiled_h100_shipped.json   (kernels, host waits)
 """
 
 from collections.abc import Iterable
@@ -83,16 +84,33 @@ def of_steps(rows: Iterable[runner.Row]) -> str:
     return runner.table(heads, "l" + "r" * (len(heads) - 1), lines)
 
 
-def main(files: Annotated[tuple[Path, ...], tyro.conf.Positional], steps: bool = False):
+def of_launches(rows: Iterable[runner.Row]) -> str:
+    """A line per program: kernels of a layer by kind of step, host waits in brackets, and kernels outside."""
+    heads = ["model", "policy", "full step", "partial step", "outside of layers: full", "partial"]
+
+    def cells(row: runner.Row) -> list[str]:
+        steps = [row.get("full_step"), row.get("reuse_step")]
+        inside = lambda step: f"{step['kernels_per_layer']} ({step['waits_per_layer']})" if step else "-"
+        outside = lambda step: str(step["kernels_outside"]) if step else "-"
+        return [row["shape"], f"`{row['policy']}`", *map(inside, steps), *map(outside, steps)]
+
+    return runner.table(heads, "llrrrr", [cells(row) for row in rows if "error" not in row])
+
+
+def main(
+    files: Annotated[tuple[Path, ...], tyro.conf.Positional], steps: bool = False, launches: bool = False
+):
     """Prints a table of all programs in the files.
 
     Args:
       files: Files written by bench.compiled.
       steps: Print a line per policy instead, with the bytes and FLOPs of its steps, for programs of one
         model.
+      launches: Print the kernels and host waits of GPU programs instead.
     """
     every = (row for file in files for row in rows(file))
-    print(of_steps(every) if steps else runner.table_of(COLUMNS, every, left=2))
+    shown = of_steps if steps else of_launches if launches else lambda rows: runner.table_of(COLUMNS, rows, 2)
+    print(shown(every))
 
 
 if __name__ == "__main__":

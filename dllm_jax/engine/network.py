@@ -98,7 +98,8 @@ def network(
             x, view = again(weights, x, view_of(cache, weights.index), rows)
             return x, view.into(cache, weights.index)
 
-        return when(jnp.any(policy._repairs(carry[1], canvas, weights.index)), change, carry, name=REFRESH)
+        needed = policy._repairs(carry[1], canvas, weights.index)
+        return carry if needed is None else when(jnp.any(needed), change, carry, name=REFRESH)
 
     if generation.plan.sampler.draft_adapter:
         params = acting_in(params, ~canvas.causal[:, 0], model.spec.layers)
