@@ -92,7 +92,9 @@ def test_a_step_runs_in_the_last_phase_that_a_sequence_of_it_needs():
         phases.append(plan.variants[int(next_variant(plan, state))].phase)
     assert phases[:RESPONSE] == ["", "update", "update", "refresh", "update", "update"]
     mixed = state._replace(canvas=dataclasses.replace(state.canvas, step=jnp.asarray([3, 4])))
-    chosen = lambda *partial: int(last_phase(plan.phases, mixed.canvas, jnp.asarray(partial), policy))
+    chosen = lambda *partial: int(
+        last_phase(plan.phases, mixed.cache, mixed.canvas, jnp.asarray(partial), policy)
+    )
     assert [chosen(True, True), chosen(False, True), chosen(False, False)] == [1, 0, 0]
 
 

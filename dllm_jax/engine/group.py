@@ -21,7 +21,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
 from dllm_jax.state.cache import Cache
-from dllm_jax.state.canvas import Canvas, stream
+from dllm_jax.state.canvas import Canvas, repeat, stream
 from dllm_jax.state.layout import Layout
 
 
@@ -62,7 +62,8 @@ def next_variant(plan: Plan, state: State) -> Int[Array, ""]:
     partial = active & ~whole
     need = stream(state.need, 0, plan.streams) & partial[:, None]
     width = narrowest(plan.widths[:-1], need, plan.policy, state.canvas.spec)
-    phase = last_phase(plan.phases, state.canvas, partial, plan.policy)
+    streams, taking = repeat(state.canvas, plan.streams), repeat(partial, plan.streams)
+    phase = last_phase(plan.phases, state.cache, streams, taking, plan.policy)
     full = ~jnp.any(partial)
     if full_step_batch(plan, len(active)) < len(active):
         some = lambda part: jnp.any(part.reshape(plan.shares, -1), axis=1)

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Int
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.policies.base import Policy
+from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from pallas_kernels.counting import any_marked, count_marked
@@ -62,7 +63,7 @@ def step_phases(
       device: Device that runs the steps.
     """
     # A part is gathered and scattered: a third more kernels, which take as long as a quarter more positions.
-    alike = 4 * sequences * max(widths, default=0) <= 5 * saturating(device)
+    alike = 4 * sequences * max(widths, default=0) <= 5 * saturating(device) and policy._phases_by_positions
     return policy._phases[-1:] if alike or layout.compiles_longer_than_it_runs(spec) else policy._phases
 
 
@@ -134,9 +135,9 @@ def narrowest(
 
 
 def last_phase(
-    phases: tuple[str, ...], canvas: Canvas, partial: Bool[Array, "b"], policy: Policy
+    phases: tuple[str, ...], cache: Cache, canvas: Canvas, partial: Bool[Array, "b"], policy: Policy
 ) -> Int[Array, ""]:
     """The index of the first compiled phase that stands for those of all sequences in a partial step."""
     if len(phases) == 1:
         return jnp.int32(0)
-    return jnp.max(jnp.where(partial, policy._phase(canvas), 0))
+    return jnp.max(jnp.where(partial, policy._phase(cache, canvas), 0))

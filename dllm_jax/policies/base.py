@@ -144,11 +144,18 @@ class Policy(Options):
     """Whether partial steps select the last positions of the canvas, which are then computed in place. A
     selection of others makes a full step."""
 
-    _phases: ClassVar[tuple[str, ...]] = ("",)
-    """Kinds of partial steps, which `layer` sees as `Rows.phase`. Each kind can stand for those before it, so
-    a program may be compiled for the last one alone."""
+    _phases_by_positions: ClassVar[bool] = True
+    """Whether phases differ in the positions that layers compute, and not in the pairs that they read."""
 
-    def _phase(self, canvas: Canvas) -> Int[Array, "b"]:
+    @property
+    def _phases(self) -> tuple[str, ...]:
+        """Kinds of partial steps, which `layer` sees as `Rows.phase`.
+
+        Each kind can stand for those before it, so a program may be compiled for the last one alone.
+        """
+        return ("",)
+
+    def _phase(self, cache: Cache, canvas: Canvas) -> Int[Array, "b"]:
         """Returns the kind of each sequence's coming partial step, an index into `_phases`."""
         return jnp.zeros(len(canvas.tokens), jnp.int32)
 

@@ -56,7 +56,6 @@ class DLLMCache(Policy):
     ratio: Fraction = 0.25
 
     _at_end: ClassVar[bool] = True
-    _phases: ClassVar[tuple[str, ...]] = UPDATE, REFRESH
     renews_keys: ClassVar[bool] = False
     """Whether every step renews the keys of the whole response, as it does the values."""
 
@@ -76,8 +75,13 @@ class DLLMCache(Policy):
         """The response and, with a shifted head, the position before it."""
         return (layout.response_inputs(spec.shifted),)
 
+    @property
     @override
-    def _phase(self, canvas: Canvas) -> Int[Array, "b"]:
+    def _phases(self) -> tuple[str, ...]:
+        return UPDATE, REFRESH
+
+    @override
+    def _phase(self, cache: Cache, canvas: Canvas) -> Int[Array, "b"]:
         """A refresh where the response is due."""
         return self.due(canvas, False)[1][:, 0].astype(jnp.int32)
 

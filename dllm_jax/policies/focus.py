@@ -1,7 +1,7 @@
 """FOCUS: masks that will not be decoded leave a step after its second layer (arXiv:2601.23278)."""
 
 import dataclasses
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,10 @@ class FOCUS(DelayedCache):
     alpha: Annotated[float, Ge(1)] = 1.5
     delayed: bool = True
 
-    _phases: ClassVar[tuple[str, ...]] = NARROW, "every"
+    @property
+    @override
+    def _phases(self) -> tuple[str, ...]:
+        return NARROW, "every"
 
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:

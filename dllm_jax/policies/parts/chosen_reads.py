@@ -5,7 +5,7 @@ chosen ones are gathered into a store of their own, which later steps of the blo
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -25,6 +25,8 @@ from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows, marked
 from dllm_jax.traced import is_traced
 
+CHOSEN, EXACT = "chosen", "exact"  # phases
+
 
 @dataclasses.dataclass(frozen=True)
 class ChosenReads(ChoosingSteps, BlockScores):
@@ -36,6 +38,8 @@ class ChosenReads(ChoosingSteps, BlockScores):
 
     keep: PositiveInt | Fraction = 512
 
+    _phases_by_positions: ClassVar[bool] = False
+
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         require_blocks(spec, type(self).__name__, "Use SparseDLLM() or DualCache()")
@@ -44,6 +48,16 @@ class ChosenReads(ChoosingSteps, BlockScores):
             KV.zeros(spec, batch, self.slots(spec, layout), dtype, scattered=False),
         )
         return Cache(pairs, Reading.nothing(batch, layout.length))
+
+    @property
+    @override
+    def _phases(self) -> tuple[str, ...]:
+        """Steps of a block that read chosen pairs alone, and those of which some may be exact."""
+        return (CHOSEN, EXACT) if is_traced(self.waits) or self.waits else ("",)
+
+    @override
+    def _phase(self, cache: Cache, canvas: Canvas) -> Int[Array, "b"]:
+        return self.exact(cache.shared, canvas)[:, 0].astype(jnp.int32)
 
     def slots(self, spec: ModelSpec, layout: Layout) -> int:
         """Slots of what a block's steps read: the pairs chosen before the last block, and its own."""
@@ -66,9 +80,9 @@ class ChosenReads(ChoosingSteps, BlockScores):
         # The choice comes first: XLA copies a store that is written after it was read.
         exactly = lambda state: self._exactly(layer, q, new, state[1], rows, canvas)
         exact, exact_o = self.exact(cache.shared, canvas), None
-        if rows.index.shape[1] > canvas.spec.block_size:
+        if rows.index.shape[1] > canvas.spec.block_size or rows.phase == EXACT:
             exact_o, cache = exactly((None, cache))
-        elif canvas.spec.shifted or is_traced(self.waits) or self.waits:
+        elif canvas.spec.shifted and not rows.phase:
             some = jnp.any(exact & canvas.active[:, None])
             exact_o, cache = when(some, exactly, (jnp.zeros_like(q), cache), REFRESH)
         o, cache = attend_to_chosen(self.keep, layer, q, new, cache, rows, canvas)
