@@ -95,7 +95,7 @@ def measure(model: dj.Model, row: Row, scale: int, roof: Hardware | None) -> run
     ran = Run(prompt, row.batch, length, BLOCK, steps, policy, dj.samplers.Confidence())
     found = dataclasses.asdict(row) | {"prompt": prompt, "length": length, "steps": steps, "block": BLOCK}
     times: list[float] = []
-    stats = None
+    stats: dict[str, float] = {}
     for _ in range(RUNS):
         begun = time.perf_counter()
         stats = _many(model, ran, row.many) if row.many else _batch(model, ran)
@@ -111,9 +111,9 @@ def measure(model: dj.Model, row: Row, scale: int, roof: Hardware | None) -> run
 def _batch(model: dj.Model, ran: Run) -> dict[str, float]:
     request = ran.request(model)
     tokens = np.asarray(request.inputs.tokens)[:, : ran.prompt]
-    options = dict(length=ran.length, block=ran.block, steps=ran.steps, policy=ran.policy)
-    out = jax.block_until_ready(dj.generate(model, tokens, **options))
-    return counts([out.stats])
+    length, block, steps, policy = ran.length, ran.block, ran.steps, ran.policy
+    out = dj.generate(model, tokens, length=length, block=block, steps=steps, policy=policy)
+    return counts([jax.block_until_ready(out).stats])
 
 
 def _many(model: dj.Model, ran: Run, count: int) -> dict[str, float]:
@@ -127,7 +127,7 @@ def _many(model: dj.Model, ran: Run, count: int) -> dict[str, float]:
         for size, of in zip(lengths, blocks, strict=True)
     ]
     answers = dj.generate_many(model, prompts, slots=ran.batch, block=ran.block, policy=ran.policy)
-    return counts([out.stats for _, out in answers])
+    return counts([out.stats for _, out in answers if isinstance(out, dj.Output)])
 
 
 def counts(stats: list[Any]) -> dict[str, float]:
