@@ -153,7 +153,6 @@ LEFT_OUT: dict[str, str] = {
         test_policy_maskkv.py::test_a_profile_survives_saving
         test_policy_reads.py::test_caches_of_two_sets_have_their_exact_limits
         test_policy_spa_cache.py::test_all_directions_are_the_values_themselves
-        test_policy_spa_cache.py::test_nothing_is_multiplied_for_a_width_that_does_not_run
         test_policy_spa_cache.py::test_proxies_*
         test_policy_sparse_dllm.py::test_a_delay_as_long_as_the_block_is_exact
         test_policy_sparse_dllm.py::test_a_shorter_last_block_leaves_more_to_keep

@@ -162,10 +162,10 @@ def test_evidence_that_is_wrong_here_is_not_believed(broken, cache, monkeypatch)
 
 def test_each_operation_may_have_an_implementation_of_its_own():
     path, layout = dj.bundled.path("tiny-llada"), dj.Layout(16, 8, 4, 8)
-    model = dj.load(path, implementation={"attention": "pallas", "topk_evict": "xla"})
+    model = dj.load(path, implementation={"attention_and_lse": "pallas", "topk_evict": "xla"})
     rows = dj.explain_kernels(model, 1, layout, dj.policies.MaskKV(budget=4)).rows
     said = {(r.operation, r.platform): r.implementation for r in rows}
-    assert said["attention", "cpu"] == "pallas, interpreted (as asked for)"
+    assert said["attention_and_lse", "cpu"] == "pallas, interpreted (as asked for)"
     assert said["topk_evict", "cpu"] == "xla (as asked for)"
     assert said["received", "cpu"].startswith("xla: ")
     for wrong, told in (({"atention": "xla"}, "atention"), ({"attention": "pallsa"}, "pallsa")):

@@ -111,7 +111,9 @@ def test_a_profile_survives_saving(tmp_path):
         (tmp_path / "other.json").write_text(content)
         with pytest.raises(ValueError, match=r"other\.json is no profile as save_profile writes it"):
             eviction.load_profile(tmp_path / "other.json")
-    refuses("profile=.* must be 1 or more values, each a finite", eviction.save_profile, "x", (1.0, np.nan))
+    refuses(
+        "profile=.* must be values, one per layer, each a finite", eviction.save_profile, "x", (1.0, np.nan)
+    )
     damaged = dj.Model({**model.params, "embed": model.params["embed"] * np.nan}, model.spec)
     refuses("layer 0 has importance nan: the model computes NaN", eviction.calibrate, damaged, prompt, 8)
     alone = [eviction.calibrate(model, prompt[i : i + 1, -n:], 8) for i, n in enumerate((9, 5))]

@@ -116,6 +116,7 @@ def _logits(model: Model, tokens, valid, interventions, embeds, response) -> Flo
     return unembed(model.params, model.spec, hidden)
 
 
+@short_help
 def hidden_states(
     model: Model,
     tokens: Tokens,

@@ -48,7 +48,7 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
       stop_at_eos: Whether a sequence ends when everything up to an end-of-text is unmasked. Remaining masks
         are then filled with end-of-text. Tokens up to it do not change.
       stop: Texts at which a response ends (`stop_strings`), as `StopTexts(tokenizer, ["\\n"])`, however their
-        tokens spell them. The output holds end-of-text behind the tokens that hold the first stop. Or
+        tokens spell them. The output holds end-of-text after the tokens that hold the first stop. Or
         sequences of token ids; then from the start of the stop on. As in LLaDA-V's reference implementation,
         the first entry of that list that is found counts; later only it can move the end to the left.
       forbid: Token ids that no position is unmasked to (`bad_words_ids`). A runtime argument.

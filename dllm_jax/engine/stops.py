@@ -36,7 +36,7 @@ def begin_reading(canvas: Canvas) -> Canvas:
 def read_on(canvas: Canvas, table: StopTable, final: Bool[Array, "b"] | bool) -> Canvas:
     """Reads what a step has unmasked, as far as no mask precedes it; the first stop ends the answer.
 
-    The response ends behind the token that decides where the stop begins. Each token is read once in a
+    The response ends after the token that decides where the stop begins. Each token is read once in a
     generation.
 
     Args:

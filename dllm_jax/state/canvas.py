@@ -47,7 +47,7 @@ class Canvas:
       layout: the geometry (static).
       planned_order: order in which the coming step decodes the positions, from 0, -1 for those it does not
         decode; None where the sampler decides by the model's output.
-      stop: position at which a stop sequence begins, or behind the tokens that hold a stop text; l if there
+      stop: position at which a stop sequence begins, or after the tokens that hold a stop text; l if there
         is none. From there on nothing is decoded. None if there are no stops.
       read: Position up to which stop texts were looked for, and the automaton's state there (`engine.stops`).
         None if there are none.
