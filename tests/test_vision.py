@@ -144,7 +144,7 @@ def in_base64(kind: str, width: int = 9) -> str:
     return base64.b64encode(stream.getvalue()).decode()
 
 
-def test_data_uris_are_images_and_other_long_texts_are_refused_in_a_line(tmp_path):
+def test_data_uris_are_images_and_other_long_texts_are_refused_in_a_line(tmp_path, unannotated):
     text = in_base64("png")
     spellings = ("image/png;base64,", text), ("image/png;name=a.png;BASE64,", text), (";base64,", text)
     wrapped = "\n".join(text[i : i + 76] for i in range(0, len(text), 76))

@@ -2,7 +2,6 @@
 
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.attention.xla import Mask
 from pallas_kernels.choice import Implementation, Operation, imported
 from pallas_kernels.ragged_attention import xla
 from pallas_kernels.ragged_attention.xla import check_shapes, read_runs
@@ -27,7 +26,7 @@ def ragged_attention(
     kept_v: Float[Array, "b s d"],
     start: Int[Array, "b k"],
     length: Int[Array, "b k"],
-    mask: Mask | None = None,
+    mask: Bool[Array, "#b #k #q t"] | None = None,
     readable: Bool[Array, "b s"] | None = None,
     *,
     chunk: int,

@@ -24,7 +24,6 @@ from pallas_kernels.attention.gpu import (
     rows_of_tile,
 )
 from pallas_kernels.attention.shared import OnlineSoftmax, check_supported, extent, scores
-from pallas_kernels.attention.xla import Mask
 from pallas_kernels.ragged_attention.xla import check_shapes
 
 
@@ -36,7 +35,7 @@ def ragged_attention(
     kept_v: Float[Array, "b s d"],
     start: Int[Array, "b k"],
     length: Int[Array, "b k"],
-    mask: Mask | None = None,
+    mask: Bool[Array, "#b #k #q t"] | None = None,
     readable: Bool[Array, "b s"] | None = None,
     *,
     chunk: int,

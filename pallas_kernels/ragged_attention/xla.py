@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.attention.xla import Mask, attention_by_sequence
+from pallas_kernels.attention.xla import attention_by_sequence
 from pallas_kernels.attention.xla import check_shapes as check_attention
 
 
@@ -21,7 +21,7 @@ def ragged_attention(
     kept_v: Float[Array, "b s d"],
     start: Int[Array, "b k"],
     length: Int[Array, "b k"],
-    mask: Mask | None = None,
+    mask: Bool[Array, "#b #k #q t"] | None = None,
     readable: Bool[Array, "b s"] | None = None,
     *,
     chunk: int,
@@ -106,7 +106,7 @@ def check_shapes(
     kept_v: Float[Array, "b s d"],
     start: Int[Array, "b k"],
     length: Int[Array, "b k"],
-    mask: Mask | None = None,
+    mask: Bool[Array, "#b #k #q t"] | None = None,
     readable: Bool[Array, "b s"] | None = None,
     *,
     chunk: int,
