@@ -111,6 +111,14 @@ def test_phases_are_compiled_where_a_part_of_the_positions_takes_less_time():
     assert [count(device("tpu", "TPU v6 lite"), 512), count(device("tpu", "TPU v5"), 256)] == [1, 2]
     assert [count(device("cpu", "cpu"), 32), count(device("cpu", "cpu"), 256)] == [1, 2]
     assert saturating(device("gpu", "NVIDIA B300")) == saturating(h200)
+    # The numbers are those of the roofline's table, which the engine does not import.
+    kinds = {"h100": h100, "h200": h200, "a100": device("gpu", "NVIDIA A100-SXM4-80GB")}
+    names = {"v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "v7x": "TPU7x"}
+    kinds |= {name: device("tpu", kind) for name, kind in names.items()}
+    assert set(kinds) == set(dj.roofline.HARDWARE)
+    for name, of in kinds.items():
+        rates = dj.roofline.HARDWARE[name]
+        assert abs(saturating(of) - rates.flops / rates.bandwidth) < 1, name
 
 
 @settings(max_examples=60)

@@ -40,7 +40,7 @@ def attend_to_kept(
       the attention output, in the dtype of q.
     """
     chunk, runs = slots_of_chunk(budget, widest, smallest), of_layer(pairs.runs, layer.index)
-    shown = None if readable is None else jnp.take_along_axis(readable, pairs.position, axis=1)
+    shown = None if readable is None else pairs.readable(readable)
     start, length = runs[..., 0], runs[..., 1]
     return layer.ragged_attention(
         q, *dense, pairs.k, pairs.v, start, length, visible, shown, chunk=chunk, widest=max(widest, 1)

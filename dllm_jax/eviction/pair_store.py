@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from dllm_jax.nn.layer import Layer, LayerIndex, of_layer, put_of_layer
 from dllm_jax.state.rows import marked
 from pallas_kernels.counting import count_marked
+from pallas_kernels.ragged_attention import read_runs
 
 
 class PairStore(NamedTuple):
@@ -53,13 +54,16 @@ class PairStore(NamedTuple):
         Padding holds any pair of the store: the mask must hide it, as it hides pairs of positions that are
         not `readable`.
         """
-        slots, real = self.slots(layer, width)
-        if readable is not None:
-            real &= readable[_sequence(slots), self._at(self.position, slots)]
+        shown = None if readable is None else self.readable(readable)
+        runs = of_layer(self.runs, layer)
+        (k, v), real = read_runs((self.k, self.v), runs[..., 0], runs[..., 1], width, readable=shown)
 
         # Gathered per head [b k w d], then laid out as a layer's keys and values are.
-        k, v = (jnp.swapaxes(self._at(pairs, slots), 1, 2) for pairs in (self.k, self.v))
-        return k, v, real[:, :, None]
+        return jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), real[:, :, None]
+
+    def readable(self, positions: Bool[Array, "b l"]) -> Bool[Array, "b s"]:
+        """Marks the slots whose pairs are of these positions."""
+        return jnp.take_along_axis(positions, self.position, axis=1)
 
     def positions(self, length: int) -> Bool[Array, "b {length}"]:
         """Marks the positions of a canvas of which some layer and head holds a pair."""

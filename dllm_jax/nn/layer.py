@@ -138,10 +138,17 @@ class Layer:
         return self.kernels.run(HEAD_MEAN, *self._in_order(q, k), lse, mask, None)
 
     def ragged_attention(
-        self, q: Float[Array, "b q h d"], k: Float[Array, "b t k d"], *others: Any, **options: Any
+        self,
+        q: Float[Array, "b q h d"],
+        k: Float[Array, "b t k d"],
+        v: Float[Array, "b t k d"],
+        *runs: Array | None,
+        chunk: int,
+        widest: int,
     ) -> Float[Array, "b q h d"]:
         """Attention to dense pairs and each head's kept run, see `pallas_kernels.ragged_attention`."""
-        return self.kernels.run(ragged_attention.OPERATION, q, k, *others, **options)
+        arrays = *self._in_order(q, k, v), *runs
+        return self.kernels.run(ragged_attention.OPERATION, *arrays, chunk=chunk, widest=widest)
 
     def topk_evict(
         self, score: Float[Array, "b k s"], count: Int[Array, "b k"], width: int

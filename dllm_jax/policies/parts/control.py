@@ -4,19 +4,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, PyTree
 
 REFRESH = "refresh"  # name scope of what a partial step runs only where a refresh is due
 UPDATE = "update_"  # begins that of an update in one of several widths, which ends with the width
-
-
-def in_trip(trip: Int[Array, ""] | None, x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """x in the body of a loop of at most one trip, whose counter `trip` is 0 there, as XLA does not know.
-
-    What depends on nothing of the loop XLA computes before it, whether or not it runs: products with x and
-    what follows would not be saved. x is not changed; outside of a loop (None) there is nothing to do.
-    """
-    return x if trip is None else jnp.where(trip > 0, jnp.zeros_like(x), x)
 
 
 def when(
