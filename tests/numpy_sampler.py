@@ -263,7 +263,8 @@ def _candidate_at(sampler, row: Row, i: int, logits: np.ndarray, noise) -> tuple
 
 
 def _until_done(sampler) -> bool:
-    several = samplers.Threshold | samplers.Factor | samplers.EBSampler | samplers.KLASS | samplers.WINO
+    several = samplers.Threshold | samplers.LocalLeap | samplers.Factor | samplers.EBSampler
+    several |= samplers.KLASS | samplers.WINO
     return isinstance(sampler, several) or (
         isinstance(sampler, samplers.CertaintyPrior) and sampler.threshold is not None
     )
@@ -278,6 +279,10 @@ def transfer(sampler, row: Row, scores: Scores, order=None, beliefs=None) -> set
     """Which of the scored positions are decoded in this step; `beliefs` are their distributions."""
     if isinstance(sampler, samplers.Threshold):
         return at_least_one(scores, sampler.threshold * (-1 if sampler.alg == "entropy" else 1))
+    if isinstance(sampler, samplers.LocalLeap):
+        anchors = [i for i in scores if scores[i] >= sampler.threshold]
+        near = [i for i in scores if any(abs(i - j) <= sampler.radius for j in anchors)]
+        return largest(scores, 1) | {*anchors} | {i for i in near if scores[i] >= sampler.relaxed}
     if isinstance(sampler, samplers.Factor):
         return largest(scores, factor_count(scores.values(), sampler.factor))
     if isinstance(sampler, samplers.WINO):

@@ -17,9 +17,9 @@ WITHOUT_NEEDS: tuple[type[Options], ...] = (
     *map(type, policies.ALL), eviction.PyramidKV, eviction.BoundaryMiddle, eviction.OnlineLayers,
     eviction.PromptPreference, eviction.AdaKV, eviction.PositionVotes, eviction.SnapKV, samplers.Confidence,
     samplers.RandomOrder, samplers.CertaintyPrior, samplers.DreamSchedule, samplers.Threshold,
-    samplers.Factor, samplers.EBSampler, samplers.KLASS, samplers.WINO, Assumed, dj.MeshRules, tasks.Recall,
-    tasks.Chain, tasks.FewShot, tasks.Sorting, policies.GaussianDropout, policies.UniformDropout,
-    policies.NearAndLast, samplers.EarlyCommit, dj.Sliding,
+    samplers.Factor, samplers.EBSampler, samplers.KLASS, samplers.WINO, samplers.LocalLeap, Assumed,
+    dj.MeshRules, tasks.Recall, tasks.Chain, tasks.FewShot, tasks.Sorting, policies.GaussianDropout,
+    policies.UniformDropout, policies.NearAndLast, samplers.EarlyCommit, dj.Sliding,
 )  # fmt: skip
 OPTIONS: dict[type[Options], dict[str, Any]] = {kind: {} for kind in WITHOUT_NEEDS} | {
     eviction.SqueezeAttention: {"cosine": (0.5,)}, samplers.PCSampler: {"frequencies": frequencies()},

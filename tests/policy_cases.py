@@ -207,4 +207,5 @@ SAMPLER_CASES = (
     samplers.PCSampler(frequencies()), samplers.KLASS(confidence_threshold=0.05, divergence=0.1),
     SEVERAL_AT_ONCE, samplers.DreamSchedule(), samplers.DreamSchedule(alg="origin"),
     samplers.Dynamic(0.25), samplers.Sequential(), samplers.Edit(0.25, 0.2, most_steps=3),
+    samplers.LocalLeap(0.2, 0.1),
 )  # fmt: skip

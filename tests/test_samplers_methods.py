@@ -1,4 +1,4 @@
-"""EB-Sampler, KLASS and PC-Sampler: what is each one's own."""
+"""EB-Sampler, KLASS, PC-Sampler and LocalLeap: what is each one's own."""
 
 import dataclasses
 import math
@@ -11,11 +11,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import policies
 from dllm_jax.published import expressions
-from dllm_jax.samplers import (
-    KLASS,
-    PCSampler,
-    TokenFrequencies,
-)
+from dllm_jax.samplers import KLASS, LocalLeap, PCSampler, Threshold, TokenFrequencies
 from dllm_jax.samplers.eb import bounded_prefix
 from dllm_jax.testing.checks import PROGRAM, Subject, cache_copies_in_loops, optimized_text, traced
 from tests.models import candidates, canvas, families, frequencies, generated, prompts, tiny
@@ -145,3 +141,29 @@ def test_files_that_hold_no_table_are_refused(tmp_path):
         TokenFrequencies(tmp_path / "several.npz")
     with pytest.raises(FileNotFoundError):
         TokenFrequencies(tmp_path / "missing.npy")
+
+
+def test_a_leap_of_no_width_is_a_threshold_and_distances_are_between_positions():
+    rng = np.random.default_rng(0)
+    at, index = (
+        canvas(np.ones((2, 12), bool)),
+        np.asarray([[0, 1, 4, 5, 7, 12], [2, 3, 9, 10, 11, 12]], np.int32),
+    )
+    for _ in range(20):
+        score = rng.random((2, 6), np.float32)
+        score[:, 5] = -np.inf
+        score[0] = np.where(rng.random() < 0.2, -np.inf, score[0])
+        offered = candidates(score, index)
+        chosen = lambda sampler, offered=offered: np.asarray(sampler.transfer(offered, at, None))
+        for same in (LocalLeap(0.7, 0.1, radius=0), LocalLeap(0.7, 0.7, radius=50)):
+            np.testing.assert_array_equal(chosen(same), chosen(Threshold(0.7)))
+    offered = candidates(np.asarray([[0.2, 0.2, 0.95, 0.2, 0.2, -np.inf]] * 2, np.float32), index)
+    leap = np.asarray(LocalLeap(0.9, 0.2, radius=2).transfer(offered, at, None))
+    np.testing.assert_array_equal(leap, [[0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 0]])
+
+
+def test_a_leap_to_a_higher_threshold_is_refused():
+    with pytest.raises(ValueError, match=r"relaxed=0\.95 must be at most threshold=0\.9"):
+        LocalLeap(relaxed=0.95)
+    made = jax.jit(lambda threshold: LocalLeap(threshold, 0.75))(0.5)  # what is not known is not refused
+    assert float(made.threshold) == 0.5

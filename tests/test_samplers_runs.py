@@ -42,6 +42,7 @@ RUNS = [  # sampler, block, steps
     (s.Confidence(schedule="rounded", alg="margin"), 12, 5), (s.Confidence(schedule="linear"), 12, 7),
     (s.Confidence(schedule="linear", alg="entropy"), 7, 23), (s.Threshold(0.4), 5, 12),
     (s.Threshold(0.9, alg="entropy"), 6, 2),
+    (s.LocalLeap(0.5, 0.2, 2, temperature=0.5), 12, 1),
 ]  # fmt: skip
 
 

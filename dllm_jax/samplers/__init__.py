@@ -13,6 +13,7 @@ from dllm_jax.samplers.eb import EBSampler
 from dllm_jax.samplers.edit import Edit
 from dllm_jax.samplers.free_dave import FreeDave
 from dllm_jax.samplers.klass import KLASS
+from dllm_jax.samplers.local_leap import LocalLeap
 from dllm_jax.samplers.noise import KeyNoise, Noise, RecordedNoise
 from dllm_jax.samplers.parallel import Factor, Threshold, UntilDone
 from dllm_jax.samplers.pc import PCSampler, TokenFrequencies
@@ -23,6 +24,6 @@ from dllm_jax.samplers.wino import WINO
 __all__ = [
     "KLASS", "S2D2", "WINO", "Automaton", "Autoregressive", "Candidates", "CertaintyPrior", "Confidence",
     "Constraint", "Decision", "DreamSchedule", "Dynamic", "EBSampler", "EarlyCommit", "Edit", "Factor",
-    "FreeDave", "KeyNoise", "Noise", "OneOf", "PCSampler", "RandomOrder", "RecordedNoise", "Regex",
-    "Sampler", "SelfSpeculation", "Sequential", "Threshold", "TokenFrequencies", "UntilDone",
+    "FreeDave", "KeyNoise", "LocalLeap", "Noise", "OneOf", "PCSampler", "RandomOrder", "RecordedNoise",
+    "Regex", "Sampler", "SelfSpeculation", "Sequential", "Threshold", "TokenFrequencies", "UntilDone",
 ]  # fmt: skip

@@ -33,7 +33,7 @@ SAMPLERS = (
     samplers.EBSampler(), samplers.PCSampler(EVEN), samplers.KLASS(), samplers.WINO(),
     samplers.CertaintyPrior(), samplers.Dynamic(), samplers.Sequential(), samplers.Edit(),
     samplers.DreamSchedule(), samplers.Autoregressive(), samplers.SelfSpeculation(block=6),
-    samplers.FreeDave(), samplers.S2D2(),
+    samplers.FreeDave(), samplers.S2D2(), samplers.LocalLeap(),
 )  # fmt: skip
 
 

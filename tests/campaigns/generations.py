@@ -80,6 +80,7 @@ ALGS, SIGMA = ("prob", "margin", "entropy"), {"sigma": (0.5, 10.0)}
 SAMPLERS: dict[type[s.Sampler], tuple[dict[str, tuple[Any, ...]], ...]] = {
     s.Confidence: ({"alg": ALGS},), s.RandomOrder: ({},),
     s.Threshold: ({"threshold": (0.0, 0.2, 0.4, 1.0), "alg": ALGS[:2]},),
+    s.LocalLeap: ({"threshold": (0.3, 0.4), "relaxed": (0.0, 0.2, 0.3), "radius": (0, 1, 50)},),
     s.Factor: ({"factor": (0.5, 1.0, 2.0)},), s.EBSampler: ({"gamma": (0.0, 0.5, 5.0), "alg": ALGS},),
     s.PCSampler: ({"frequencies": (frequencies(),), "decay": (0.0, 0.25, 5.0), "clip": (1.0, 10.0)},),
     s.KLASS: ({"confidence_threshold": (0.0, 0.1), "divergence": (0.01, 1.0), "history": (1, 2)},),

@@ -65,8 +65,8 @@ DESCRIPTION = """
     effective_rope_theta family fields files input_kind input_seeds interpretations kv_bytes_formula
     left_pads leftover_masks loglik loglik_float64 loglik_weights_perturbed_1e6 longllada_commit
     longllada_repo masked_tail masks_left_at_end mean_recomputed_fraction method min_topk_gap model
-    model_class_commit model_class_repo names nan_confidences_occurred nan_in_logits nfe note origin
-    packages patches prompt_length prompt_lengths prompt_seed prompt_shape reference_fixes
+    model_class_commit model_class_repo models names nan_confidences_occurred nan_in_logits nfe note occurred
+    origin packages patches prompt_length prompt_lengths prompt_seed prompt_shape reference_fixes
     same_sampler_in scaling_factor seeds smallest_selection_margin source source_commit source_file
     source_files source_function source_repo split status status_reason steps_note tie_breaking
     tokens_per_forward tokens_per_step tokens_that_differ_from_no_eviction top_k_source torch torch_seed
