@@ -185,12 +185,6 @@ def test_policies_that_were_not_measured_are_left_out_and_gaps_are_told():
         summary.table(measured, dj.bundled.TEXT)
 
 
-def test_the_table_of_the_readme_is_that_of_the_results():
-    """docs/hooks.py makes those of the site."""
-    measured = json.loads((ROOT / "bench/results/policies_cpu.json").read_text())["models"]
-    assert summary.brief(measured) in (ROOT / "README.md").read_text()
-
-
 def test_of_long_responses_the_beginning_counts():
     workload = workloads(8)["tiny-llada chain-in-128"]()
     spec, wanted = workload.model.spec, list(workload.wanted)

@@ -19,7 +19,7 @@ from dllm_jax.decoding.request import prepare
 from dllm_jax.engine import propose
 from dllm_jax.engine.loop import denoise
 from dllm_jax.testing.runs import compilations
-from tests import run_page
+from tests import examples, run_blocks
 from tests.models import FAMILIES, WIDE, frequencies, generated, prompts, tiny
 from tests.policy_cases import matrix
 from tests.test_generate_many import all_alone
@@ -366,7 +366,7 @@ def test_equal_columns_are_one_class_and_end_of_text_follows_an_accepted_text():
 def test_the_page_limits_answers_to_a_pattern_and_a_schema(capsys):
     outlines_core = pytest.importorskip("outlines_core")
     assert outlines_core
-    printed = run_page("how-to/constraining.md")
+    printed = run_blocks([block for block in examples("how-to/generating.md") if "Regex.of" in block])
     date, form = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", date)
     assert set(ast.literal_eval(form)) == {"n", "ok"}

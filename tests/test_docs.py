@@ -8,13 +8,14 @@ import json
 import re
 import runpy
 import textwrap
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import dllm_jax as dj
+from bench.pages import policy as policy_pages
+from bench.pages import tables
 from dllm_jax import checkpoint, testing
 from dllm_jax.options.renamed import Renamed
 from dllm_jax.testing import checks
@@ -68,7 +69,7 @@ def test_the_samplers_of_the_page_decode_as_it_says_and_pass_its_check(monkeypat
     said = np.asarray(printed["never"].tokens)[0, -9:]
     assert np.all(said[1:] != said[:-1])
     assert printed["model"].spec.mask_id not in said
-    assert 1 < run_page("reference/samplers.md")["settled"].stats.nfe[0] < 32
+    assert 1 < printed["settled"].stats.nfe[0] < 32
     if not EXHAUSTIVE:
         asked = functools.partial(testing.check_sampler, checks=(checks.only_scored_masks_are_decoded,))
         monkeypatch.setitem(printed, "check_sampler", asked)
@@ -110,11 +111,8 @@ def test_every_member_of_a_policy_and_of_the_canvas_is_described():
 
 def test_the_examples_of_background_pages_run(capsys):
     """Bucket lengths, whose padding is not returned; published settings."""
-    for page, place in (
-        ("how-to/many-prompts.md", 0),
-        ("policies/published-settings.md", 0),
-    ):
-        exec(examples(page)[place], {})
+    exec(examples("how-to/many-prompts.md")[0], {})
+    exec(examples("how-to/evaluation.md")[0], {})
     *ladder, preset, listing = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in ladder[:2]] == ["16", "24"]
     assert ladder[2:] == [str((1, prompt + 4)) for prompt in (9, 21)]
@@ -171,42 +169,45 @@ def test_a_family_from_outside_reads_and_writes_checkpoints(tmp_path, monkeypatc
     refuses("pass the family that the model was read with", dj.save_hf, model, "more")
 
 
-@pytest.mark.parametrize("page", ["index.md", "models.md", "loading.md", "generating.md", "likelihoods.md"])
+@pytest.mark.parametrize("page", ["models.md", "how-to/loading.md", "how-to/generating.md"])
 def test_pages_on_a_bundled_model_run_as_printed(page, tmp_path, monkeypatch):
+    """Without the block that test_constraints.py runs; test_readme.py runs those of index.md."""
     monkeypatch.chdir(tmp_path)
-    run_page(page if page in ("index.md", "models.md") else f"how-to/{page}")
+    run_blocks([block for block in examples(page) if "Regex.of" not in block])
 
 
-def built(page: str) -> str:
-    """A page with the tables that the site has."""
-    written = runpy.run_path(str(DOCS / "hooks.py"))["on_page_markdown"]
-    place = SimpleNamespace(file=SimpleNamespace(src_uri=page))
-    return written((DOCS / page).read_text(), place, SimpleNamespace(repo_url=""), None)
+def test_no_table_of_a_page_is_stale():
+    """Else run `python -m bench.pages`."""
+    assert [page.name for page in tables.stale()] == []
 
 
-def test_the_site_has_every_setting_that_was_measured():
-    shown = built("background/benchmarks.md")
-    measured = json.loads((DOCS.parent / "bench" / "results" / "policies_cpu.json").read_text())["models"]
-    assert shown.count("\n| `") == sum(len(workload["rows"]) for workload in measured.values())
+def test_every_old_address_leads_to_a_page_and_heading_of_today():
+    hooks = runpy.run_path(str(DOCS / "hooks.py"))
+    for old, new in hooks["MOVED"].items():
+        page, _, anchor = new.partition("#")
+        files = [DOCS / f"{page.rstrip('/')}.md", DOCS / page / "index.md"]
+        (text,) = [file.read_text() for file in files if file.exists()]
+        headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+        anchors = {re.sub(r"[^a-z0-9]+", "-", heading.lower()).strip("-") for heading in headings}
+        assert not anchor or anchor in anchors, new
+        assert not (DOCS / f"{old}.md").exists()
 
 
 @pytest.mark.parametrize(("page", "row"), [
-    ("background/results.md", "| `EvictPrompt(budget=16)` | 100% | 0% | 0% | 51% | 0% | 0% |"),
+    ("background/results.md", "| `EvictPrompt(budget=16)` | 100% | 0% (64) | 0% (64) | 51% | 0% (64) |"),
     ("background/results.md", "| DualCache loses little (Fast-dLLM, Table 1) | 12 | 0 | 0 | 0 |"),
     ("background/performance.md", "| torch | small | 128 | AMD EPYC | 1.33 | 1.61 | 1.74 | 32 of 32 |"),
+    ("background/performance.md", "| H200 | `DualCache` | 165 | 30.7 | 5.3 | 1.55 | 1.11 | 1.4 | 20 |"),
     ("policies/index.md", "| 100%, 98% (46) | 100%, 100% (52) | 98%, 98% (99) | 39%, 36% (12) |"),
-    ("how-to/vision.md", "| `EvictPrompt(budget=4)` | 98.4% (94-100) | 94.5% (89-97) | 51% | 6 |"),
+    ("how-to/vision.md", "| `EvictPrompt(budget=4)` | 51% | 6 | 98.4% (94-100) | 94.5% (89-97) |"),
 ])  # fmt: skip
-def test_the_site_has_the_tables_of_what_was_measured(page, row):
-    shown = built(page)
-    assert row in shown
-    assert "<!-- table" not in shown
+def test_pages_have_the_tables_of_what_was_measured(page, row):
+    assert row in (DOCS / page).read_text()
 
 
 def test_the_site_has_a_page_for_every_policy_with_its_limit_and_options():
-    hooks = runpy.run_path(str(DOCS / "hooks.py"))
     for policy in dj.policies.ALL:
-        page = hooks["page_of"](policy)
+        page = policy_pages.page_of(policy)
         assert re.search(r"^## When it equals exact decoding\n\n[A-Z`]", page, re.MULTILINE), policy
         for field in dataclasses.fields(policy):
             row = rf"^\| `{field.name}` \| [^|]+ \| [^|]+ \| `.+` \| .*\|$"
@@ -215,13 +216,13 @@ def test_the_site_has_a_page_for_every_policy_with_its_limit_and_options():
         assert "| `DualCache()` |" in measured
         assert f"| `{type(policy).__name__}(" in measured
     for policy in dj.policies.BLOCK_CAUSAL:
-        page = hooks["page_of"](policy)
+        page = policy_pages.page_of(policy)
         assert "tiny-sdar" in page
         assert "The cache of SDAR-8B" in page
         measured = page.partition("## Accuracy and cost")[2].partition("## Memory")[0]
         named = f"| `{type(policy).__name__}(" in measured
         assert named != isinstance(policy, dj.policies.SubBlockCache), "which is not measured"
-    assert "`dllm-cache-by-d2cache/llada-8b-base`" in hooks["page_of"](dj.policies.DLLMCache())
+    assert "`dllm-cache-by-d2cache/llada-8b-base`" in policy_pages.page_of(dj.policies.DLLMCache())
 
 
 def test_the_examples_of_fine_tuning_run(tmp_path, monkeypatch):
@@ -243,7 +244,9 @@ def test_the_example_of_llada_runs(tmp_path, capsys):
     """With a tiny checkpoint in the place of LLaDA-8B."""
     path = write_hf(tmp_path / "hf", tiny_spec(mask_id=60, vocab=64), tokenizer=True)
     words = {'"GSAI-ML/LLaDA-8B-Instruct"': repr(str(path)), "=256": "=4", "=32": "=2"}
-    assert isinstance(run_page("how-to/chat-with-llada.md", words)["answer"], str)
+    assert isinstance(
+        run_blocks([b for b in examples("quickstart.md") if "GSAI-ML" in b], words)["answer"], str
+    )
 
 
 def test_the_example_of_several_devices_runs(tmp_path):

@@ -8,9 +8,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = "dllm_jax", "pallas_kernels", "convert", "bench", "examples"
 LONGEST = 35  # words of a sentence on a page for readers
 # At most: docstrings and entries that begin wrongly, longer sentences, mean words of all and of one page's
-# sentences, words (with a letter) of README and docs without docs/dev and
-# docs/reference.
-BARS = {"headless": 5, "dangling": 10, "long": 0, "mean": 18, "worst": 22, "words": 18_900}
+# sentences, words (with a letter) of README and docs without docs/dev, docs/reference and generated tables.
+BARS = {"headless": 5, "dangling": 10, "long": 0, "mean": 18, "worst": 22, "words": 19_000}
 TERMS = (
     "continuous batching", "max_new_tokens", "gen_length", "semi-autoregressive", "parallel decoding",
     "KV pairs", "quantization",
@@ -66,6 +65,11 @@ def sentences(markdown: str) -> list[str]:
     return [part for block in parts for part in block if re.search(r"\w", part)]
 
 
+def without_tables(text: str) -> str:
+    """A page without the tables that `python -m bench.pages` writes."""
+    return re.sub(r"<!-- table: .*?<!-- end of table -->", "", text, flags=re.DOTALL)
+
+
 def words(sentence: str) -> int:
     return sum(bool(re.search(r"\w", word)) for word in sentence.split())
 
@@ -74,7 +78,7 @@ def measured() -> tuple[dict[Path, tuple[int, list[int]]], list[str]]:
     """Per page its words and those of each sentence; and the sentences that are too long."""
     counted, long = {}, []
     for page in pages():
-        text = page.read_text()
+        text = without_tables(page.read_text())
         found = sentences(text)
         size = sum(bool(re.search("[A-Za-z]", word)) for word in text.split())
         counted[page] = size, [words(sentence) for sentence in found]

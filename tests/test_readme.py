@@ -1,5 +1,6 @@
 """The README's examples run as printed."""
 
+import json
 import pathlib
 import re
 
@@ -7,10 +8,11 @@ import numpy as np
 
 import dllm_jax as dj
 from dllm_jax.demo import trains
-from tests import run_blocks
+from tests import examples, run_blocks
 from tests.checkpoints import tiny as small
 from tests.checkpoints import write_hf
 from tests.models import tiny
+from tests.test_prose import without_tables
 
 ROOT = pathlib.Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
@@ -25,6 +27,14 @@ def test_the_eight_lines_print_what_the_text_says(capsys):
     assert f'"{trains.QUESTION}"' in BLOCKS[0]
     assert capsys.readouterr().out.strip() == trains.ANSWER
     assert f"`{trains.ANSWER}`: {', '.join(trains.STOPS[1:8])}." in TEXT
+
+
+def test_home_page_quickstart_and_notebook_begin_with_the_same_example():
+    found = [examples(page)[0] for page in ("index.md", "quickstart.md")]
+    cells = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())["cells"]
+    found += ["".join(cell["source"]) + "\n" for cell in cells if "chat(" in "".join(cell["source"])][:1]
+    assert found == BLOCKS[:1] * 3
+    assert f"It prints `{trains.ANSWER}`" in (ROOT / "docs" / "quickstart.md").read_text()
 
 
 def test_the_example_with_a_checkpoint_runs(tmp_path):
@@ -64,7 +74,7 @@ def test_every_policy_and_sampler_is_named():
 
 
 def test_it_is_short_and_links_to_files_that_exist():
-    assert len(TEXT.split()) <= 1000
+    assert len(without_tables(TEXT).split()) <= 950
     links = re.findall(r"\]\(([^)#]+)", TEXT)
     missing = [link for link in links if "://" not in link and not (ROOT / link).exists()]
     assert not missing

@@ -2,7 +2,10 @@
 
     python -m bench.policies.every bench/results/policies_cpu.json
 
-docs/background/benchmarks.md says what the columns are.
+Columns: exact match (right answers, with their 95% interval, Wilson's), tokens (right tokens of the answers,
+end of turn included), as exact (tokens equal to those of exact decoding with the same sampler, block and
+steps), computed (computed tokens relative to the first row), kept (KV pairs cached per layer and head, per
+prompt), cache KiB (size of the cache, per prompt).
 """
 
 from typing import Any
@@ -49,7 +52,7 @@ def table(workload: dict[str, Any]) -> str:
 
 
 def tables(measured: dict[str, Any]) -> str:
-    """Markdown: a section per workload, and one of all claims on them (docs/hooks.py shows it too)."""
+    """Markdown: a section per workload, and one of all claims on them."""
     shown = [f"## {name}\n\n{title(found)}.\n\n{table(found)}" for name, found in measured.items()]
     return "\n\n".join([*shown, f"## Every comparison\n\n{orderings.table(measured)}"])
 

@@ -1,4 +1,4 @@
-"""The papers' own comparisons, beside what bench.policies measured (docs/background/benchmarks.md)."""
+"""The papers' own comparisons, beside what bench.policies measured (docs/background/results.md)."""
 
 import dataclasses
 import math

@@ -9,7 +9,7 @@ fewer; `bench.policies.every` prints every other setting and task. Of pictures, 
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,12 @@ from dllm_jax.eval.run.files import read_json
 from dllm_jax.eviction import MaskVotes
 from dllm_jax.published.expressions import call
 
-TASKS = ("chain", "chain-among-values", "needle-256", "few-shot")
+CHAINS, SHORT = ("chain", "chain-among-values"), ("needle-256", "few-shot")
+TASKS = CHAINS + SHORT
+COSTS = "computed", "KV pairs"
 HARDER = ("chain-among-values", "chain-of-16", "chain-in-128")
+NONE: dict[str, Any] = {"rows": [], "block": 0, "length": 0}  # of a task that was not measured
+PROMPTS = 128  # of a task, unless a cell says otherwise
 BLOCKS = (8, 4, 1)  # of the 32 positions of an answer
 FEWER = {"a token per step": EXACT, "half the steps": HALF_THE_STEPS, "threshold 0.9": THRESHOLD}
 
@@ -105,33 +109,51 @@ def lines(measured: dict[str, Any], policies: Iterable[p.Policy] = p.ALL) -> lis
     return [line for line in (*LINES, *rest) if type(line.chain.policy).__name__ in names]
 
 
-def table(measured: dict[str, Any], models: Iterable[str]) -> str:
-    """Markdown: exact match by task and model, costs on the first model's chains, and which settings differ.
+def table(measured: dict[str, Any], models: Sequence[str]) -> str:
+    """Markdown: costs on the first model's chains, exact match by task, and which settings differ.
+
+    A cell of a task has a rate for each model; the last column has the lowest rate on questions whose answers
+    have four tokens.
 
     Raises:
       LookupError: a setting of a policy that was measured was not measured.
     """
-    asked = [(model, task) for task in TASKS for model in models if f"{model} {task}" in measured]
     shown, cells = lines(measured), []
     for line in shown:
-        rows = [found(measured[f"{model} {task}"], line.on(task)) for model, task in asked]
-        right = lambda row: f"{row['accuracy']:.1%}"
-        cells.append(_cells(rows[0]["policy"], line.note, rows, rows[0], right))
+        by_task = {task: _by_model(measured, models, line.on(task), task) for task in TASKS}
+        chains = [", ".join(_rate(row) for row in by_task[task]) for task in CHAINS]
+        lowest = min((row for task in SHORT for row in by_task[task]), key=lambda row: row["accuracy"])
+        costs = by_task["chain"][0]
+        cells.append([*_named(costs["policy"], line.note, costs), *chains, _rate(lowest)])
     short = (line.short.policy for line in shown if line.short and line.short.policy != line.chain.policy)
     others = ", ".join(dict.fromkeys(f"`{call(policy)}`" for policy in short))
     note = f"Needles and few-shot prompts have answers of four tokens, one block; there it is {others}."
-    return f"{_table([f'{task}, `{model}`' for model, task in asked], cells)}\n\n{note}"
+    tasks = [*(task.replace("-", " ") for task in CHAINS), "lowest of needle, few-shot"]
+    return f"{_table(tasks, cells)}\n\n{note}"
 
 
-def brief(measured: dict[str, Any]) -> str:
-    """Markdown: some lines of `table` on chains, and on those of 16 links; costs on `tiny-llada`'s chains."""
+def _by_model(measured: dict[str, Any], models: Sequence[str], setting: Setting, task: str) -> list[Any]:
+    asked = (f"{model} {task}" for model in models)
+    return [found(measured[name], setting) for name in asked if name in measured]
+
+
+def _rate(row: dict[str, Any]) -> str:
+    return f"{row['accuracy']:.0%}"
+
+
+def brief(measured: dict[str, Any], speeds: Mapping[str, str]) -> str:
+    """Markdown: some lines of `table` on chains, and on those of 16 links; costs on `tiny-llada`'s chains.
+
+    `speeds` are tokens per second by the policy's name, at default options.
+    """
     cells = []
     for line in (line for line in LINES if line.chain in BRIEFLY):
         rows = [found(measured[name], line.chain) for name in BRIEF]
         costs = found(measured["tiny-llada chain"], line.chain)
-        cells.append(_cells(rows[0]["policy"], line.note, rows, costs, lambda row: f"{row['accuracy']:.0%}"))
-    names = (name.split() for name in BRIEF)
-    return _table([f"{task.replace('-', ' ')}, `{model}`" for model, task in names], cells)
+        speed = speeds.get(type(line.chain.policy).__name__, "-")
+        cells.append([*_named(costs["policy"], line.note, costs), *map(_rate, rows), speed])
+    tasks = [f"{task.replace('-', ' ')}, `{model}`" for model, task in map(str.split, BRIEF)]
+    return _table([*tasks, "tokens/s"], cells)
 
 
 def of_policy(measured: dict[str, Any], kind: type[p.Policy]) -> str:
@@ -141,8 +163,7 @@ def of_policy(measured: dict[str, Any], kind: type[p.Policy]) -> str:
     for line in LINES:
         if line.chain in compared or (type(line.chain.policy) is kind and kind is not p.Policy):
             rows = [found(workload, line.chain) for workload in asked]
-            name = rows[0]["policy"]
-            cells.append(_cells(name, line.note, rows, rows[0], lambda row: f"{row['accuracy']:.0%}"))
+            cells.append([*_named(rows[0]["policy"], line.note, rows[0]), *map(_rate, rows)])
     return _table([f"`{model}`" for model in dj.bundled.TEXT], cells)
 
 
@@ -158,17 +179,17 @@ def pictured(measured: dict[str, Any], model: str) -> str:
         found = (find(measured[f"{model} {task}"], setting) for task in ASKED_OF_PICTURES)
         rows = [row for row in found if row is not None]
         if len(rows) == len(ASKED_OF_PICTURES):
-            cells.append(_cells(call(setting.policy), setting.variant, rows, rows[-1], rate))
+            cells.append([*_named(call(setting.policy), setting.variant, rows[-1]), *map(rate, rows)])
     return _table([*ASKED_OF_PICTURES], cells)
 
 
-def _cells(policy: str, note: str, rows: Any, costs: dict[str, Any], rate: Callable[[Any], str]) -> list[str]:
+def _named(policy: str, note: str, costs: dict[str, Any]) -> list[str]:
     name = f"`{policy}`" + (f", {note}" if note else "")
-    return [name, *map(rate, rows), f"{costs['computed']:.0%}", f"{costs['kept_pairs']:.0f}"]
+    return [name, f"{costs['computed']:.0%}", f"{costs['kept_pairs']:.0f}"]
 
 
 def _table(tasks: list[str], cells: list[list[str]]) -> str:
-    return runner.table(("policy", *tasks, "computed", "K/V pairs"), "l" + "r" * (len(tasks) + 2), cells)
+    return runner.table(("policy", *COSTS, *tasks), "l" + "r" * (len(tasks) + 2), cells)
 
 
 def fewer_steps(measured: dict[str, Any], models: Iterable[str]) -> str:
@@ -186,22 +207,18 @@ def fewer_steps(measured: dict[str, Any], models: Iterable[str]) -> str:
 
 def later(measured: dict[str, Any], models: Sequence[str]) -> str:
     """Markdown: on chains, what came after the five papers; right answers alone of harder ones."""
-    workloads, cells = [measured[f"{model} chain"] for model in models], []
-    harder = [[measured.get(f"{model} {task}") for model in models] for task in HARDER]
     caches = (EXACT, Setting(p.DualCache()), Setting(p.DKVPD()), Setting(p.D2Cache(k=8)))
     parallel = (dataclasses.replace(setting, sampler=THRESHOLD.sampler) for setting in caches)
+    cells, tasks = [], ("chain", *HARDER)
     for setting in (*caches, *parallel, *grid.LATER_SETTINGS):
-        rows = [find(workload, setting) for workload in workloads]
-        shown = (
-            f"{r['accuracy']:.1%} ({r['forwards']:.1f}, {r['computed']:.0%})" if r else "-" for r in rows
-        )
-        if any(rows):
-            named = (call(setting.policy), call(setting.sampler))
-            others = ([of and find(of, setting) for of in each] for each in harder)
-            rates = (", ".join(f"{r['accuracy']:.0%}" if r else "-" for r in each) for each in others)
-            cells.append([*(f"`{name}`" for name in named), setting.variant, *shown, *rates])
-    heads = ("policy", "sampler", "", *(f"`{m}`" for m in models), *(t.replace("-", " ") for t in HARDER))
-    return runner.table(heads, "lll" + "r" * (len(heads) - 3), cells)
+        rows = {task: [find(measured.get(f"{m} {task}", NONE), setting) for m in models] for task in tasks}
+        if costs := next(filter(None, rows["chain"]), None):
+            name = f"`{call(setting.policy)}`, `{call(setting.sampler)}`"
+            name += f", {setting.variant}" if setting.variant else ""
+            rates = (", ".join(_rate(row) if row else "-" for row in of) for of in rows.values())
+            cells.append([name, f"{costs['forwards']:.1f}", f"{costs['computed']:.0%}", *rates])
+    heads = ("policy, sampler", "forward passes", "computed", *(task.replace("-", " ") for task in tasks))
+    return runner.table(heads, "l" + "r" * (len(heads) - 1), cells)
 
 
 def in_blocks(measured: dict[str, Any], models: Sequence[str]) -> str:
@@ -212,9 +229,12 @@ def in_blocks(measured: dict[str, Any], models: Sequence[str]) -> str:
         shown = []
         for model, count in itertools.product(models, BLOCKS):
             setting = Setting(policy, blocks=count)
-            rows = (find(measured[f"{model} {task}"], setting) for task in ("chain", "chain-in-blocks"))
-            row = next(filter(None, rows), None)
-            shown.append(f"{row['accuracy']:.0%}" if row else "-")
+            shown.append("-")
+            for task in ("chain-in-blocks", "chain"):
+                workload = measured[f"{model} {task}"]
+                if row := find(workload, setting):
+                    count = workload["prompt"][0]
+                    shown[-1] = _rate(row) + ("" if count == PROMPTS else f" ({count})")
         cells.append((f"`{call(policy)}`", *shown))
     heads = ("policy", *(f"`{model}`, blocks of {32 // count}" for model in models for count in BLOCKS))
     return runner.table(heads, "l" + "r" * (len(heads) - 1), cells)
@@ -250,14 +270,14 @@ def found(workload: dict[str, Any], setting: Setting) -> dict[str, Any]:
 def main(results: runner.Results, blocks: Path | None = None):
     """Prints the tables of what the file has, and of longer blocks what the file `blocks` has.
 
-    Of `results` with questions in text the last table is the README's.
+    Of `results` with questions in text the last table is the README's, without tokens per second.
     """
     measured = read_json(results)["models"]
     if blocks is not None:
         print(in_blocks(measured | read_json(blocks)["models"], dj.bundled.TEXT), end="\n\n")
     if any(name.split()[0] in dj.bundled.TEXT for name in measured):
         print(table(measured, dj.bundled.TEXT), fewer_steps(measured, dj.bundled.TEXT), sep="\n\n")
-        print(f"\n{later(measured, dj.bundled.TEXT)}\n\n{brief(measured)}")
+        print(f"\n{later(measured, dj.bundled.TEXT)}\n\n{brief(measured, {})}")
     for model in dj.bundled.PICTURED:
         if all(f"{model} {task}" in measured for task in ASKED_OF_PICTURES):
             print(pictured(measured, model))

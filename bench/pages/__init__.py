@@ -1,0 +1,1 @@
+"""Pages and tables that are made of docstrings and of what bench/results holds."""

@@ -1,0 +1,108 @@
+"""Tables of README and docs, which stand in the Markdown files between two comments.
+
+<!-- table: NAME -->
+...
+<!-- end of table -->
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import dllm_jax as dj
+from bench import peer_bonsai
+from bench.pages import speed
+from bench.pages.policy import (
+    IN_BLOCKS,
+    POLICIES,
+    ROOT,
+    cache_size,
+    markdown_table,
+    measured,
+    module,
+    paper,
+    parts,
+)
+from bench.policies import orderings, summary
+from dllm_jax.options import hints
+from dllm_jax.policies import BLOCK_CAUSAL, Policy
+from dllm_jax.published.expressions import call
+
+MARK = re.compile(r"(<!-- table: ([^>]*?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+def pages() -> Iterator[Path]:
+    """README and the pages under docs/."""
+    yield ROOT / "README.md"
+    yield from sorted((ROOT / "docs").rglob("*.md"))
+
+
+def written(text: str) -> str:
+    """A page with its tables as they are made today.
+
+    Raises:
+      KeyError: a table has no entry in `TABLES`.
+    """
+    return MARK.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]().strip()}\n\n{found[3]}", text)
+
+
+def stale() -> list[Path]:
+    """Pages with a table that differs from what `written` makes."""
+    return [page for page in pages() if written(page.read_text()) != page.read_text()]
+
+
+def policies_by_use() -> str:
+    """Makes a row for each policy: idea, measured speed, cache, default options, paper."""
+    speeds, lines = speed.tokens_per_s(), []
+    for policy in POLICIES:
+        name, blocks = type(policy).__name__, policy in BLOCK_CAUSAL
+        size = cache_size(policy, blocks).removesuffix(" GB") + (" (SDAR-8B)" if blocks else "")
+        link = (
+            f"[`{name}`](../../{module(type(policy))})"  # docs/hooks.py: to its page, where there is a site
+        )
+        cells = (link, idea(policy), speeds.get(name, "-"), size, defaults(policy))
+        lines.append(f"| {' | '.join(cells)} |")
+    return markdown_table("policy | what it does | tokens/s | cache, GB | default options", lines)
+
+
+def policies_in_brief() -> str:
+    """Makes the README's row for each policy: idea, measured speed, paper."""
+    speeds, lines = speed.tokens_per_s(), []
+    for policy in POLICIES:
+        name = type(policy).__name__
+        lines.append(f"| `{name}()` | {idea(policy)} | {speeds.get(name, '-')} | {paper(policy)} |")
+    return markdown_table("policy | what it does | tokens/s | paper", lines)
+
+
+def idea(policy: Policy) -> str:
+    """The first line of a policy's docstring, without the method's name."""
+    line = parts(type(policy))["description"].split("\n")[0]
+    return re.sub(r" \([^)]*\)\.$|\.$", "", line)
+
+
+def defaults(policy: Policy) -> str:
+    """The options of a policy that are numbers or names, with their defaults."""
+    fields = (field.name for field in dataclasses.fields(policy))
+    given = {name: getattr(policy, name) for name in fields}
+    shown = (
+        f"`{name}={call(value)}`" for name, value in given.items() if not dataclasses.is_dataclass(value)
+    )
+    return ", ".join(shown)
+
+
+TABLES = {
+    "speed": speed.table,
+    "policies by use": policies_by_use,
+    "policies in brief": policies_in_brief,
+    "README accuracy": lambda: summary.brief(measured(), speed.tokens_per_s()),
+    "policies": lambda: summary.table(measured(), dj.bundled.TEXT),
+    "fewer steps": lambda: summary.fewer_steps(measured(), dj.bundled.TEXT),
+    "later": lambda: summary.later(measured(), dj.bundled.TEXT),
+    "blocks": lambda: summary.in_blocks(measured() | measured("policies_blocks_cpu"), dj.bundled.TEXT),
+    "claims": lambda: orderings.short(measured()),
+    "other implementations": peer_bonsai.table,
+    "block-causal": lambda: summary.block_causal(measured(IN_BLOCKS), dj.bundled.BLOCK_CAUSAL),
+    "pictures": lambda: summary.pictured(measured("policies_pictures_cpu"), *dj.bundled.PICTURED),
+    "names of other libraries": hints.table,
+}
