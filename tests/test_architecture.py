@@ -3,6 +3,7 @@
 import ast
 import importlib
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +12,11 @@ import dllm_jax as dj
 
 ROOT = Path(dj.__file__).parent
 APPLICATIONS = {"check", "demo", "bundled", "eval", "roofline", "tasks", "training"}
-NETWORK = {"traced", "options", "nn"}
+NETWORK = {"traced", "options", "xla", "nn"}
 STATE = NETWORK | {"state"}
 POLICIES = STATE | {"eviction", "policies"}
 MAY_IMPORT = {
-    "traced": set(), "options": {"traced", "options"}, "provenance": set(),
+    "traced": set(), "options": {"traced", "options"}, "provenance": set(), "xla": {"xla"},
     "command_line": {"encoding", "starting"},
     "encoding": set(), "interrupts": set(), "locks": set(), "starting": set(),
     "nn": NETWORK, "state": STATE,
@@ -120,3 +121,20 @@ def test_the_package_shows_public_names_and_packages_only():
 def test_the_policy_interface_has_at_most_ten_members():
     ours = {name for name in vars(dj.policies.Policy) if not name.startswith("_")}
     assert len(ours - {"reuses", "stores", "only_sets", "readable"}) <= 10
+
+
+PLAIN = {"Rules", "partitioned_over"}  # of `dllm_jax.xla`, which say nothing to a compiler
+
+
+def test_functions_for_xla_say_what_they_cost_and_which_test_fails_without_them():
+    """Symptom, where it was seen, with which jaxlib, before and after; unless they see another one."""
+    for path in (ROOT / "xla").glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
+                continue
+            text = ast.get_docstring(node) or ""
+            if node.name in PLAIN or re.search(r"see `\w+`\.$", text):
+                continue
+            assert re.search(r"^Symptom: .*^Seen on: .*jaxlib 0.*^Cost: ", text, re.M | re.S), node.name
+            file, name = re.findall(r"^Test: (test_\w+\.py)::(test_\w+)$", text, re.M)[0]
+            assert f"def {name}(" in (Path(__file__).parent / file).read_text(), f"{node.name}: {name}"

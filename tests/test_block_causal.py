@@ -23,6 +23,7 @@ from dllm_jax.state.rows import compact_rows, full_rows
 from dllm_jax.testing import check_policy, checks
 from dllm_jax.testing.checks import Subject
 from dllm_jax.testing.runs import assert_close_scores, assert_same_run
+from dllm_jax.xla import order
 from tests.models import canvas, prompts, random_tokens, spec, tiny
 from tests.policy_cases import (
     BLOCK_CASES,
@@ -439,11 +440,11 @@ def test_requests_in_flight_and_streams_give_what_a_prompt_gives_alone():
 
 def test_long_canvases_are_aligned_which_changes_no_answer(monkeypatch):
     model, options = tiny("sdar", block_size=4, layers=1), dict(length=6, sampler=SURE)
-    prompt = random_tokens(model.spec, 1, request.LONG)
+    prompt = random_tokens(model.spec, 1, order.LONG)
     layout = request.prepare(model, prompt, **options).plan.layout
-    assert (layout.length % request.ALIGNED, layout.end) == (0, request.LONG + 6)
+    assert (layout.length % order.ALIGNED, layout.end) == (0, order.LONG + 6)
     found = np.asarray(dj.generate(model, prompt, **options).tokens)
-    monkeypatch.setattr(request, "LONG", 2 * request.LONG)
+    monkeypatch.setattr(order, "LONG", 2 * order.LONG)
     assert request.prepare(model, prompt, **options).plan.layout.length == found.shape[1] + 3
     np.testing.assert_array_equal(found, dj.generate(model, prompt, **options).tokens)
 

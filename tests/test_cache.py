@@ -9,11 +9,11 @@ import pytest
 
 from dllm_jax.nn.kernels import Kernels
 from dllm_jax.nn.layer import Layer
-from dllm_jax.nn.memory import as_named_on_tpu
 from dllm_jax.nn.parameters import layer_of
 from dllm_jax.nn.rope import rope_table
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.rows import compact_rows, full_rows
+from dllm_jax.xla.order import as_named_on_tpu
 from pallas_kernels.evidence import asked_for
 from tests.models import tiny
 

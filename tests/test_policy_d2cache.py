@@ -12,6 +12,7 @@ from dllm_jax.policies import D2Cache
 from dllm_jax.policies.parts import d2cache_sets as sets
 from dllm_jax.policies.parts import rollout
 from dllm_jax.state.rows import Rows, compact, full_rows
+from dllm_jax.xla.products import few_rows_at_once
 from tests.models import canvas, generated, spec
 
 LENGTH = 11
@@ -78,7 +79,9 @@ def test_rows_of_the_rollout_in_turn_are_the_product():
     """TPUs compute it in parts, of which the last one is filled up."""
     rng = np.random.default_rng(0)
     attention, c = (rng.random(shape, np.float32) for shape in ((2, 300, 20), (2, 20, 30)))
-    ours = jax.jit(rollout.times_in_turn)(jnp.asarray(attention), jnp.asarray(c))
+    times = lambda rows, c: jnp.einsum("bqr,brl->bql", rows, c)
+    in_turn = jax.jit(lambda rows, c: few_rows_at_once(times, rows, c))
+    ours = in_turn(jnp.asarray(attention), jnp.asarray(c))
     np.testing.assert_allclose(ours, np.einsum("bqr,brl->bql", attention, c), rtol=1e-5)
 
 

@@ -49,7 +49,7 @@ def dangling(documented: list[tuple[str, str]]) -> list[str]:
 
 def pages() -> list[Path]:
     """README and docs, without docs/dev."""
-    written = [path for path in (ROOT / "docs").rglob("*.md") if "dev" not in path.parts]
+    written = [path for path in (ROOT / "docs").rglob("*.md") if "dev" not in path.relative_to(ROOT).parts]
     return [ROOT / "README.md", *sorted(written)]
 
 

@@ -23,12 +23,12 @@ from dllm_jax.decoding.placement import Placed, place
 from dllm_jax.engine.group import full_step_batch
 from dllm_jax.engine.loop import denoise, scope
 from dllm_jax.engine.widths import Variant
-from dllm_jax.policies.parts.control import REFRESH, UPDATE
 from dllm_jax.roofline.steps import experts_read
 from dllm_jax.training.batch import T_MIN, Checked
 from dllm_jax.training.config import TrainConfig
 from dllm_jax.training.setup import prepare
 from dllm_jax.training.state import abstract_state, step
+from dllm_jax.xla.loops import REFRESH, UPDATE
 from pallas_kernels import Implementation
 from pallas_kernels.attention.xla import AGAIN
 from pallas_kernels.evidence import known

@@ -17,8 +17,8 @@ from dllm_jax.nn.layer import Layer, embed, walk
 from dllm_jax.nn.mask import Mask
 from dllm_jax.nn.mesh import constrain, current_mesh, over_mesh
 from dllm_jax.nn.model import Model, full_pass
-from dllm_jax.policies.parts.control import when
 from dllm_jax.state.rows import gather
+from dllm_jax.xla.loops import when
 
 What = Literal["residual", "attention", "head_output", "attention_output", "mlp_output", "k", "v"]
 

@@ -42,8 +42,7 @@ from dllm_jax.state.host import AnyArray
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.sliding import Sliding
 from dllm_jax.traced import fixed_at
-
-LONG, ALIGNED = 4096, 256  # positions
+from dllm_jax.xla.order import aligned
 
 
 class Request(NamedTuple):
@@ -168,15 +167,6 @@ def blocks_of(
     if isinstance(block, Sliding) or size % check_argument("block", block, PositiveInt):
         raise ValueError(f"block={block} must divide the blocks of {spec.family}, block_size={size}")
     return block, 0 if ends_within_a_block(spec) and not infilled else size - 1
-
-
-def aligned(length: int, tail: int) -> int:
-    """The tail that makes a long canvas a multiple of `ALIGNED`, at least the given one.
-
-    XLA for GPUs pads copies of what has an odd length: a full step over 33027 positions moves a third more.
-    """
-    whole = length + tail
-    return tail if whole < LONG else tail + -whole % ALIGNED
 
 
 def scheduled_by(sampler: Sampler, layout: Layout) -> Layout:

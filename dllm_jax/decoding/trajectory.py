@@ -12,7 +12,7 @@ from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.placement import numbers
 from dllm_jax.engine.trace import Trace
 from dllm_jax.nn.answers import passes_at_once
-from dllm_jax.nn.arithmetic import divided, of_token
+from dllm_jax.nn.arithmetic import of_token
 from dllm_jax.nn.layer import unembed
 from dllm_jax.nn.mesh import current_mesh, number_modes, over_mesh
 from dllm_jax.nn.model import Model, encode
@@ -23,6 +23,7 @@ from dllm_jax.state.host import AnyArray
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import compact, gather, scatter
 from dllm_jax.traced import Number, argument
+from dllm_jax.xla.products import divided
 
 
 class Trajectory(NamedTuple):

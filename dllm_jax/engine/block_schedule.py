@@ -13,7 +13,7 @@ from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.state.canvas import Canvas, first_eos, first_of, masks_in_block, revoke
 from dllm_jax.state.layout import Layout
-from pallas_kernels.counting import any_marked
+from dllm_jax.xla.reductions import any_marked
 
 
 def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool) -> Canvas:

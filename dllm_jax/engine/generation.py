@@ -3,7 +3,6 @@
 import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
@@ -17,6 +16,7 @@ from dllm_jax.samplers.noise import Noise
 from dllm_jax.state.allowed import Allowed
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas, repeat
+from dllm_jax.xla.dependencies import before_loops
 
 
 class Generation(NamedTuple):
@@ -49,10 +49,7 @@ class Generation(NamedTuple):
             of_canvas = jnp.pad(embeds, ((0, 0), (0, plan.layout.response), (0, 0)))
             embeds = constrain(repeat(of_canvas, plan.streams), model.rules, "bl")
 
-        # Without the barrier XLA moves the table's parts into the nested loops, and its TPU compiler then
-        # fails an internal check of theirs (jaxlib 0.10 and 0.12, `Policy()` on one chip).
-        table = rope_of(model.spec, plan.layout.length)
-        rope = jax.lax.optimization_barrier(table)
+        rope = before_loops(rope_of(model.spec, plan.layout.length))
         plan = dataclasses.replace(plan, interventions=interventions)
         return Generation(model, plan, inputs.noise, embeds, rope, inputs.allowed)
 

@@ -23,6 +23,7 @@ from dllm_jax.policies.base import Policy
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas, repeat, stream
 from dllm_jax.state.layout import Layout
+from dllm_jax.xla.loops import apart_on_cpu
 
 
 def group_size(policy: Policy, spec: ModelSpec, layout: Layout, platform: str) -> int:
@@ -179,12 +180,7 @@ def gather_sequences(
     at = index[0] if shares == 1 else index
     if array.ndim < 3:
         return one(array, at)
-
-    # On CPUs XLA would fuse the slice of a cache into whatever reads it, and copy the whole cache lest the
-    # step's writes come first. It fuses no branch.
-    none = lambda array, at: jnp.zeros_like(one(array, at))
-    apart = lambda array, at: jax.lax.cond(jnp.all(at >= 0), one, none, array, at)
-    return jax.lax.platform_dependent(array, at, cpu=apart, default=one)
+    return apart_on_cpu(one, array, at)
 
 
 def scatter_sequences(

@@ -11,14 +11,15 @@ from dllm_jax.engine.generation import Generation
 from dllm_jax.engine.plan import Plan
 from dllm_jax.engine.widths import Variant, at_end
 from dllm_jax.nn.intervened import IntervenedLayer, embedded, intervened
-from dllm_jax.nn.layer import Layer, embed, traced_once, walk
+from dllm_jax.nn.layer import Layer, embed, walk
 from dllm_jax.nn.low_rank import acting_in
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
-from dllm_jax.policies.parts.control import REFRESH, when
 from dllm_jax.state.cache import Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows, compact_rows, full_rows, last_rows
+from dllm_jax.xla.loops import REFRESH, when
+from dllm_jax.xla.stacks import traced_once
 
 
 def computed_rows(need: Bool[Array, "b l"], variant: Variant, spec: ModelSpec, policy: Policy) -> Rows:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PyTree
 
-from dllm_jax.nn.layer import Layer, embed, traced_once, walk
+from dllm_jax.nn.layer import Layer, embed, walk
 from dllm_jax.nn.mask import block_causal, key_mask
 from dllm_jax.nn.mesh import current_mesh, over_mesh
 from dllm_jax.nn.model import Model
@@ -29,6 +29,7 @@ from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows, scatter
 from dllm_jax.traced import fixed_at
+from dllm_jax.xla.stacks import traced_once
 
 
 @jax.tree_util.register_dataclass

@@ -15,7 +15,7 @@ from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.samplers.candidates import Candidates
 from dllm_jax.state.canvas import Canvas, repeat, stream
 from dllm_jax.state.rows import Rows, compact, gather
-from pallas_kernels.counting import any_marked
+from dllm_jax.xla.reductions import any_marked
 
 
 def propose(

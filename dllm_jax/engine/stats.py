@@ -11,7 +11,7 @@ from dllm_jax.engine.trace import Steps, Trace
 from dllm_jax.options.renamed import Renamed
 from dllm_jax.state.canvas import Canvas, first_eos
 from dllm_jax.state.proposal import Proposal
-from pallas_kernels.counting import any_marked, count_marked
+from dllm_jax.xla.reductions import any_marked, count_marked
 
 
 class Stats(NamedTuple):

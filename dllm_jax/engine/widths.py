@@ -12,7 +12,7 @@ from dllm_jax.policies.base import Policy
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
-from pallas_kernels.counting import any_marked, count_marked
+from dllm_jax.xla.reductions import any_marked, count_marked
 
 # Positions up to which a step takes as long as for one: it waits for the weights to be read. Peak FLOP/s over
 # bytes/s of bfloat16, by `jax.Device.device_kind`; of other devices the first entry of their platform.

@@ -4,10 +4,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from dllm_jax.eviction.pair_store import PairStore
-from dllm_jax.nn.layer import Layer, LayerIndex, of_layer
+from dllm_jax.nn.layer import Layer, LayerIndex
 from dllm_jax.nn.mask import Mask
 from dllm_jax.state.cache import KV
 from dllm_jax.state.rows import Rows, scatter
+from dllm_jax.xla.stacks import of_layer
 
 SMALLEST_CHUNK = 128  # slots: fewer would not fill the hardware
 

@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from dllm_jax.nn.layer import Layer, LayerIndex, of_layer, put_of_layer
+from dllm_jax.nn.layer import Layer, LayerIndex
 from dllm_jax.state.rows import marked
-from pallas_kernels.counting import count_marked
+from dllm_jax.xla.reductions import count_marked
+from dllm_jax.xla.stacks import of_layer, put_of_layer
 from pallas_kernels.ragged_attention import read_runs
 
 

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 from dllm_jax.nn.int8 import Int8Matrix
 from dllm_jax.nn.low_rank import LowRankMatrix
 from dllm_jax.traced import Number
+from dllm_jax.xla.products import in_order_of_names
 
 
 def precision(dtype: jnp.dtype) -> Precision:
@@ -30,7 +31,7 @@ def einsum(
     """
     if isinstance(y, LowRankMatrix):
         return _updated(formula, x, y, out)
-    formula = _in_order_of_names(formula)
+    formula = in_order_of_names(formula)
     if isinstance(y, Int8Matrix):
         # The conversion is all that stands between the values and the product: compilers then fuse the two.
         sums = jnp.einsum(
@@ -47,17 +48,6 @@ def einsum(
         scale = jnp.expand_dims(y.scale, [i - len(outputs) for i in between]) if between else y.scale
         return (sums * scale).astype(out or x.dtype)
     return jnp.einsum(formula, x, y, precision=precision(x.dtype), preferred_element_type=out)
-
-
-def _in_order_of_names(formula: str) -> str:
-    """The same formula, whose summed axes have their names in the order in which the matrix stores the axes.
-
-    `jnp.einsum` sums axes in the order of their names. Where a matrix stores them in another order, XLA's
-    CPU compiler transposes the whole matrix in every call.
-    """
-    operands, result = formula.split("->")
-    summed = "".join(axis for axis in operands.split(",")[1] if axis not in result)
-    return formula.translate(str.maketrans(summed, "".join(sorted(summed))))
 
 
 def _updated(formula: str, x: Float[Array, "..."], y: LowRankMatrix, out) -> Float[Array, "..."]:
@@ -81,15 +71,6 @@ def rms_norm(x: Float[Array, "*b m"], scale: Float[Array, "m"], eps: float) -> F
     wide = x.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return normed.astype(x.dtype) * scale
-
-
-def divided(x: Float[Array, "..."], by: Number) -> Float[Array, "..."]:
-    """x / by, as a product with the float32 reciprocal.
-
-    XLA makes that of a division by a constant, but not always of one by a traced number: written out, both
-    give the same bits.
-    """
-    return x * (1 / jnp.asarray(by, jnp.float32))
 
 
 def guided(

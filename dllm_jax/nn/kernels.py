@@ -12,7 +12,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from dllm_jax.nn.mesh import MeshRules, partitioned_over
+from dllm_jax.nn.mesh import MeshRules
+from dllm_jax.xla.partitioner import partitioned_over
 from pallas_kernels import Choice, Operation
 
 

@@ -9,16 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
-from typing_extensions import override
 
 from dllm_jax.nn.arithmetic import einsum, rms_norm
 from dllm_jax.nn.kernels import BY_DEFAULT, Kernels
 from dllm_jax.nn.mask import Mask, segments
-from dllm_jax.nn.memory import apart_on_cuda, heads_first_on_tpu
 from dllm_jax.nn.mlp import dense, mixture
 from dllm_jax.nn.parameters import Params
 from dllm_jax.nn.rope import Rope, grown, rotate
 from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.xla.order import heads_first_on_tpu
+from dllm_jax.xla.products import apart_on_cuda
+from dllm_jax.xla.stacks import OneOfStacked
 from pallas_kernels import ragged_attention, sparse_gather, topk_evict
 from pallas_kernels.attention import ATTENTION, ATTENTION_AND_LSE, HEAD_MEAN, RECEIVED
 from pallas_kernels.attention.xla import read_in_turns
@@ -205,20 +206,15 @@ class Layer:
     def in_trip(self, trip: Int[Array, ""] | None) -> "Layer":
         """The same layer in the body of a loop of at most one trip, which then reads the weights itself.
 
-        Without it XLA reads them before the loop, which of stacked layers is a copy, whether or not it runs.
-
         Args:
-          trip: the loop's counter, 0 whenever its body runs, as XLA does not know; None outside of a loop.
+          trip: the loop's counter (`dllm_jax.xla.loops.at_most_once`); None outside of a loop.
         """
         if trip is None or not isinstance(self.weights, OneOfStacked):
             return self
-        return dataclasses.replace(self, weights=self.weights.behind(trip))
+        return dataclasses.replace(self, weights=self.weights.in_trip(trip))
 
     def _in_order(self, q: Float[Array, "b q h d"], *pairs: Float[Array, "b s k d"]) -> Iterator[Array]:
-        """Queries and what they read, heads first on TPUs if chunks of them read it one after the other.
-
-        XLA would copy them to that order otherwise, which takes three times as long as to compute them in it.
-        """
+        """Queries and what they read, heads first on TPUs if chunks of them read it one after the other."""
         in_turns = read_in_turns(q, pairs[0])
         for x in (q, *pairs):
             yield heads_first_on_tpu(x, self.kernels.rules) if in_turns else x
@@ -302,55 +298,3 @@ def walk(
         rest = spec.layers - 1
     first = jnp.int32(spec.layers - rest)
     return jax.lax.scan(body, (first, carry), scanned, length=rest)[0][1]
-
-
-def of_layer(stack: Array, layer: LayerIndex, axis: int = 0) -> Array:
-    """The entry of one layer in an array of all of them."""
-    return jax.lax.dynamic_index_in_dim(stack, layer, axis, keepdims=False, allow_negative_indices=False)
-
-
-def put_of_layer(stack: Array, new: Array, layer: LayerIndex, axis: int = 0) -> Array:
-    """The array of all layers with a new entry of one."""
-    return jax.lax.dynamic_update_index_in_dim(stack, new, layer, axis, allow_negative_indices=False)
-
-
-def traced_once(through: Callable[..., Any], params: Params) -> Callable[..., Any]:
-    """`through(layer, ..)`, which Python traces once for all separate layers with arrays of the same shapes.
-
-    A program of dozens of layers takes Python seconds to trace. XLA puts the function in the place of its
-    calls, so the compiled program is the same.
-
-    Args:
-      through: Function of a layer and arrays.
-      params: the model's; of stacked layers a single one is traced anyway.
-    """
-    return jax.jit(through) if isinstance(params["layers"], list) else through
-
-
-class OneOfStacked(Mapping[str, Any]):
-    """The weights of one of the stacked layers, each read out of its stack where it is used.
-
-    A loop or a branch inside of a layer would otherwise be given the layer's weights, which XLA copies out of
-    the stacks for it, whether or not it runs.
-    """
-
-    def __init__(self, stacks: dict[str, Any], index: Int[Array, ""]):
-        self._stacks, self._index = stacks, index
-
-    def behind(self, layers: Int[Array, ""]) -> "OneOfStacked":
-        """The weights of the layer that lies so many after this one."""
-        return OneOfStacked(self._stacks, self._index + layers)
-
-    @override
-    def __getitem__(self, name: str) -> Any:
-        # Per leaf of the entry, as an int8 or low-rank matrix has several stacks: values and scales, base and
-        # factors.
-        return jax.tree.map(lambda stack: of_layer(stack, self._index), self._stacks[name])
-
-    @override
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stacks)
-
-    @override
-    def __len__(self) -> int:
-        return len(self._stacks)

@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from jaxtyping import Array, PyTree, Shaped
 
 from dllm_jax.options import Options
+from dllm_jax.xla.partitioner import partitioned_over
 
 AnyMesh = Mesh | AbstractMesh
 TENSOR = ("tp", "model", "tensor")
@@ -232,12 +233,6 @@ def number_modes() -> Iterator[None]:
         jax.numpy_rank_promotion("allow"),
     ):
         yield
-
-
-def partitioned_over() -> AbstractMesh | None:
-    """The mesh that XLA's partitioner splits the program being traced over; None if there is none."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return None if mesh.empty or not mesh.auto_axes else mesh
 
 
 def constrain(x: Shaped[Array | np.ndarray, "..."], rules: MeshRules, axes: str) -> Shaped[Array, "..."]:

@@ -17,10 +17,11 @@ from jaxtyping import Array, Float, Int
 from dllm_jax.nn.arithmetic import einsum
 from dllm_jax.nn.int8 import Int8Matrix, axes_of, is_int8
 from dllm_jax.nn.kernels import BY_DEFAULT, Kernels
-from dllm_jax.nn.memory import apart_on_cuda
-from dllm_jax.nn.mesh import MeshRules, partitioned_over
+from dllm_jax.nn.mesh import MeshRules
 from dllm_jax.nn.sharding import within_layer
 from dllm_jax.nn.spec import ExpertSpec
+from dllm_jax.xla.partitioner import partitioned_over
+from dllm_jax.xla.products import apart_on_cuda
 from pallas_kernels import experts
 
 

@@ -15,13 +15,14 @@ from dllm_jax.nn.int8 import Weights, held_as
 from dllm_jax.nn.intervened import embedded, intervened
 from dllm_jax.nn.intervention import Intervention
 from dllm_jax.nn.kernels import Kernels
-from dllm_jax.nn.layer import Layer, embed, traced_once, walk
+from dllm_jax.nn.layer import Layer, embed, walk
 from dllm_jax.nn.mask import Mask, block_causal, padding_mask, with_noisy_copy
 from dllm_jax.nn.mesh import AnyMesh, MeshRules, constrain, mesh_of
 from dllm_jax.nn.parameters import Params, count, describe
 from dllm_jax.nn.rope import Rope, rope_of
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument, shown
+from dllm_jax.xla.stacks import traced_once
 from pallas_kernels.choice import Choice, check_implementation
 
 

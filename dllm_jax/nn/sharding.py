@@ -8,9 +8,9 @@ import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from dllm_jax.nn.memory import STACKED_HEADS_FIRST
 from dllm_jax.nn.mesh import MeshRules, ReplicationWarning, ways
 from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.xla.order import STACKED_HEADS_FIRST
 
 # Axes of every parameter in `dllm_jax.nn.parameters`, one letter each; a leading `n` marks stacked layers.
 AXES: dict[str, str] = {

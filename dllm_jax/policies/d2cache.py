@@ -10,7 +10,6 @@ from jaxtyping import Array, Bool, Float
 from typing_extensions import override
 
 from dllm_jax.nn.layer import Layer
-from dllm_jax.nn.memory import after_on_tpu
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NoneMeans, PositiveInt, TracedPositiveInt, TracedWidth
 from dllm_jax.policies.base import Policy
@@ -22,6 +21,7 @@ from dllm_jax.state.layout import Layout
 from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import Rows
 from dllm_jax.traced import Count, Number, Traced
+from dllm_jax.xla.dependencies import after_on_tpu
 
 MASKS = 32  # k by default
 

@@ -10,7 +10,6 @@ from typing_extensions import override
 from dllm_jax.nn.arithmetic import cosine
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.mask import require_full_attention
-from dllm_jax.nn.memory import read_before_write
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, TracedPositiveInt
 from dllm_jax.policies.base import Policy
@@ -20,6 +19,7 @@ from dllm_jax.state.cache import Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows, compact_rows, full_rows
+from dllm_jax.xla.dependencies import read_before_write
 
 UPDATE, REFRESH = "update", "refresh"  # phases: some of the response is recomputed, or all of it may be
 

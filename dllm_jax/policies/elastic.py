@@ -8,8 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from dllm_jax.nn.attention import weights
-from dllm_jax.nn.layer import Layer, LayerIndex, of_layer, put_of_layer
-from dllm_jax.nn.memory import after_on_cuda, read_before_write
+from dllm_jax.nn.layer import Layer, LayerIndex
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt
 from dllm_jax.policies.base import Policy, halvings
@@ -22,7 +21,9 @@ from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import Rows, gather
 from dllm_jax.state.selection import leftmost
 from dllm_jax.traced import Number, Traced
-from pallas_kernels.counting import count_marked
+from dllm_jax.xla.dependencies import after_on_cuda, read_before_write
+from dllm_jax.xla.reductions import count_marked
+from dllm_jax.xla.stacks import of_layer, put_of_layer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Annotated, Any
 
-import jax
 import jax.numpy as jnp
 from annotated_types import Ge
 from jaxtyping import Array, Bool, Float
@@ -19,6 +18,7 @@ from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import Rows, compact, gather
+from dllm_jax.xla.loops import at_most_once
 
 NARROW = "narrow"  # phase in which layers run fewer rows where enough have left
 
@@ -86,7 +86,7 @@ class FOCUS(DelayedCache):
     ) -> tuple[Float[Array, "b q m"], LayerCache]:
         """The first two layers store keys and values of all rows; then the layer runs on those that stay."""
         survey = lambda trip, cache: self._survey(layer.in_trip(trip), x, cache, rows, canvas)
-        cache = jax.lax.fori_loop(0, jnp.int32(layer.index < LAYERS), survey, cache)
+        cache = at_most_once(layer.index < LAYERS, survey, cache)
 
         def run(trip, where, some, carry):
             (x, cache), of_trip = carry, layer.in_trip(trip).at(some.index)

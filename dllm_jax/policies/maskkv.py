@@ -8,7 +8,6 @@ from typing_extensions import override
 
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.mask import require_full_attention
-from dllm_jax.nn.memory import as_named_on_tpu
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import TracedPositiveInt
@@ -20,6 +19,7 @@ from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows
 from dllm_jax.traced import is_traced
+from dllm_jax.xla.order import as_named_on_tpu
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows, marked
 from dllm_jax.state.selection import fraction_of, max_pool, mean_query_score
-from pallas_kernels.counting import count_marked
+from dllm_jax.xla.reductions import count_marked
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from annotated_types import Interval, MinLen
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from dllm_jax.nn.arithmetic import divided
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import LARGEST, NoneMeans, NonNegativeInt, Options, PositiveInt, TracedUnlessZero
 from dllm_jax.samplers import scores
@@ -21,7 +20,8 @@ from dllm_jax.samplers.noise import Noise, require_noise
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.traced import Number, Traced, fixed_at
-from pallas_kernels.counting import any_marked
+from dllm_jax.xla.products import divided
+from dllm_jax.xla.reductions import any_marked
 
 Alg = Literal["prob", "margin", "entropy"]
 

@@ -14,7 +14,7 @@ from dllm_jax.samplers.transfer import even_schedule, linear_schedule, rounded_s
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.selection import best, ranks
-from pallas_kernels.counting import any_marked
+from dllm_jax.xla.reductions import any_marked
 
 SCHEDULES = {"even": even_schedule, "rounded": rounded_schedule, "linear": linear_schedule}
 

@@ -8,7 +8,6 @@ from annotated_types import Interval
 from jaxtyping import Array, Bool
 from typing_extensions import override
 
-from dllm_jax.nn.arithmetic import divided
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import LARGEST, TracedUnlessZero
 from dllm_jax.samplers.base import Alg, Sampler, check_ends_unordered
@@ -18,6 +17,7 @@ from dllm_jax.samplers.transfer import dream_fractions
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.selection import best
 from dllm_jax.traced import fixed_at
+from dllm_jax.xla.products import divided
 
 DreamAlg = Literal["origin", "maskgit_plus", "topk_margin", "entropy"]
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 from typing_extensions import override
 
-from dllm_jax.nn.memory import read_before_write
 from dllm_jax.options import PositiveInt, TracedFraction, TracedNonNegativeFloat
 from dllm_jax.samplers.candidates import Candidates, Decision
 from dllm_jax.samplers.noise import Noise
@@ -16,6 +15,7 @@ from dllm_jax.samplers.parallel import UntilDone
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import gather, scatter
 from dllm_jax.state.selection import best
+from dllm_jax.xla.dependencies import read_before_write
 
 
 class Predictions(NamedTuple):

@@ -16,7 +16,7 @@ from dllm_jax.samplers.transfer import passing_prefix
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.selection import best
-from pallas_kernels.counting import any_marked
+from dllm_jax.xla.reductions import any_marked
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dllm_jax.nn.arithmetic import of_token
-
-MANY_TOKENS = 1024  # of fewer, a second pass saves a CPU microseconds, and its kernels take longer to compile
+from dllm_jax.xla.reductions import argmax
 
 
 def probability(logits: Float[Array, "b c v"], token: Int[Array, "b c"]) -> Float[Array, "b c"]:
@@ -39,17 +38,7 @@ def negative_entropy(logits: Float[Array, "b c v"]) -> Float[Array, "b c"]:
 
 def likeliest(logits: Float[Array, "b c v"]) -> Int[Array, "b c"]:
     """The token with the largest logit, of equal ones the lowest; any token where a logit is NaN."""
-
-    def in_two_passes(logits):
-        below = logits < jnp.max(logits, axis=-1, keepdims=True)
-        ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
-        return jnp.min(jnp.where(below, logits.shape[-1], ids), axis=-1)
-
-    # CPUs compare one number after the other if a reduction carries its place along.
-    once = lambda logits: jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    if logits.shape[-1] < MANY_TOKENS:
-        return once(logits)
-    return jax.lax.platform_dependent(logits, cpu=in_two_passes, default=once)
+    return argmax(logits)
 
 
 def ruled_out(logits: Float[Array, "b c v"], *tokens: int | None) -> Float[Array, "b c v"]:

@@ -4,7 +4,7 @@ It has the form of the model's parameters. Where the layers are stacked, so is t
 scan's carry and is written in place at [layer, sequence, position]. Passed through `lax.scan` as per-layer
 inputs and outputs, all of it would be copied in every step. Where the layers are separate, each has arrays of
 its own, and reading one copies nothing. Keys and values lie in memory in one order of axes for all loops
-(`dllm_jax.nn.memory`).
+(`dllm_jax.xla.order`).
 """
 
 from collections.abc import Callable
@@ -15,12 +15,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from dllm_jax.nn.kernels import BY_DEFAULT, Kernels
-from dllm_jax.nn.layer import LayerIndex, of_layer, put_of_layer
+from dllm_jax.nn.layer import LayerIndex
 from dllm_jax.nn.mask import Mask
-from dllm_jax.nn.memory import same_in_all_loops
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows, full_rows
+from dllm_jax.xla.order import same_in_all_loops
+from dllm_jax.xla.stacks import of_layer, put_of_layer, put_slots
 
 
 class Cache(NamedTuple):
@@ -101,17 +102,14 @@ class Stacked(NamedTuple):
         self, array: Shaped[Array, "n b s *d"], rows: Rows, new: Shaped[Array, "b q *d"], ahead: int
     ) -> Shaped[Array, "n b s *d"]:
         """One of the arrays with new values at the rows; at a layer beyond the last, unchanged."""
-        # In a full step the layer is replaced in place; what a sequence did not compute keeps its value. Of
-        # fewer rows XLA's CPU compiler would write once more wherever all of the layer is read, and copy the
-        # array for it.
+        # In a full step the layer is replaced in place; what a sequence did not compute keeps its value.
         index = self.index + ahead
         if rows.in_place and rows.start <= 0:
             stored = of_layer(array, index)
             kept = jnp.where(index < len(array), rows.put(stored, new), stored)
             return put_of_layer(array, kept, index)
-        # At padding, and at a layer beyond the last, there is no such index: the scatter drops the write.
-        batch = jnp.arange(array.shape[1])[:, None]
-        return array.at[index, batch, rows.index].set(new, mode="drop")
+        # At padding, and at a layer beyond the last, there is no such index: nothing is written.
+        return put_slots(array, new, index, rows.index)
 
     def into(self, layers: PyTree, layer: LayerIndex) -> PyTree:
         """The storage of all layers, in which this one has changed."""
@@ -211,7 +209,7 @@ class LayerCache(NamedTuple):
         if not jax.tree.leaves(self.storage.layers):
             return self, new
 
-        # What was written is read back: reading before the write would make XLA copy the stacked arrays.
+        # What was written is read back: a read before the write would need `read_before_write`.
         cache = self._changed(lambda own, write: jax.tree.map(write, own, new), rows)
         return cache, cache.read()
 
@@ -279,7 +277,10 @@ class LayerCache(NamedTuple):
         def write(array: Array, new: Array) -> Array:
             new, storage = new.astype(array.dtype), self.storage
             written = storage.put_last(array, new) if rows is None else storage.put(array, rows, new, ahead)
-            return same_in_all_loops(written, self.kernels, scattered) if new.ndim == 4 else written
+            if new.ndim != 4:
+                return written
+            kernels = self.kernels
+            return same_in_all_loops(written, kernels.pairs_as_named_on_cuda, scattered, kernels.rules)
 
         return self._replace(storage=self.storage.changed(lambda own: change(own, write), ahead))
 

@@ -16,7 +16,7 @@ from dllm_jax.options.renamed import Renamed
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows
 from dllm_jax.traced import Count
-from pallas_kernels.counting import any_marked, count_marked
+from dllm_jax.xla.reductions import any_marked, count_marked
 
 Streamed = TypeVar("Streamed")  # an array or a pytree of them
 

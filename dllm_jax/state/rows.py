@@ -9,9 +9,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Shaped
 
 from dllm_jax.nn.mask import Mask
+from dllm_jax.xla.reductions import FEW, place_by_comparison
 from pallas_kernels.topk_evict.xla import listed
-
-FEW = 32  # entries of a list that are compared with each position: XLA makes a single loop of them
 
 
 @jax.tree_util.register_dataclass
@@ -85,8 +84,7 @@ class Rows:
 
     def put(self, x: Shaped[Array, "b l *d"], values: Shaped[Array, "b q *d"]) -> Shaped[Array, "b l *d"]:
         """x with values at the computed positions."""
-        # Of fewer positions than x has, compilers copy x for a slice that is written where they do not for a
-        # scatter.
+        # By a scatter where these are fewer positions than x has, as `dllm_jax.xla.stacks.put_slots`.
         if not self.in_place or self.start > 0:
             return scatter(x, self.index, values)
         first = -self.start
@@ -101,7 +99,7 @@ class Rows:
             own = gather(self.mask(), position) & (position < self.length)
             return jnp.where(own, position - self.start, q)
         if q <= FEW:
-            return jnp.where(position < self.length, _place_by_comparison(self.index, position), q)
+            return jnp.where(position < self.length, place_by_comparison(self.index, position), q)
         return jnp.where(position < self.length, gather(places(self.index, self.length), position), q)
 
     def where(self, chosen: Bool[Array, "b q"]) -> "Rows":
@@ -170,15 +168,9 @@ def places(index: Int[Array, "b q"], length: int) -> Int[Array, "b {length}"]:
     """The place of each position in `index`, q if it is not there: its inverse."""
     b, q = index.shape
     if q <= FEW:
-        return _place_by_comparison(index, jnp.arange(length, dtype=jnp.int32)[None])
+        return place_by_comparison(index, jnp.arange(length, dtype=jnp.int32)[None])
     own = jnp.broadcast_to(jnp.arange(q, dtype=jnp.int32), index.shape)
     return scatter(jnp.full((b, length), q, jnp.int32), index, own)
-
-
-def _place_by_comparison(index: Int[Array, "b q"], position: Int[Array, "#b c"]) -> Int[Array, "b c"]:
-    """The place of each position in a short list, q elsewhere: one kernel where a scatter has four."""
-    own = jnp.arange(index.shape[1], dtype=jnp.int32)[:, None]
-    return jnp.min(jnp.where(index[:, :, None] == position[:, None], own, index.shape[1]), axis=1)
 
 
 def marked(position: Int[Array, "b ..."], length: int) -> Bool[Array, "b {length}"]:

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.nn.arithmetic import divided, einsum
+from dllm_jax.nn.arithmetic import einsum
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import compact, gather, order_of
 from dllm_jax.traced import Count, Number
+from dllm_jax.xla.products import divided
 from pallas_kernels.topk_evict import ranking
 from pallas_kernels.topk_evict.ranking import ranks as ranks
 

@@ -10,7 +10,7 @@ Programs run in no order and share nothing, so each walks by itself over what it
 | `head_mean` | sequence, query tile, slot tile | walks over the KV heads for its positions and 64 slots |
 
 K and V are read as they are named, which is how they lie in memory where this kernel or cuDNN is chosen
-(`dllm_jax.nn.memory`), and only up to the last visible slot. Triton checks no bounds: what a BlockSpec lays
+(`dllm_jax.xla.order`), and only up to the last visible slot. Triton checks no bounds: what a BlockSpec lays
 out is filled up to whole tiles, and everything else is loaded under a mask.
 
 Faster than cuDNN for the queries of a block, slower for a thousand (docs/background/performance.md). Pallas'

@@ -18,12 +18,12 @@ from dllm_jax.options import Fraction, PositiveInt
 from dllm_jax.policies.parts.block_votes import BlockScores
 from dllm_jax.policies.parts.choosing_steps import ChoosingSteps, Reading
 from dllm_jax.policies.parts.chosen_pairs import BlockPairs, attend_to_chosen, chosen_count, most
-from dllm_jax.policies.parts.control import REFRESH, when
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows, marked
 from dllm_jax.traced import is_traced
+from dllm_jax.xla.loops import REFRESH, when
 
 CHOSEN, EXACT = "chosen", "exact"  # phases
 

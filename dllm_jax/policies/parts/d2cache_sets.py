@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.selection import best, certainty_density
 from dllm_jax.traced import Count, Number, fixed_at
-from pallas_kernels.counting import count_marked
+from dllm_jax.xla.reductions import count_marked
 
 
 class Salience(NamedTuple):

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
-from dllm_jax.nn.layer import LayerIndex, of_layer
+from dllm_jax.nn.layer import LayerIndex
 from dllm_jax.options import Options
 from dllm_jax.state.rows import Rows, compact
+from dllm_jax.xla.stacks import of_layer
 
 EPS = 1e-8  # norms below it count as it, as in torch's cosine_similarity
 

@@ -3,15 +3,14 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from dllm_jax.nn.layer import LayerIndex
-from dllm_jax.policies.parts.control import REFRESH, UPDATE
 from dllm_jax.state import selection
 from dllm_jax.state.rows import Rows, compact_rows, full_rows
-from pallas_kernels.counting import count_marked
+from dllm_jax.xla.loops import REFRESH, UPDATE, at_most_once
+from dllm_jax.xla.reductions import count_marked
 
 Carry = TypeVar("Carry")
 
@@ -56,8 +55,8 @@ def run_narrowest(
       marked: entries of `rows` to run.
       widths: static widths, ascending; the last must hold all entries.
       rows: the computed positions.
-      body: takes the loop's counter, None where there is no loop (see `Layer.in_trip`), the marked entries as
-        rows of `rows`, the positions there, and the carry.
+      body: takes the trip of `xla.loops.at_most_once` (None without a loop), the marked entries as rows of
+        `rows`, the positions there, and the carry.
       carry: the state that `body` returns changed.
       skips: Whether a partial step's only width is a loop, which nothing runs if nothing is marked.
     """
@@ -72,17 +71,12 @@ def run_narrowest(
         places = compact_rows(marked, width)
         return places, rows.at(places)
 
-    # Each width is a loop of one trip or none: branches of a `lax.switch` would copy the caches they write.
     for width in widths:
         where = in_place if width == entries else narrowed(width)
-        trips = ((needed > narrower) & (needed <= width)).astype(jnp.int32)
+        fits = (needed > narrower) & (needed <= width)
         name = REFRESH if len(widths) > 1 and width == widths[-1] else f"{UPDATE}{width}"
-
-        def run(trip, carry, where=where, name=name):
-            with jax.named_scope(name):
-                return body(trip, *where, carry)
-
-        carry = jax.lax.fori_loop(0, trips, run, carry)
+        run = lambda trip, carry, where=where: body(trip, *where, carry)
+        carry = at_most_once(fits, run, carry, name)
         narrower = jnp.int32(width)
     return carry
 

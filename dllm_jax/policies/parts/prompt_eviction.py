@@ -15,9 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 from dllm_jax import eviction
 from dllm_jax.eviction.attending import attend_to_kept, prompt_pairs
 from dllm_jax.eviction.pair_store import PairStore, empty
-from dllm_jax.nn.layer import Layer, of_layer
+from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.mask import block_start, key_mask
-from dllm_jax.nn.memory import after_on_cuda
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt
@@ -27,7 +26,9 @@ from dllm_jax.state.cache import KV, Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows
-from pallas_kernels.counting import count_marked
+from dllm_jax.xla.dependencies import after_on_cuda
+from dllm_jax.xla.reductions import count_marked
+from dllm_jax.xla.stacks import of_layer
 
 
 @dataclasses.dataclass(frozen=True)

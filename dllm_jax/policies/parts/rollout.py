@@ -11,17 +11,13 @@ only after all n maps [b n q l] have been stored: a factor n in memory (2 GiB in
 arithmetic of that one step and 0.1 % of any other.
 """
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from dllm_jax.nn.arithmetic import einsum
 from dllm_jax.state.rows import Rows
 from dllm_jax.traced import Number, fixed_at
-
-# Rows of C that TPUs compute at once: XLA compiles one float32 product of 1280 rows three times, with smaller
-# tiles until these fit in VMEM, and takes seven times as long.
-ROWS_AT_ONCE = 128
+from dllm_jax.xla.products import few_rows_at_once_on_tpu
 
 
 def identity_rows(rows: Rows) -> Float[Array, "b q l"]:
@@ -51,26 +47,11 @@ def roll(
     to_identity = jnp.where(rows.mask()[:, None], 0.0, attention)
     # Rows of padding read the attention of some position, but their C is zero.
     to_computed = jnp.swapaxes(rows.take(jnp.swapaxes(attention, 1, 2)), 1, 2)
-    product = to_identity + _times(to_computed, c)
+    times = lambda attention, c: einsum("bqr,brl->bql", attention, c)
+    product = to_identity + few_rows_at_once_on_tpu(times, to_computed, c)
 
     # W = (E + I) / row sums: the residual connection passes C on unchanged.
     return (product + c) / (jnp.sum(attention, axis=2, keepdims=True) + 1.0)
-
-
-def _times(attention: Float[Array, "b q r"], c: Float[Array, "b r l"]) -> Float[Array, "b q l"]:
-    """The product of attention and C."""
-    whole = lambda attention, c: einsum("bqr,brl->bql", attention, c)
-    if attention.shape[1] <= 2 * ROWS_AT_ONCE:
-        return whole(attention, c)
-    return jax.lax.platform_dependent(attention, c, tpu=times_in_turn, default=whole)
-
-
-def times_in_turn(attention: Float[Array, "b q r"], c: Float[Array, "b r l"]) -> Float[Array, "b q l"]:
-    """The product of attention and C, `ROWS_AT_ONCE` rows after the other."""
-    b, q, r = attention.shape
-    parts = jnp.pad(attention, ((0, 0), (0, -q % ROWS_AT_ONCE), (0, 0))).reshape(b, -1, ROWS_AT_ONCE, r)
-    products = jax.lax.map(lambda part: einsum("bqr,brl->bql", part, c), jnp.swapaxes(parts, 0, 1))
-    return jnp.swapaxes(products, 0, 1).reshape(b, -1, c.shape[2])[:, :q]
 
 
 def column_sums(c: Float[Array, "b q l"], rows: Rows, valid: Bool[Array, "b l"]) -> Float[Array, "b l"]:

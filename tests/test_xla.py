@@ -1,0 +1,150 @@
+"""What XLA has to be told, each in a program as small as shows it; see `dllm_jax.xla`."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dllm_jax.nn.mesh import MeshRules
+from dllm_jax.state.rows import places
+from dllm_jax.testing.checks import cache_copies_in_loops, optimized_text
+from dllm_jax.xla import dependencies, loops, order, products, reductions, stacks
+from tests.ahead_of_time import compiled_for_v5e
+
+LAYERS, B, S, D = 4, 2, 64, 8
+STORE = jax.ShapeDtypeStruct((LAYERS, B, S, D), jnp.float32)
+LAYER = jax.ShapeDtypeStruct((B, S, D), jnp.float32)
+
+
+def lowered(platform: str, function: Callable, *arrays: jax.ShapeDtypeStruct) -> str:
+    return jax.jit(function).trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
+
+
+def reads_and_writes(i, store, x):
+    """A change of a layer that depends on what the layer holds."""
+    change = jnp.sum((store[i] - x) ** 2, axis=(1, 2), keepdims=True)
+    new = dependencies.read_before_write(change, 2 * x)
+    return jax.lax.dynamic_update_slice(store, new[None], (i, 0, 0, 0)), x + change
+
+
+def two_kinds_of_steps(i, store, x):
+    """Steps that write a layer, and steps that write single positions."""
+    layer = lambda store: jax.lax.dynamic_update_slice(store, store[:1] + 1, (i, 0, 0, 0))
+    store = loops.when(i % 2 == 0, layer, store)
+    positions = lambda trip, store: store.at[0, 0, i].set(3.0)
+    return loops.at_most_once(i % 2 == 1, positions, store), x
+
+
+def one_sequence_after_another(i, store, x):
+    """A sequence of the store, several readers of it, and a write in its place."""
+    sequence = lambda store, at: jax.lax.dynamic_slice_in_dim(store, at, 1, axis=1)
+    own = loops.apart_on_cpu(sequence, store, i % B)
+    new = own + jnp.sum(own * x[0], axis=2, keepdims=True)
+    store = jax.lax.dynamic_update_slice_in_dim(store, new, i % B, axis=1)
+    return store, x + jnp.tanh(own).sum() + own[0, 0]
+
+
+@pytest.mark.parametrize("step", [reads_and_writes, two_kinds_of_steps, one_sequence_after_another])
+def test_a_store_is_not_copied_in_a_loop(step, optimised):
+    def program(store, x):
+        body = lambda state: (state[0] + 1, *step(state[0] % LAYERS, *state[1:]))
+        return jax.lax.while_loop(lambda state: state[0] < 9, body, (jnp.int32(0), store, x))
+
+    text = optimized_text(jax.jit(program).trace(STORE, LAYER))
+    shape = f"f32[{','.join(map(str, STORE.shape))}]"
+    assert shape in text
+    assert not cache_copies_in_loops(text, shape)
+
+
+def test_weights_of_a_trip_are_read_by_its_counter():
+    """So the read depends on the loop: another trip, which never comes, would read the next layer."""
+    weights = stacks.OneOfStacked({"q": jnp.arange(LAYERS)}, jnp.int32(1))
+    read = jax.vmap(lambda trip: weights.in_trip(trip)["q"])(jnp.arange(2))
+    np.testing.assert_array_equal(read, [1, 2])
+
+
+def test_weights_of_a_loop_are_not_read_before_it_on_tpus():
+    """By the TPU's compiler: no loop is given a layer's matrix."""
+    width = 512
+
+    def program(q, x, needed):
+        def layer(state, need):
+            i, x = state
+            weights = stacks.OneOfStacked({"q": q}, i)
+            times = lambda trip, x: jnp.tanh(x @ weights.in_trip(trip)["q"])
+            return (i + 1, loops.at_most_once(need > 0, times, x)), None
+
+        return jax.lax.scan(layer, (jnp.int32(0), x), needed)[0][1]
+
+    shapes = (LAYERS, width, width), (8, width)
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    text = compiled_for_v5e(program, *arrays, jax.ShapeDtypeStruct((LAYERS,), jnp.int32)).as_text() or ""
+    carries = [line for line in text.splitlines() if " while(" in line]
+    assert any(f"bf16[{LAYERS},{width},{width}]" in carry for carry in carries)
+    assert not any(f"bf16[1,{width},{width}]" in carry for carry in carries)
+
+
+@pytest.mark.parametrize(
+    ("function", "platforms"),
+    [
+        (dependencies.read_before_write, {"cpu", "cuda", "tpu"}),
+        (dependencies.after_on_tpu, {"tpu"}),
+        (dependencies.after_on_cuda, {"cuda"}),
+    ],
+)
+def test_what_comes_first_decides_what_comes_then(function, platforms):
+    for platform in ("cpu", "cuda", "tpu"):
+        chosen = "stablehlo.select" in lowered(platform, function, LAYER, LAYER)
+        assert chosen == (platform in platforms)
+    first, then = jnp.zeros(3), jnp.arange(3.0)
+    np.testing.assert_array_equal(function(first, then), then)
+
+
+def test_tables_are_finished_before_loops_begin():
+    assert "optimization_barrier" in lowered("tpu", dependencies.before_loops, LAYER)
+
+
+def test_each_device_of_a_mesh_states_the_order_of_its_own_part():
+    mesh = jax.make_mesh((2,), ("tp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    heads = jax.ShapeDtypeStruct((B, S, 4, D), jnp.float32)
+    with jax.set_mesh(mesh):
+        text = lowered("tpu", lambda x: order.as_named_on_tpu(x, MeshRules()), heads)
+        assert f"(tensor<{B}x{S}x2x{D}xf32>)" in next(x for x in text.splitlines() if "Constraint" in x)
+        assert "Constraint" not in lowered("tpu", order.as_named_on_tpu, heads)
+
+
+def test_indices_of_layers_are_never_compared_with_zero():
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    for text in (
+        lowered("cpu", stacks.of_layer, STORE, index),
+        lowered("cpu", stacks.put_of_layer, STORE, LAYER, index),
+    ):
+        assert "compare" not in text
+
+
+def test_few_rows_of_a_product_run_at_once_on_tpus():
+    times = lambda x, y: jnp.einsum("bqr,brl->bql", x, y)
+    program = lambda x, y: products.few_rows_at_once_on_tpu(times, x, y)
+    shape = lambda rows: jax.ShapeDtypeStruct((1, rows, 4), jnp.float32)
+    for platform, rows, looped in (("tpu", 300, True), ("tpu", 256, False), ("cuda", 300, False)):
+        assert ("stablehlo.while" in lowered(platform, program, shape(rows), shape(4))) == looped
+
+
+def test_short_lists_are_inverted_without_a_scatter():
+    for entries, scattered in ((reductions.FEW, False), (reductions.FEW + 1, True)):
+        index = jax.ShapeDtypeStruct((1, entries), jnp.int32)
+        assert ("stablehlo.scatter" in lowered("cpu", lambda index: places(index, 99), index)) == scattered
+
+
+def test_the_largest_of_many_values_is_found_in_two_reductions_on_cpus():
+    for platform, entries, at_once in (("cpu", 1024, False), ("cpu", 1023, True), ("cuda", 1024, True)):
+        text = lowered(platform, reductions.argmax, jax.ShapeDtypeStruct((2, entries), jnp.float32))
+        assert text.count("stablehlo.reduce(") == (1 if at_once else 2)
+
+
+def test_counts_are_one_kernel_with_what_reads_them(optimised):
+    program = jax.jit(lambda marked: reductions.count_marked(marked) * 2)
+    text = optimized_text(program.trace(jax.ShapeDtypeStruct((2, 100), jnp.bool_)))
+    assert text.count(" fusion(") == 1
