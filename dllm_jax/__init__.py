@@ -33,7 +33,7 @@ from dllm_jax import vision
 # Decoding
 from dllm_jax.state.inputs import EMBEDS_PLACEHOLDER
 from dllm_jax.state.layout import Layout
-from dllm_jax.state.sliding import Sliding
+from dllm_jax.state.sliding import AdaBlock, Sliding
 from dllm_jax.decoding.generate import generate, infill
 from dllm_jax.decoding.generate_many import generate_many
 from dllm_jax.decoding.prefill import prefill
@@ -41,6 +41,7 @@ from dllm_jax.engine.prefix import Prefix
 from dllm_jax.decoding.compare import compare
 from dllm_jax.decoding.explain import explain_kernels
 from dllm_jax.decoding.chat import chat
+from dllm_jax.decoding.delimiters import delimiters
 from dllm_jax.decoding.stops import StopTexts
 from dllm_jax.decoding.stream import Snapshot, stream
 from dllm_jax.decoding.stream_chat import ChatSnapshot, stream_chat
@@ -82,6 +83,7 @@ __version__ = importlib.metadata.version("dllm-jax")
 
 __all__ = [
     "EMBEDS_PLACEHOLDER",
+    "AdaBlock",
     "Capture",
     "ChatSnapshot",
     "Intervention",
@@ -102,6 +104,7 @@ __all__ = [
     "capture",
     "chat",
     "compare",
+    "delimiters",
     "eviction",
     "explain_kernels",
     "forward",

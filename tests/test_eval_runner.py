@@ -23,7 +23,7 @@ from dllm_jax.eval.run.runner import Request, Runner, cut
 from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.published import expressions
 from dllm_jax.state.inputs import padded_together
-from dllm_jax.state.sliding import Sliding
+from dllm_jax.state.sliding import AdaBlock, Sliding
 from tests.models import tiny
 
 QUESTIONS = ("t", "b=407;T=211;z=830;k=566;T="), ("b", "ab=407;T=211;iz=830;k=566;ab=")
@@ -182,8 +182,10 @@ def test_policies_samplers_and_tasks_are_read_from_text_and_nothing_else_is():
 
     # Blocks are numbers too.
     assert (expressions.block("32"), expressions.block("Sliding(8; 9)")) == (32, Sliding(8, longest=9))
+    assert expressions.block("AdaBlock(8; delimiters=(11;7))") == AdaBlock(8, delimiters=(11, 7))
     for text, reason in (
-        ("0", "block=0 must be a whole"), ("Slide(3)", r"is not one of Sliding\. Did you mean Sliding\?$"),
+        ("0", "block=0 must be a whole"),
+        ("Slide(3)", r"is not one of AdaBlock, Sliding\. Did you mean Sliding\?$"),
         ("Sliding(0)", "block=0 must be"), ("4 + 4", "is no literal"), ("True", "block=True must be"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=rf"block='{re.escape(text)}' must be positions .32.*{reason}"):

@@ -403,7 +403,9 @@ def test_every_function_shows_its_options_and_their_defaults():
         assert (group.name, widths.name, widths.default) == ("group", "widths", None), function
     assert inspect.signature(dj.generate).parameters["length"].default == 128
     assert inspect.signature(dj.log_likelihood).parameters["draws"].default == 128
-    assert inspect.signature(dj.generate).parameters["block"].annotation == int | dj.Sliding | None
+    assert (
+        inspect.signature(dj.generate).parameters["block"].annotation == int | dj.Sliding | dj.AdaBlock | None
+    )
 
 
 def test_help_begins_with_a_short_signature():

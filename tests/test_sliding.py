@@ -1,4 +1,4 @@
-"""The sliding block: where it lies, rounds, limits and refusals; DSB's traces are replayed (test_goldens)."""
+"""Block schedules: sliding blocks and those that end at delimiters. Recordings: test_goldens."""
 
 import numpy as np
 import pytest
@@ -6,10 +6,11 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import policies
 from dllm_jax.policies import SlidingCache
-from dllm_jax.samplers import WINO, Confidence, DreamSchedule, Threshold
+from dllm_jax.samplers import WINO, Confidence, DreamSchedule, FreeDave, Threshold
 from dllm_jax.testing.runs import assert_same_run, finite, of_sequence
 from tests.models import FAMILIES, families, generated, prompts, tiny
 from tests.policy_cases import daily, matrix, short
+from tests.replay.stepping import states
 
 SHAPE = dict(length=24, lengths=(9, 6))
 GREEDY, CONST = dj.Sliding(6), dj.Sliding(6, longest=6)
@@ -107,3 +108,95 @@ def test_what_rests_on_blocks_that_stay_is_refused():
     for options in (dict(block=0), dict(longest=0)):
         with pytest.raises(ValueError, match="must be a whole number of at least 1"):
             dj.Sliding(**options)
+
+
+ADAPTIVE = dj.AdaBlock(6, delimiters=range(0, 59, 2), threshold=0.08)
+
+
+@matrix(
+    "policy, family",
+    (policies.Policy(), policies.PrefixCache(), policies.DualCache()),
+    FAMILIES,
+    today=[(policies.DualCache(), "llada"), (policies.PrefixCache(), "dream")],
+)
+def test_each_sequence_ends_its_blocks_by_itself(policy, family):
+    """Blocks are decoded to their delimiter, and sequences of a batch equal themselves alone."""
+    model = tiny(family)
+    prompt, mask = prompts(model, (9, 6))
+    options = dict(policy=policy, sampler=Threshold(0.2), block=ADAPTIVE, length=30, trace=True)
+    batch, starts = dj.generate(model, prompt, prompt_mask=mask, **options), []
+    for sequence, width in enumerate((9, 6)):
+        alone = dj.generate(model, prompt[sequence : sequence + 1, -width:], **options)
+        assert_same_run(of_sequence(batch.trace, sequence, width + 30), alone.trace, computed=True)
+        ran = states(model, prompt[sequence : sequence + 1, -width:], **options)
+        starts.append(sorted({int(state.canvas.block_start[0]) - width for state in ran}))
+        lengths = np.diff(starts[-1])
+        assert (lengths.sum(), lengths.max()) == (30, 7)
+        assert set(lengths[:-1]) - {6}, "no block ended at a delimiter"
+    assert starts[0] != starts[1]
+
+
+@matrix(
+    "policy, family",
+    (policies.Policy(), policies.PrefixCache(), policies.DualCache()),
+    FAMILIES,
+    today=[(policies.DualCache(), "llada"), (policies.Policy(), "dream")],
+)
+def test_without_delimiters_blocks_have_one_length(policy, family):
+    never = dj.AdaBlock(7, delimiters=range(59), threshold=1.01)
+    options = dict(length=24, lengths=(9, 6), sampler=SEVERAL)
+    ours, fixed, near = (
+        generated(family, policy, block=block, **options).trace
+        for block in (never, 7, dj.AdaBlock(7, delimiters=range(59), threshold=0.05))
+    )
+    assert_same_run(ours, fixed, computed=True)
+    assert not np.array_equal(near.tokens, ours.tokens[: len(near.tokens)])
+
+
+def test_delimiters_end_blocks_under_suffix_guidance_stops_and_early_ends():
+    model = tiny("llada")
+    options = dict(
+        sampler=Threshold(0.1, cfg_scale=0.5), block=ADAPTIVE, length=24, policy=policies.DualCache()
+    )
+    whole = dj.generate(model, [[5, 6, 7]], suffix=[9, 8], **options)
+    assert whole.tokens[0, -2:].tolist() == [9, 8]
+    assert not (np.asarray(whole.tokens) == model.spec.mask_id).any()
+    token = int(whole.tokens[0, 3 + 12])
+    stopped = dj.generate(model, [[5, 6, 7]], suffix=[9, 8], stop=[[token]], **options)
+    first = whole.tokens[0].tolist().index(token, 3)
+    np.testing.assert_array_equal(stopped.tokens[0, :first], whole.tokens[0, :first])
+    assert stopped.stats.nfe[0] <= whole.stats.nfe[0]
+
+
+def test_what_does_not_fit_blocks_that_end_at_delimiters_is_refused():
+    model, one = tiny("llada"), [[5, 6, 7]]
+    shape = dict(block=ADAPTIVE, length=24, sampler=SEVERAL)
+    for options, message in (
+        (dict(policy=policies.SparseDLLM()), r"block=AdaBlock.* not supported by SparseDLLM: the first step"),
+        (dict(policy=policies.DKVDecode()), "not supported by DKVDecode: the first step"),
+        (dict(sampler=Confidence()), "not supported by Confidence: it needs to know how many"),
+        (dict(sampler=WINO()), "not supported by WINO: it needs to know how many"),
+        (dict(sampler=FreeDave(SEVERAL)), "not supported by FreeDave: drafts share"),
+        (dict(block=dj.AdaBlock(delimiters=(61,))), r"delimiters holds 61, .* vocabulary \[0, 61\)"),
+        (dict(block=dj.AdaBlock(delimiters=(model.spec.mask_id,))), "but the mask's, 59"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dj.generate(model, one, **shape | options)
+    with pytest.raises(ValueError, match="is not supported by sdar: it is trained in blocks of its own"):
+        dj.generate(tiny("sdar"), one, **shape)
+    with pytest.raises(ValueError, match=r"block=.* must be a whole number"):
+        dj.infill(model, [[5, model.spec.mask_id]], block=ADAPTIVE)
+    for delimiters in ((), [-1], ["a"], [0.5], 198):
+        with pytest.raises(ValueError, match=r"delimiters=.* must be 1 or more values, each a whole number"):
+            dj.AdaBlock(delimiters=delimiters)
+
+
+def test_delimiters_of_a_tokenizer():
+    tokenizer = dj.load_tokenizer(dj.bundled.path("tiny-llada"))
+    assert tokenizer.batch_decode([[i] for i in dj.delimiters(tokenizer)]) == ["\n\n", "\n"]
+    assert tokenizer.batch_decode([[i] for i in dj.delimiters(tokenizer, [".", "user"])]) == ["user", "."]
+    for texts in ("\n", [], [""], 3, [3]):
+        with pytest.raises(ValueError, match=r"texts=.* must be a list of texts, none of them empty"):
+            dj.delimiters(tokenizer, texts)
+    with pytest.raises(ValueError, match="no token of the vocabulary ends with one of them"):
+        dj.delimiters(tokenizer, ["<|endoftext|>"])

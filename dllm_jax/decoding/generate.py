@@ -35,7 +35,8 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
       suffix: Token ids Int[s] or Int[b s] that follow the response. The response leads up to them.
       length: Number of tokens to generate (`max_new_tokens` in transformers, `gen_length` in LLaDA).
       block: Block length (`block_length` in LLaDA). Blocks are decoded from left to right. Default: `length`,
-        one block. `Sliding(32)` slides over the response instead.
+        one block. `Sliding(32)` slides over the response instead, blocks of `AdaBlock(32, delimiters=..)`
+        end at a delimiter.
       steps: Number of denoising steps, a multiple of length / block. Default: `length`, one token per step.
         Samplers that decode in parallel until a block is done (such as `Threshold`) ignore it. With them,
         and with other schedules (`Confidence(schedule="rounded")`), no multiples are needed.

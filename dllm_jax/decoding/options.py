@@ -22,7 +22,7 @@ from dllm_jax.policies.base import Policy
 from dllm_jax.samplers import Confidence, Constraint, FreeDave, Noise, Sampler
 from dllm_jax.samplers.free_dave import Drafting
 from dllm_jax.state import inputs
-from dllm_jax.state.sliding import Sliding
+from dllm_jax.state.sliding import BlockSchedule
 
 Stops = Sequence[Sequence[int]] | StopTexts
 Allow = ArrayLike | Sequence[Any]  # Bool[length, vocab], or ids or None per position
@@ -32,7 +32,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class CommonOptions(TypedDict, total=False):
     """Options that every function takes."""
 
-    block: int | Sliding | None
+    block: int | BlockSchedule | None
     steps: int | None
     policy: Policy
     allow: Allow | None
@@ -120,7 +120,7 @@ class Asked:
     prefix: Prefix | None = None
     suffix: inputs.Ids | None = None
     length: int = 128
-    block: int | Sliding | None = None
+    block: int | BlockSchedule | None = None
     steps: int | None = None
     policy: Policy = Policy()
     sampler: Sampler = Confidence()

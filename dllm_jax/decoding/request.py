@@ -40,7 +40,7 @@ from dllm_jax.samplers import KeyNoise, Noise, RecordedNoise, Sampler
 from dllm_jax.state import host, inputs
 from dllm_jax.state.host import AnyArray
 from dllm_jax.state.layout import Layout
-from dllm_jax.state.sliding import Sliding
+from dllm_jax.state.sliding import AdaBlock, BlockSchedule
 from dllm_jax.traced import fixed_at
 from dllm_jax.xla.order import aligned
 
@@ -127,12 +127,12 @@ def prepare_infill(model: Model, tokens: inputs.Ids, **options: Unpack[InfillOpt
 
 
 def blocks_of(
-    block: int | Sliding | None,
+    block: int | BlockSchedule | None,
     spec: ModelSpec,
     suffix: int = 0,
     infilled: bool = False,
     sampler: Sampler | None = None,
-) -> tuple[int | Sliding | None, int]:
+) -> tuple[int | BlockSchedule | None, int]:
     """Positions decoded together, by default those of the model's own blocks; and the layout's tail.
 
     Args:
@@ -146,6 +146,8 @@ def blocks_of(
       ValueError: the model is block-causal, and the block does not divide its blocks, or something is given
         after it.
     """
+    if isinstance(block, AdaBlock):
+        block.check(spec.vocab, spec.mask_id)
     if not (size := spec.block_size):
         return block, 0
     if suffix:
@@ -158,13 +160,18 @@ def blocks_of(
         raise ValueError(
             f"block={shown(block)} must be left out, or {own}: {sampler!r} decodes in blocks of its own"
         )
+    if isinstance(block, BlockSchedule):
+        raise ValueError(
+            f"block={shown(block)} is not supported by {spec.family}: it is trained in blocks "
+            f"of its own. Use an integer that divides block_size={size}."
+        )
     if spec.causal_context and infilled:
         raise ValueError(f"infill does not support {spec.family}: its blocks follow a prompt. Use generate")
     size = size if own is None else own
     block = size if block is None else block
-    if spec.causal_context and not isinstance(block, Sliding):
+    if spec.causal_context:
         return check_argument("block", block, PositiveInt), size - 1 if sampler and sampler.drafts else 0
-    if isinstance(block, Sliding) or size % check_argument("block", block, PositiveInt):
+    if size % check_argument("block", block, PositiveInt):
         raise ValueError(f"block={block} must divide the blocks of {spec.family}, block_size={size}")
     return block, 0 if ends_within_a_block(spec) and not infilled else size - 1
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from dllm_jax.engine import nonfinite
+from dllm_jax.engine.adaptive import check_adaptive
 from dllm_jax.engine.plan import Plan
 from dllm_jax.engine.stops import read_on
 from dllm_jax.policies.base import Policy
@@ -22,13 +23,19 @@ def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool)
     # A sliding block that has nothing to do is the last, and so is a draft.
     fixed = canvas.layout.sliding is None and not canvas.layout.drafts
     by = canvas.layout.block if fixed else canvas.layout.length
+    widest, end = canvas.layout.widest_block, canvas.layout.end
 
     def settle(moving: tuple[Canvas, Bool[Array, "b"], Bool[Array, ""]]):
         # The first round moves nothing, so that the program holds what decides about a block only once.
         canvas, moves, _ = moving
+        until, start = canvas.block_until, canvas.block_start + by * moves
+        if until is not None:
+            start = jnp.where(moves, until, canvas.block_start)
+            until = jnp.where(moves, jnp.minimum(start + widest, end), until)
         moved = dataclasses.replace(
             canvas,
-            block_start=canvas.block_start + by * moves,
+            block_start=start,
+            block_until=until,
             block_step=jnp.where(moves, 0, canvas.block_step),
             keeps_block=None if canvas.keeps_block is None else canvas.keeps_block & ~moves,
         )
@@ -89,6 +96,8 @@ def at_verified(canvas: Canvas) -> Canvas:
 
 def check_schedule(layout: Layout, policy: Policy, sampler: Sampler):
     """Raises ValueError if the block slides and the policy, or the sampler, rests on blocks that stay."""
+    if layout.adaptive is not None:
+        check_adaptive(layout, policy, sampler)
     if layout.sliding is None:
         return
     if not policy.only_sets:

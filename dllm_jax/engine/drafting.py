@@ -271,9 +271,9 @@ def check_drafting(drafting: Drafting | None, policy: Policy, spec: ModelSpec, l
             f"policy={policy!r} is not supported by FreeDave: drafts share keys and values that change only "
             "when a block begins. Use Policy(), PrefixCache() or DualCache()."
         )
-    if layout.sliding is not None:
+    if layout.schedule is not None:
         raise ValueError(
-            f"block={layout.sliding!r} is not supported by FreeDave: drafts share keys and values outside "
+            f"block={layout.schedule!r} is not supported by FreeDave: drafts share keys and values outside "
             "of a block that stays. Use an integer block."
         )
     if not drafting.eager:

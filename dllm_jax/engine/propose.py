@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from dllm_jax.engine.adaptive import delimited_end, in_window
 from dllm_jax.engine.block_schedule import offered_positions
 from dllm_jax.engine.branches import decoded_in_block, place_in_shadow
 from dllm_jax.engine.constrain import constrain_logits
@@ -24,12 +25,13 @@ def propose(
     rows: Rows,
     hidden: Float[Array, "streams_b q m"],
     verifying: Bool[Array, "b"] | None = None,
-) -> tuple[Candidates, Bool[Array, "b"], Bool[Array, "b"] | None, LogProbs | None]:
+) -> tuple[Candidates, Bool[Array, "b"], Bool[Array, "b"] | None, LogProbs | None, Int[Array, "b"] | None]:
     """The candidates: scored positions whose predictor was computed, with tokens, scores and logits.
 
     And whether all logits of the sequence's candidates are finite, and no confidence is NaN, which no sampler
     would decode; those of padding may be anything. And whether it commits to all of its masks now, None if
     the sampler has no such rule (`EarlyCommit`). And the log-probabilities, None if none are asked for.
+    And the block's end, if this step sets it (`engine.adaptive`).
 
     Args:
       generation: the constants.
@@ -64,7 +66,7 @@ def propose(
     if plan.streams == 2:
         conditional, unconditional = (stream(logits.astype(jnp.float32), i, 2) for i in range(2))
         logits = guided(conditional, unconditional, sampler.cfg_scale)
-    unconstrained = logits
+    unconstrained, end = logits, delimited_end(canvas, index, logits)
     logits, waits = constrain_logits(generation, canvas, index, logits)
     proposed = sampler.propose(logits, index, canvas, generation.noise)
     count = plan.logprobs
@@ -94,7 +96,7 @@ def propose(
     # What holds a token has no score, and unless it may be edited it is offered no other.
     score = jnp.where(candidate & ~holds_token, proposed.score, -jnp.inf)
     token = proposed.token if sampler.edits else jnp.where(holds_token, spec.mask_id, proposed.token)
-    return proposed._replace(score=score, token=token), finite, committed, found
+    return proposed._replace(score=score, token=token), finite, committed, found, end
 
 
 def predicts_itself(spec: ModelSpec) -> bool:
@@ -115,6 +117,7 @@ def _positions(plan: Plan, canvas: Canvas, rows: Rows, verify: bool) -> Int[Arra
     response_scored = "response" in (policy.scored, sampler.scored) or rule is not None
     response_scored |= plan.drafting is not None and plan.drafting.eager
     scored = canvas.masked if response_scored else offered_positions(policy, canvas)
+    scored = scored if layout.adaptive is None else scored | in_window(canvas)
 
     # Masks outside of the block are candidates only if the response is scored, or if earlier blocks were left
     # with masks.

@@ -197,7 +197,8 @@ def _step(
     # layers let go has no output, and is no candidate.
     own = dataclasses.replace(rows, index=stream(rows.index, 0, plan.streams))
     ended = own if cache.no_output is None else own.where(~own.take(stream(cache.no_output, 0, plan.streams)))
-    candidates, finite, committed, found = propose(generation, canvas, ended, hidden, read.verifying)
+    candidates, finite, committed, found, end = propose(generation, canvas, ended, hidden, read.verifying)
+    canvas = canvas.ending_block(end)
     index, token, score, _ = candidates
     eligible = gather(offered_positions(policy, canvas), index)
     masks = candidates._replace(score=jnp.where(eligible, score, -jnp.inf))

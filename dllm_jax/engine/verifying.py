@@ -111,7 +111,7 @@ def verify(
     noise = None if noise is None else noise.of_sequences(jnp.repeat(jnp.arange(b), k))
     every = generation._replace(noise=noise, allowed=allowed)
 
-    candidates, finite, _, found = propose(every, canvases, dataclasses.replace(rows, index=index), hidden)
+    candidates, finite, _, found, _ = propose(every, canvases, dataclasses.replace(rows, index=index), hidden)
     index, token, score, _ = candidates
     offered = gather(offered_positions(plan.policy, canvases), index)
     masks = candidates._replace(score=jnp.where(offered, score, -jnp.inf))

@@ -33,7 +33,9 @@ def block(text: str) -> Blocks | None:
     try:
         return check_argument("block", construct(text, sliding, object), Blocks | None)
     except ValueError as error:
-        forms = "positions (32), one that slides (Sliding(32), Sliding(32, longest=64)), or None"
+        forms = (
+            "positions (32), a schedule (Sliding(32, longest=64), AdaBlock(32, delimiters=(198,))), or None"
+        )
         raise ValueError(f"block={shown(text)} must be {forms}: {error}") from error
 
 

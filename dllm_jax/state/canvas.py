@@ -60,6 +60,8 @@ class Canvas:
         if each is one step.
       causal_before: Position in front of which positions attend causally, where a sampler verifies
         (`Sampler.read_as`); else None.
+      block_until: End of the current block, which its first step sets (`AdaBlock`); before it, the furthest
+        that it may be set to. None if blocks are of one length, or slide.
       verifying: Sequences whose coming step verifies a draft, there; else None.
     """
 
@@ -82,6 +84,7 @@ class Canvas:
     forwards: Int[Array, "b"] | None = None
     causal_before: Int[Array, "b"] | None = None
     verifying: Bool[Array, "b"] | None = None
+    block_until: Int[Array, "b"] | None = None
 
     sources, due = Renamed("sources", "predicting_positions"), Renamed("due", "every_n_steps")
 
@@ -304,6 +307,8 @@ class Canvas:
     @property
     def block_end(self) -> Int[Array, "b 1"]:
         """The first position after the current block."""
+        if self.block_until is not None:
+            return self.block_until[:, None]
         if (sliding := self.layout.sliding) is None:
             end = (self.block_start + self.layout.block)[:, None]
             return jnp.minimum(end, self.layout.end) if self.layout.shorter_last else end
@@ -314,6 +319,10 @@ class Canvas:
         if sliding.longest is not None:
             end = jnp.minimum(end, self.block_start + sliding.longest)
         return end[:, None]
+
+    def ending_block(self, end: Int[Array, "b"] | None) -> "Canvas":
+        """The canvas whose current blocks end there; None leaves them as they are."""
+        return self if end is None else dataclasses.replace(self, block_until=end)
 
     @property
     def schedule_step(self) -> Int[Array, "b"]:
@@ -381,6 +390,8 @@ def begin(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec,
         layout=layout,
         stored=stored,
     )
+    if layout.adaptive is not None:
+        canvas = dataclasses.replace(canvas, block_until=jnp.minimum(start + layout.widest_block, layout.end))
     return dataclasses.replace(canvas, block_masks=masks_in_block(canvas))
 
 

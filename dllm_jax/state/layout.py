@@ -6,7 +6,7 @@ from typing import Annotated
 from dllm_jax.nn import parameters
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NoneMeans, NonNegativeInt, Options, PositiveInt, check_argument
-from dllm_jax.state.sliding import Sliding
+from dllm_jax.state.sliding import AdaBlock, BlockSchedule, Sliding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Layout(Options):
       suffix: Number of positions at the end of the response that hold given text.
       tail: Number of positions at the end of the response that only complete the last block of a block-causal
         model. They are not returned.
-      sliding: Schedule of a sliding block; None has fixed blocks.
+      sliding: Schedule of a sliding block; None where blocks do not slide.
+      adaptive: Schedule of blocks that end at a delimiter; None where they do not.
       shorter_last: Whether the last block may have fewer positions than the others.
       own_blocks: Whether `block` takes the place of a block-causal model's own block length, as it always
         does with a causal context.
@@ -41,6 +42,7 @@ class Layout(Options):
     shorter_last: bool = False
     own_blocks: bool = False
     drafts: bool = False
+    adaptive: Annotated[AdaBlock | None, NoneMeans("blocks of one length")] = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -48,8 +50,8 @@ class Layout(Options):
             if (part := getattr(self, name)) >= self.response:
                 raise ValueError(f"{name}={part} must be below response={self.response}, which it is part of")
 
-        # A sliding block has one schedule for the whole response.
-        if self.sliding is not None:
+        # A block that is not of one length has no schedule of its own.
+        if self.schedule is not None:
             return
 
         # As LLaDA's generate.py asserts: whole blocks, and equally many steps in each.
@@ -68,7 +70,7 @@ class Layout(Options):
         cls,
         prompt: int,
         length: int,
-        block: int | Sliding | None = None,
+        block: int | BlockSchedule | None = None,
         steps: int | None = None,
         padded: bool = False,
         suffix: int = 0,
@@ -80,9 +82,11 @@ class Layout(Options):
         Without `whole_blocks` the last block may be shorter, and steps per block are rounded up.
         """
         check_argument("length", length, PositiveInt)
-        if isinstance(block, Sliding):
+        if isinstance(block, BlockSchedule):
             steps = length if steps is None else steps
-            return cls(prompt, length + suffix, block.block, steps, padded, suffix, block)
+            sliding, adaptive = (block, None) if isinstance(block, Sliding) else (None, block)
+            whole = prompt, length + suffix, block.block, steps, padded, suffix, sliding
+            return cls(*whole, adaptive=adaptive)
         size: int = length if block is None else check_argument("block", block, PositiveInt)
         size = size if whole_blocks or tail else min(size, length)
         blocks, shorter_last = -(-length // size), bool(length % size) and not (whole_blocks or tail)
@@ -102,6 +106,11 @@ class Layout(Options):
         return dataclasses.replace(spec, block_size=self.block)
 
     @property
+    def schedule(self) -> BlockSchedule | None:
+        """The schedule of blocks that are not of one length."""
+        return self.adaptive if self.sliding is None else self.sliding
+
+    @property
     def length(self) -> int:
         """Canvas positions `l`."""
         return self.prompt + self.response
@@ -113,13 +122,15 @@ class Layout(Options):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks; a sliding one is one."""
-        return 1 if self.sliding is not None else -(-(self.end - self.prompt) // self.block)
+        """Number of blocks; those of a schedule count as one."""
+        return 1 if self.schedule is not None else -(-(self.end - self.prompt) // self.block)
 
     @property
     def widest_block(self) -> int:
         """Upper bound of the positions of a block."""
         longest = self.block if self.sliding is None else self.sliding.longest or self.response
+        if self.adaptive is not None:
+            longest = max(self.block, self.adaptive.searched(self.end - self.prompt))
         return min(longest, self.response)
 
     @property

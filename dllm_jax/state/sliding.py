@@ -1,9 +1,11 @@
-"""DSB's sliding block: its end goes on with every decoded token, its beginning with the first mask."""
+"""Block schedules: a block that slides over the response (DSB), blocks that end at delimiters (AdaBlock)."""
 
 import dataclasses
 from typing import Annotated
 
-from dllm_jax.options import NoneMeans, Options, PositiveInt
+from annotated_types import MinLen
+
+from dllm_jax.options import NoneMeans, NonNegativeFloat, NonNegativeInt, Options, PositiveInt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +26,53 @@ class Sliding(Options):
     longest: Annotated[PositiveInt | None, NoneMeans("as long as it becomes")] = None
 
 
-Blocks = PositiveInt | Sliding  # what `block` is wherever there is one: fixed blocks, or one that slides
+@dataclasses.dataclass(frozen=True)
+class AdaBlock(Options):
+    """Block schedule `generate(..., block=AdaBlock(32, delimiters=(198,)))`: blocks end at a delimiter.
+
+    AdaBlock-dLLM (arXiv:2509.26432). The first step of a block sets its end: after the position of the window
+    whose most likely token is a delimiter, with the largest probability. Without one that reaches the
+    threshold the block has `block` positions. It costs no forward pass. It needs a sampler that stays in a
+    block until nothing is masked (`UntilDone`), and `Policy`, `PrefixCache` or `DualCache`.
+
+    Equals fixed blocks when: threshold is above 1.
+
+    Differences: [MASK] is never chosen. On Dream, `DualCache` predicts the first position of a block as any
+      other; the reference implementation unmasks it first, unconditionally.
+
+    Attributes:
+      block: Length of a block without a delimiter; the last one may be shorter.
+      delimiters: Token ids that end a block, such as those of `dj.delimiters(tokenizer)`. The authors have a
+        newline, 198, for LLaDA.
+      threshold: Minimum probability of a delimiter. The authors have 0.3 for LLaDA and 0.5 for Dream.
+      window: Maximum distance of a block's end from its beginning, in positions.
+    """
+
+    block: PositiveInt = 32
+    delimiters: Annotated[tuple[NonNegativeInt, ...], MinLen(1)] = dataclasses.field(kw_only=True)
+    threshold: NonNegativeFloat = dataclasses.field(default=0.3, kw_only=True)
+    window: Annotated[PositiveInt | None, NoneMeans("a quarter of the response")] = dataclasses.field(
+        default=None, kw_only=True
+    )
+
+    def searched(self, response: int) -> int:
+        """How many positions are searched for a delimiter, in a response of so many."""
+        return min(response // 4 if self.window is None else self.window, response)
+
+    def check(self, vocab: int, mask_id: int):
+        """Raises ValueError for a delimiter that no position is decoded to."""
+        for token in self.delimiters:
+            if token >= vocab or token == mask_id:
+                raise ValueError(
+                    f"delimiters holds {token}, which must be an id of the vocabulary [0, {vocab}) but the "
+                    f"mask's, {mask_id}. Use dj.delimiters(tokenizer)."
+                )
+
+
+BlockSchedule = Sliding | AdaBlock
+Blocks = PositiveInt | BlockSchedule  # what `block` is wherever there is one: fixed blocks, or a schedule
 
 
 def positions(block: Blocks) -> int:
-    """Positions of the first block."""
-    return block.block if isinstance(block, Sliding) else block
+    """Positions of the first block, where nothing ends it earlier."""
+    return block.block if isinstance(block, BlockSchedule) else block

@@ -11,14 +11,14 @@ from dllm_jax.policies import Policy
 from dllm_jax.published import expressions
 from dllm_jax.samplers import Confidence, Sampler
 from dllm_jax.state.layout import Layout
-from dllm_jax.state.sliding import Blocks, Sliding, positions
+from dllm_jax.state.sliding import Blocks, BlockSchedule, positions
 
 # How command lines read and show a block schedule.
 FROM_TEXT = tyro.constructors.PrimitiveConstructorSpec(
     nargs=1,
-    metavar="INT|Sliding(INT)|None",
+    metavar="INT|Sliding(INT)|AdaBlock(..)|None",
     instance_from_str=lambda words: expressions.block(words[0]),
-    is_instance=lambda value: isinstance(value, int | Sliding | None),
+    is_instance=lambda value: isinstance(value, int | BlockSchedule | None),
     str_from_instance=lambda block: [expressions.call(block)],
 )
 
@@ -29,7 +29,7 @@ class Decoding(Options):
 
     Attributes:
       length: Number of tokens to generate; None: each request has its own.
-      block: Block length, or a sliding block such as Sliding(32). Default: one block. Shorter requests are
+      block: Block length, or a schedule such as Sliding(32). Default: one block. Shorter requests are
         one block.
       steps: Number of denoising steps of each request. Default: one per token. A request of
         another length than `length` has as many steps per position; without `length`, each has these.

@@ -17,7 +17,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.options import NoneMeans, Options, PositiveInt, shown
 from dllm_jax.published.expressions import call
 from dllm_jax.samplers import CertaintyPrior, Factor, RandomOrder, Sampler, Threshold
-from dllm_jax.state.sliding import Blocks, Sliding, positions
+from dllm_jax.state.sliding import AdaBlock, Blocks, BlockSchedule, Sliding, positions
 
 IN_PARALLEL = (
     p.Policy,
@@ -47,7 +47,7 @@ class Candidate(Options):
 
     @override
     def __str__(self) -> str:
-        block = lambda value: call(value) if isinstance(value, Sliding) else f"block {value}"
+        block = lambda value: call(value) if isinstance(value, BlockSchedule) else f"block {value}"
         parts = {"policy": call, "sampler": call, "block": block, "steps": "{} steps".format}
         return ", ".join(say(v) for name, say in parts.items() if (v := getattr(self, name)) is not None)
 
@@ -158,7 +158,9 @@ def grid(kind: type[p.Policy], exact: Decoding, prompt: int) -> list[Candidate]:
         found += [Candidate(steps=steps // n) for n in fewer] + [Candidate(sampler=Factor(**shared))]
     # What rests on blocks that stay has those of the same size, or one where length or steps do not divide.
     rests = not policies[0].only_sets or kind is p.SuffixDropout
-    if isinstance(exact.block, Sliding) and rests:
+    if isinstance(exact.block, AdaBlock):
+        rests = kind not in (p.Policy, p.PrefixCache, p.DualCache)
+    if isinstance(exact.block, BlockSchedule) and rests:
         whole = length % block == 0 and steps % (length // block) == 0
         found = [dataclasses.replace(one, block=one.block or (block if whole else length)) for one in found]
     return found
