@@ -14,18 +14,27 @@ from safetensors.numpy import load_file
 import dllm_jax as dj
 from dllm_jax import lora
 from dllm_jax.checkpoint import convert, export, save_hf
-from dllm_jax.checkpoint.config import MaskTokenWarning, read_config, read_model_config
-from dllm_jax.checkpoint.families import config_to_spec
+from dllm_jax.checkpoint.config import Config, MaskTokenWarning, read_config, read_model_config
+from dllm_jax.checkpoint.families import FAMILIES, config_to_spec, spec_to_config
+from dllm_jax.testing.models import spec as tiny_spec
 from tests import refuses
 from tests.checkpoints import rewrite, save_sharded, weights, write_tokenizer
 
 MODELS = Path(__file__).parent / "goldens" / "models"
 NEW = ("llada-moe-tiny-dense0", "llada2-tiny-dense2", "sdar-tiny-tied", "fast-dllm-v2-tiny-tied")
-NEW += "a2d-qwen3-tiny", "rnd1-tiny", "nemotron-tiny-wide"
+NEW += "a2d-qwen3-tiny", "rnd1-tiny", "nemotron-tiny-wide", "illada-tiny", "stable-diffcoder-tiny"
+NEW += ("dream-reasoner-tiny",)
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore::dllm_jax.checkpoint.config.{kind}")
     for kind in ("MaskTokenWarning", "BlockSizeWarning")
 ]
+
+
+STABLE = FAMILIES["stable-diffcoder"]
+
+
+def read_spec(values: dict):
+    return config_to_spec(Config("here", values))
 
 
 def copied(name: str, to: Path, dtype=None, own: str = "expert_bias", shards: int = 1) -> Path:
@@ -34,7 +43,8 @@ def copied(name: str, to: Path, dtype=None, own: str = "expert_bias", shards: in
     config = json.loads((MODELS / name / "config.json").read_text())
     config["dtype" if "dtype" in config else "torch_dtype"] = "float32" if dtype is None else "bfloat16"
     (to / "config.json").write_text(json.dumps(config))
-    tensors = load_file(MODELS / name / "model.safetensors")
+    files = sorted((MODELS / name).glob("*.safetensors"))
+    tensors = {key: value for file in files for key, value in load_file(file).items()}
     narrow = {n: x if dtype is None or own in n else x.astype(dtype) for n, x in tensors.items()}
     save_sharded(to, narrow, shards)
     write_tokenizer(to, dj.load(to).spec)
@@ -145,7 +155,58 @@ REFUSED = {
         ({"tie_word_embeddings": True, "hidden_act": "relu"}, r"(?s)hidden_act='relu'.*embeddings=True is"),
         ({"model_type": "nemotron_labs_diffusion_vlm"}, "diffusion_vlm' is not supported"),
     ],
+    "illada-tiny": [
+        (
+            {"layer_norm_eps": 1e-5, "mlp_bias": True},
+            r"(?s)mlp_bias=True is not.*layer_norm_eps=1e-05 is not",
+        ),
+        ({"attention_bias": True}, "attention_bias=True is not supported"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, r"are scaled \(linear, factor 2\)"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, r"are scaled \(yarn, factor 4\)"),
+        ({"head_dim": 24}, "head_dim=24 is not supported; supported: 12"),
+        ({"tie_word_embeddings": False}, r"missing: lm_head\.weight"),
+        ({"architectures": ["DreamModel"]}, r"model.*ILLaDAForCausalLM of illada|DreamModel of dream"),
+        ({"model_type": "llada"}, "model_type='llada' of llada; ILLaDAForCausalLM of illada"),
+    ],
+    "stable-diffcoder-tiny": [
+        (
+            {"architectures": ["LlamaForCausalLM"], "auto_map": None},
+            "model_type='llama' is not supported: it is",
+        ),
+        (
+            {"architectures": None, "auto_map": 3},
+            "is an autoregressive model, unless architectures or auto_map",
+        ),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            "different models, Stable.* of stable-diff.*; LlamaForCausalLM",
+        ),
+        ({"layer_norm_eps": 1e-5}, "layer_norm_eps=1e-05 is not supported; supported: null"),
+        ({"block_length": 8, "block_size": 4}, "block_size=4 and block_length=8 must be equal"),
+        ({"num_local_experts": 8}, "num_local_experts=8 is not supported; supported: 0"),
+    ],
+    "dream-reasoner-tiny": [
+        (
+            {"architectures": ["DreamModel"]},
+            "DreamModel of dream; DreamForCausalLM, block_size, attention_bias",
+        ),
+        (
+            {"architectures": ["DreamModel"], "auto_map": None},
+            "DreamModel of dream; block_size, attention_bias",
+        ),
+        ({"attention_bias": True}, "attention_bias=True is not supported; supported: false"),
+        ({"bd_size": 16}, "block_size=32 and bd_size=16 must be equal"),
+        ({"mask_token_id": None}, "required key 'mask_token_id' is null"),
+        (
+            {"head_dim": None, "num_attention_heads": 5},
+            "=48 must be a multiple of num_attention_heads=5 where",
+        ),
+    ],
     "rnd1-tiny": [
+        (
+            {"decoder_sparse_step": 1, "shared_expert_intermediate_size": 32},
+            "size=32 is not supported; supp.* 0",
+        ),
         ({"num_experts_per_tok": 9}, "per_token=9 must be at most 8"),
         ({"mask_token_id": None}, "required key 'mask_token_id' is null"),
         ({"use_sliding_window": True, "sliding_window": 4096}, "sliding_window=4096 is not supported"),
@@ -182,6 +243,9 @@ def test_sdar_moe_has_experts_where_its_config_says(tmp_path):
 @pytest.mark.parametrize(
     ("name", "sizes", "expected"),
     [
+        ("illada-tiny", {}, dict(mask_id=5, eos_id=2, tied=True, block_size=0)),
+        ("stable-diffcoder-tiny", {}, dict(mask_id=5, eos_id=2, block_size=4, completes_blocks=False)),
+        ("dream-reasoner-tiny", dict(vocab_size=151936), dict(mask_id=151669, eot_id=151645, block_size=32)),
         ("sdar-tiny-tied", dict(vocab_size=151936), dict(mask_id=151669, eot_id=151645, block_size=4)),
         (
             "fast-dllm-v2-tiny-tied",
@@ -197,6 +261,54 @@ def test_what_published_configs_do_not_say(tmp_path, name, sizes, expected):
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in absent}))
     spec = config_to_spec(read_config(tmp_path / "config.json"))
     assert {field: getattr(spec, field) for field in expected} == expected
+
+
+FOREIGN = {  # keys of relatives, by family, which would describe another network
+    "dream": {
+        "block_size": 32, "attention_bias": False, "num_experts_per_tok": 2, "qk_norm": True,
+        "mlp_bias": True, "layer_norm_eps": 1e-5, "moe_intermediate_size": 8, "final_logit_softcapping": 30.0,
+    },
+    "llada": {"attention_bias": True, "head_dim": 4, "hidden_act": "gelu", "bd_size": 8, "hidden_size": 16},
+    "sdar": {"mlp_bias": True, "use_qk_norm": False, "shared_expert_intermediate_size": 8, "rotary_pct": 0.5},
+    "rnd1": {"n_group": 2, "scoring_func": "sigmoid", "routed_scaling_factor": 2.5, "num_shared_experts": 1},
+    "nemotron": {"qkv_bias": True, "num_local_experts": 4, "attention_chunk_size": 64, "use_qk_norm": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FOREIGN)
+def test_keys_that_a_family_does_not_read_are_refused_unless_they_say_what_it_is(family):
+    plain = spec_to_config(tiny_spec(family), "float32")
+    spec = read_spec(plain)
+    told = {"head_dim": spec.head_dim, "attention_bias": spec.qkv_bias, "qk_norm": spec.qk_norm}
+    assert read_spec(plain | told | {"block_size": spec.block_size, "logits_scaling": 1}) == spec
+    for key, value in FOREIGN[family].items():
+        refuses(f"{key}|contradicts itself", read_spec, plain | {key: value})
+        assert read_spec(plain | {key: None}) == spec
+
+
+def test_a_relative_of_dream_is_read_as_what_it_is():
+    """Without its class a block size tells DreamReasoner; with Dream's class it contradicts itself."""
+    values = json.loads((MODELS / "dream-reasoner-tiny" / "config.json").read_text())
+    bare = {key: value for key, value in values.items() if key not in ("architectures", "auto_map")}
+    assert read_spec(bare) == read_spec(values)
+    assert read_spec(values | {"block_size": None, "auto_map": None}).family == "dream-reasoner"
+    older = values | {"rope_parameters": None, "rope_theta": 1e6, "head_dim": None}
+    assert read_spec(older) == read_spec(values)
+    seed = json.loads((MODELS / "stable-diffcoder-tiny" / "config.json").read_text())
+    first = {"auto_map": {"AutoModel": "x--modeling_seed_diffcoder.SeedDiffcoderForCausalLM"}, "head_dim": 12}
+    first |= {"architectures": None, "pretraining_tp": 1, "rope_scaling": None}
+    assert read_spec(seed | first) == read_spec(seed)
+    passed = config_to_spec(Config("here", {**seed, "architectures": ["Mine"], "auto_map": {}}), STABLE)
+    assert passed == read_spec(seed)
+
+
+def test_a_tied_head_may_be_stored_too_if_it_is_equal(tmp_path):
+    source = copied("illada-tiny", tmp_path / "hf")
+    tensors = load_file(source / "model.safetensors")
+    save_sharded(source, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
+    chex.assert_trees_all_equal(dj.load(source).params, dj.load(MODELS / "illada-tiny").params)
+    save_sharded(source, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] * 2})
+    refuses(r"lm_head\.weight differs from the embedding", dj.load, source)
 
 
 def test_a_mask_that_nobody_names_is_warned_of():

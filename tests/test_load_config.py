@@ -103,7 +103,7 @@ def test_a_window_that_is_switched_off_does_not_matter():
         spec_of(config(tiny("dream")) | changes)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma", "illada", "LLaDA", None, 3, []])
+@pytest.mark.parametrize("model_type", ["gemma", "LLaDA", None, 3, []])
 def test_other_architectures(model_type):
     with pytest.raises(ValueError, match=r"model_type=.* is not supported; supported: .llada. or .Dream."):
         spec_of(config(tiny()) | {"model_type": model_type})
@@ -141,12 +141,14 @@ def test_files_that_are_no_config(tmp_path):
 
 GOLDEN = Path(__file__).parent / "goldens" / "models"
 NAMES = ("llada-moe-tiny-dense0", "llada2-tiny-dense2", "sdar-tiny-tied", "fast-dllm-v2-tiny-tied")
-NAMES += "a2d-qwen3-tiny", "rnd1-tiny", "nemotron-tiny-wide"
+NAMES += "a2d-qwen3-tiny", "rnd1-tiny", "nemotron-tiny-wide", "illada-tiny", "stable-diffcoder-tiny"
+NAMES += ("dream-reasoner-tiny",)
 EVERY = {"llada": config(tiny()), "dream": config(tiny("dream")), "llada-v": llada_v.config()}
 for found in (json.loads((GOLDEN / name / "config.json").read_text()) for name in NAMES):
-    name = next(n for n, f in FAMILIES.items() if f.model_type == found["model_type"] and n != "llada")
     found = {"torch_dtype" if key == "dtype" else key: value for key, value in found.items()}
-    EVERY[name] = found | {"mask_token_id": found.get("mask_token_id", 319)}
+    mask = found.get("mask_token_id", 5 if found["vocab_size"] == 192 else 319)
+    found |= {"mask_token_id": mask}
+    EVERY[spec_of(found).family] = found
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
 EVERY |= {name: EVERY["a2d-qwen3"] | {"model_type": name} for name in ("a2d-qwen2", "a2d-llama")}
 EVERY["sdar-moe"] = EVERY["sdar"] | {"model_type": "sdar_moe"} | MOE
@@ -157,36 +159,42 @@ def test_every_family_is_among_them():
     assert EVERY.keys() == FAMILIES.keys()
 
 
-@pytest.mark.parametrize("name", sorted(EVERY.keys() - {"nemotron"}))
+@pytest.mark.parametrize("name", sorted(EVERY.keys() - {"nemotron", "illada"}))
 def test_rope_in_both_spellings(name):
     plain = spec_of(EVERY[name])
-    base = EVERY[name]["rope_theta"]
+    base = plain.rope_base
     partial = {"partial_rotary_factor": 0.5} if name == "llada2-moe" else {}
     newer = {"rope_type": "default", "rope_theta": base} | partial
-    absent = {k: v for k, v in EVERY[name].items() if not k.startswith(("rope_theta", "rope_sc", "partial_"))}
+    absent = {k: v for k, v in EVERY[name].items() if not k.startswith(("rope_", "partial_"))}
+    older = absent | {k: EVERY[name][k] for k in ("rope_scaling", *partial) if k in EVERY[name]}
+    older |= {"rope_theta": base}
     for values in (
         absent | {"rope_parameters": newer},
         absent | {"rope_parameters": {"full_attention": newer}},
-        EVERY[name]
-        | {"rope_parameters": newer, "rope_theta": 3.0, "rope_scaling": YARN, **partial},  # it wins
-        EVERY[name] | {"rope_parameters": {"rope_type": "default"}, "rope_scaling": False},
-        EVERY[name] | {"rope_scaling": {"type": "default"}, "sliding_window": False, "layer_types": False},
+        older | {"rope_parameters": newer, "rope_theta": 3.0, "rope_scaling": YARN, **partial},  # it wins
+        older | {"rope_parameters": {"rope_type": "default"}, "rope_scaling": False},
+        older | {"rope_scaling": {"type": "default"}, "sliding_window": False, "layer_types": False},
     ):
         assert spec_of(values) == plain
-        # What is written is the spelling of the published files.
         written = spec_to_config(plain, "float32", Config("here", values))
+        if name == "dream-reasoner":  # its files have either spelling, and keep it
+            assert {k: written.get(k) for k in values if k != "torch_dtype"} == {
+                k: v for k, v in values.items() if k != "torch_dtype"
+            }
+            continue
+        # What is written is the spelling of the published files.
         assert (written.get("rope_scaling") or {"type": "default"}, written["rope_theta"]) == (
             {"type": "default"}, base
         )  # fmt: skip
         assert "rope_parameters" not in written
         assert spec_of(written) == plain
 
-    scaled = spec_of(EVERY[name] | {"rope_scaling": YARN})
+    scaled = spec_of(older | {"rope_scaling": YARN})
     assert scaled.rope_scaling == RopeScaling("yarn", 4.0, 1024)
-    older = {"type": "yarn"} | {key: value for key, value in YARN.items() if key != "rope_type"}
-    assert scaled == spec_of(EVERY[name] | {"rope_scaling": older})
+    yarn = {"type": "yarn"} | {key: value for key, value in YARN.items() if key != "rope_type"}
+    assert scaled == spec_of(older | {"rope_scaling": yarn})
     assert scaled == spec_of(absent | {"rope_parameters": YARN | newer | {"rope_type": "yarn"}})
-    assert scaled == spec_of(EVERY[name] | {"rope_parameters": {"rope_theta": base}, "rope_scaling": older})
+    assert scaled == spec_of(older | {"rope_parameters": {"rope_theta": base}, "rope_scaling": yarn})
     assert spec_of(spec_to_config(scaled, "float32")) == scaled
     assert spec_of(spec_to_config(scaled, "float32", Config("here", EVERY[name]))) == scaled
 
@@ -344,7 +352,8 @@ def test_defaults_of_the_classes_and_false_for_null(name):
     absent = {k: v for k, v in EVERY[name].items() if k not in ("hidden_act", tie, "torch_dtype")}
     absent |= {"rope_scaling": False, "sliding_window": False, "quantization_config": False}
     absent |= {"num_experts": False} if plain.experts is None else {}
-    assert spec_of(absent | {"dtype": "float32"}) == dataclasses.replace(plain, tied=name == "llada")
+    tied = name in ("llada", "illada")
+    assert spec_of(absent | {"dtype": "float32"}) == dataclasses.replace(plain, tied=tied)
     assert (
         spec_to_config(plain, "bfloat16", Config("here", EVERY[name] | {"dtype": "float32"}))["dtype"]
         == "bfloat16"

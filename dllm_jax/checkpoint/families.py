@@ -8,7 +8,9 @@ from dllm_jax.checkpoint.config import Config, Requirement
 from dllm_jax.checkpoint.names import (
     a2d,
     dream,
+    dream_reasoner,
     fast_dllm_v2,
+    illada,
     llada,
     llada2_moe,
     llada_moe,
@@ -16,9 +18,11 @@ from dllm_jax.checkpoint.names import (
     nemotron,
     rnd1,
     sdar,
+    stable_diffcoder,
 )
 from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.table import Unit, units
+from dllm_jax.checkpoint.signs import signed
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument, shown
 
@@ -30,7 +34,7 @@ FAMILIES = {
     for family in (
         *(llada.FAMILY, dream.FAMILY, llada_v.FAMILY, llada_moe.FAMILY, llada2_moe.FAMILY),
         *(sdar.FAMILY, sdar.FAMILY_MOE, fast_dllm_v2.FAMILY, *a2d.FAMILIES, rnd1.FAMILY),
-        nemotron.FAMILY,
+        *(nemotron.FAMILY, illada.FAMILY, stable_diffcoder.FAMILY, dream_reasoner.FAMILY),
     )
 }
 
@@ -77,11 +81,9 @@ def config_to_spec(config: Config, family: Family | None = None) -> ModelSpec:
     types = tuple(dict.fromkeys(one.model_type for one in known))
     config.check((Requirement("model_type", types, needed=True),))
     of_type = [f for f in known if f.model_type == config.values["model_type"]]
-    # LLaDA and LLaDA-MoE share a model type: experts tell them apart. Where only one is known, it is read.
-    has_experts = config.get("num_experts") is not None
-    reads = next((f for f in of_type if bool(f.expert_keys) == has_experts), of_type[0])
     try:
-        return reads.read(config)
+        # A layout that is passed is read, whichever class the file names.
+        return (signed(config, of_type, known) if family is None else family).read(config)
     except ValueError as error:
         if str(error).startswith(config.where):
             raise
@@ -115,8 +117,7 @@ def spec_to_config(
             values = fitting(values | layout.written(spec), spec, before.vocab)
             generation = spec_to_generation(spec, original, family)
         if original.get("rope_parameters") is not None and layout.rope_key != "rope_parameters":
-            values |= layout.rope(spec)
-            values.pop("rope_parameters", None)
+            values = layout.respelled_rope(values, spec, original.values, bool(differences(spec, before)))
         values |= {key: dtype for key in ("torch_dtype", "dtype") if isinstance(values.get(key), str)}
     # Written weights are plain, whatever the ones that were read were.
     values = {key: value for key, value in values.items() if key not in QUANTISED}

@@ -86,7 +86,8 @@ def prepare(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions]
     tail = aligned(width + asked.length, tail) if tail else 0
     padded = prompts.mask is not None
     whole = asked.sampler.whole_blocks and not ends_within_a_block(model.spec)
-    layout = Layout.of(width, asked.length, block, asked.steps, padded, given, tail, whole)
+    cut = is_cut_short(model.spec)
+    layout = Layout.of(width, asked.length, block, asked.steps, padded, given, tail, whole, cut)
     layout = scheduled_by(asked.sampler, layout)
     tokens, valid = inputs.masked_response(prompts.ids, prompts.mask, layout.response, model.spec)
     tokens = tokens if suffix is None else inputs.with_suffix(tokens, suffix)
@@ -119,8 +120,8 @@ def prepare_infill(model: Model, tokens: inputs.Ids, **options: Unpack[InfillOpt
         steps = _most_masks(tokens, valid, model.spec.mask_id)
 
     # With a prompt of 0 positions the masks may stand anywhere on the canvas.
-    whole = asked.sampler.whole_blocks
-    layout = Layout.of(0, length, block, steps, mask is not None, tail=tail, whole_blocks=whole)
+    whole, cut = asked.sampler.whole_blocks, is_cut_short(model.spec)
+    layout = Layout.of(0, length, block, steps, mask is not None, 0, tail, whole, cut)
     layout = scheduled_by(asked.sampler, layout)
     tokens, valid = inputs.masked_response(tokens, valid, tail, model.spec)
     return _planned(model, Inputs(tokens, valid), layout, asked, extra=0)
@@ -173,7 +174,8 @@ def blocks_of(
         return check_argument("block", block, PositiveInt), size - 1 if sampler and sampler.drafts else 0
     if size % check_argument("block", block, PositiveInt):
         raise ValueError(f"block={block} must divide the blocks of {spec.family}, block_size={size}")
-    return block, 0 if ends_within_a_block(spec) and not infilled else size - 1
+    within = ends_within_a_block(spec) and not infilled
+    return block, 0 if within or is_cut_short(spec) else size - 1
 
 
 def scheduled_by(sampler: Sampler, layout: Layout) -> Layout:
@@ -186,6 +188,11 @@ def scheduled_by(sampler: Sampler, layout: Layout) -> Layout:
 def ends_within_a_block(spec: ModelSpec) -> bool:
     """Whether a response's last block has only the positions that are left: blocks begin where it does."""
     return spec.block_size > 0 and spec.blocks_from == "response"
+
+
+def is_cut_short(spec: ModelSpec) -> bool:
+    """Whether the canvas ends with the response, wherever that is in a block of the model."""
+    return spec.block_size > 0 and spec.blocks_from == "sequence" and not spec.completes_blocks
 
 
 def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: int) -> Request:

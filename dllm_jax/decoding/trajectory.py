@@ -133,7 +133,7 @@ def _padding(mask: ArrayLike | None, trace: Trace) -> Bool[AnyArray, "b l"] | No
 
 def _check_whole_blocks(model: Model, trace: Trace, padding: Bool[AnyArray, "b l"] | None):
     """Raises ValueError if a block-causal run ends within a block: the rest of it is in no trace."""
-    if not (size := model.spec.block_size):
+    if not (size := model.spec.block_size) or not model.spec.completes_blocks:
         return
     known = None if padding is None else host.readable(padding)
     lengths = [trace.tokens.shape[-1]] if known is None else known.sum(axis=1).tolist()

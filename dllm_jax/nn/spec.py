@@ -198,6 +198,9 @@ class ModelSpec(Options):
       causal_context: Whether prompt and finished blocks attend causally, and the current block alone to all
         of itself. A causal pass stores each of them, and its last output predicts the next block's first
         token. `block_size` is then the default of `generate(block=)`.
+      completes_blocks: Whether masks that are not returned complete the last block of an answer (SDAR), or
+        the canvas ends with the answer, so that its last block may be shorter (Stable-DiffCoder). Blocks
+        that are counted from the response are never completed.
     """
 
     family: str
@@ -228,6 +231,7 @@ class ModelSpec(Options):
     stop_ids: Annotated[tuple[NonNegativeInt, ...] | None, MinLen(1), NoneMeans("no others")] = None
     blocks_from: Literal["sequence", "response"] = "sequence"
     causal_context: bool = False
+    completes_blocks: bool = True
 
     hidden, head = Renamed("hidden", "mlp_width"), Renamed("head", "head_dim")
 

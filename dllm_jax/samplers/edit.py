@@ -77,4 +77,4 @@ class Edit(UntilDone):
     @override
     def max_steps(self, layout: Layout) -> int:
         """One step per response position, and the steps of each block without masks."""
-        return layout.response + (layout.blocks + (layout.tail > 0)) * self.most_steps
+        return layout.response + (layout.blocks + layout.shares_first) * self.most_steps

@@ -26,6 +26,9 @@ class Layout(Options):
       sliding: Schedule of a sliding block; None where blocks do not slide.
       adaptive: Schedule of blocks that end at a delimiter; None where they do not.
       shorter_last: Whether the last block may have fewer positions than the others.
+      cut_short: Whether the canvas of a block-causal model that counts blocks from the sequence's beginning
+        ends where the response does (`ModelSpec.completes_blocks`): the last block may be shorter, and there
+        may be one more than `blocks`, as a prompt's end may share the first.
       own_blocks: Whether `block` takes the place of a block-causal model's own block length, as it always
         does with a causal context.
       drafts: Whether blocks are drafts that a causal pass verifies. Each begins with the last verified token.
@@ -40,6 +43,7 @@ class Layout(Options):
     sliding: Annotated[Sliding | None, NoneMeans("fixed blocks")] = None
     tail: NonNegativeInt = 0
     shorter_last: bool = False
+    cut_short: bool = False
     own_blocks: bool = False
     drafts: bool = False
     adaptive: Annotated[AdaBlock | None, NoneMeans("blocks of one length")] = None
@@ -76,10 +80,12 @@ class Layout(Options):
         suffix: int = 0,
         tail: int = 0,
         whole_blocks: bool = True,
+        cut_short: bool = False,
     ) -> "Layout":
         """With the defaults of `generate`: one block, and one step per response position.
 
-        Without `whole_blocks` the last block may be shorter, and steps per block are rounded up.
+        Without `whole_blocks`, or `cut_short`, the last block may be shorter. Without `whole_blocks` steps
+        per block are rounded up.
         """
         check_argument("length", length, PositiveInt)
         if isinstance(block, BlockSchedule):
@@ -88,14 +94,15 @@ class Layout(Options):
             whole = prompt, length + suffix, block.block, steps, padded, suffix, sliding
             return cls(*whole, adaptive=adaptive)
         size: int = length if block is None else check_argument("block", block, PositiveInt)
-        size = size if whole_blocks or tail else min(size, length)
-        blocks, shorter_last = -(-length // size), bool(length % size) and not (whole_blocks or tail)
+        kept = whole_blocks or tail or cut_short
+        size = size if kept else min(size, length)
+        blocks, shorter_last = -(-length // size), cut_short or bool(length % size and not kept)
         # By default a step per position; the last block may be longer than what is left of the answer.
-        whole = blocks * size if tail or not whole_blocks else length
+        whole = blocks * size if tail or cut_short or not whole_blocks else length
         count: int = whole if steps is None else check_argument("steps", steps, PositiveInt)
         count = count if whole_blocks else -(-count // blocks) * blocks
         response = length + suffix + tail
-        return cls(prompt, response, size, count, padded, suffix, None, tail, shorter_last)
+        return cls(prompt, response, size, count, padded, suffix, None, tail, shorter_last, cut_short)
 
     def fitted(self, spec: ModelSpec) -> ModelSpec:
         """The model as this generation decodes it: with blocks of `block` where they replace its own."""
@@ -128,6 +135,8 @@ class Layout(Options):
     @property
     def widest_block(self) -> int:
         """Upper bound of the positions of a block."""
+        if self.cut_short:  # positions of the prompt may be among them
+            return self.block
         longest = self.block if self.sliding is None else self.sliding.longest or self.response
         if self.adaptive is not None:
             longest = max(self.block, self.adaptive.searched(self.end - self.prompt))
@@ -136,6 +145,8 @@ class Layout(Options):
     @property
     def shortest_block(self) -> int:
         """Lower bound of the positions of a block, where blocks are fixed and lie in the response."""
+        if self.cut_short:
+            return 1
         return (self.end - self.prompt) % self.block or self.block if self.shorter_last else self.block
 
     @property
@@ -156,7 +167,12 @@ class Layout(Options):
     @property
     def scheduled_steps(self) -> int:
         """Upper bound of a fixed schedule's steps: a prompt's end may share a block, which is one more."""
-        return self.steps + (self.steps_per_block if self.tail else 0)
+        return self.steps + (self.steps_per_block if self.shares_first else 0)
+
+    @property
+    def shares_first(self) -> bool:
+        """Whether a prompt's end may share the first block, so that there is one more."""
+        return self.cut_short or self.tail > 0
 
     def response_inputs(self, shifted: bool) -> int:
         """Upper bound of the positions in `Canvas.response_inputs`.

@@ -18,8 +18,9 @@ from dllm_jax.nn.parameters import separate
 from tests.replay.case import Case
 from tests.replay.compare import closely, exactly
 
-FORWARD = [f"{name}-forward" for name in ("llada-moe", "llada2", "sdar", "sdar-moe", "fast-dllm-v2")]
-GENERATE = [f"{name}-generate" for name in ("sdar", "sdar-moe", "fast-dllm-v2", "llada2")]
+BLOCK_CAUSAL = ("sdar", "sdar-moe", "fast-dllm-v2", "llada2", "dream-reasoner", "stable-diffcoder")
+FORWARD = [f"{name}-forward" for name in ("llada-moe", "illada", *BLOCK_CAUSAL)]
+GENERATE = [f"{name}-generate" for name in BLOCK_CAUSAL]
 SETTINGS = "moe_layers", "routing_margin", "rows_where_groups_change_the_choice"  # how a recording came out
 
 
@@ -28,19 +29,21 @@ def forward(case: Case):
     arrays, block = case.arrays, case.settings.get("block_length", 0)
     case.settings.describes(*SETTINGS)
     model, ids = case.model(block_size=block), jnp.asarray(arrays["ids"])
-    relatively("logits", dj.forward(model, ids), arrays["logits"])
+    real = np.asarray(arrays.get("attention_mask", np.ones_like(arrays["ids"])), bool)
+    valid = None if real.all() else jnp.asarray(real)
+    relatively("logits", dj.forward(model, ids, valid), arrays["logits"], real[..., None])
     if "hidden" in arrays:
-        *states, last = dj.hidden_states(model, ids)
+        *states, last = dj.hidden_states(model, ids, valid)
         normed = rms_norm(last, model.params["norm"], model.spec.norm_eps)
-        relatively("hidden", np.stack([*states, normed]), arrays["hidden"])
+        relatively("hidden", np.stack([*states, normed]), arrays["hidden"], real[None, ..., None])
     if model.spec.experts is not None:
         _compare_routes(routes(model, ids), *_recorded_routes(case, model.spec.experts))
 
 
-def relatively(name: str, ours, recorded):
+def relatively(name: str, ours, recorded, where=None):
     """To 1e-4 of the largest magnitude."""
     scale = np.abs(recorded).max()
-    closely(name, np.asarray(ours) / scale, recorded / scale)
+    closely(name, np.asarray(ours) / scale, recorded / scale, where)
 
 
 @jax.jit
@@ -88,10 +91,9 @@ def llada_moe(case: Case):
     """LLaDA's sampler over LLaDA-MoE: every step, and the last one's logits."""
     s, arrays, model = case.settings, case.arrays, case.model()
     s.only("temperature", 0.0)
-    s.only("remasking", "low_confidence")
-    s.describes("tokens_per_step", "forwards")
+    s.describes("tokens_per_step", "forwards", "robustness", "rows")
     shape = dict(length=s["gen_length"], block=s["block_length"], steps=s["steps"])
-    trace = case.generate(model, sampler=samplers.Confidence(), **shape).trace
+    trace = case.generate(model, sampler=_of_llada(s), **shape).trace
     exactly("tokens", trace.tokens, arrays["tokens"])
     score, proposed = (np.asarray(a)[:, 0] for a in (trace.score, trace.proposed))
     scored = np.isfinite(score)
@@ -148,6 +150,8 @@ def _sampler(s, length: int, size: int) -> tuple[samplers.Sampler, int | None]:
     blocks = -(-length // size)
     if "small_block_size" in s:
         return samplers.Threshold(s["threshold"]), None
+    if "remasking" in s:  # Stable-DiffCoder, whose steps are totals
+        return _of_llada(s), s["steps"]
     if s.get("version") == "2.1":
         limits = {"most_steps": s["max_post_steps"]} if "max_post_steps" in s else {}
         limits |= {"at_least": s["num_to_transfer"]} if "num_to_transfer" in s else {}
@@ -164,6 +168,37 @@ def _sampler(s, length: int, size: int) -> tuple[samplers.Sampler, int | None]:
     }[kind]()
     s.describes("confidence_threshold")
     return sampler, per_block * blocks
+
+
+def _of_llada(s) -> samplers.Sampler:
+    """LLaDA's fixed schedule, or a threshold."""
+    s.only("remasking", "low_confidence")
+    threshold = s.get("threshold")
+    return samplers.Confidence() if threshold is None else samplers.Threshold(threshold)
+
+
+def illada_var(case: Case):
+    """iLLaDA's variable length: a block of masks after another, each by a call of its own."""
+    s, arrays, size = case.settings, case.arrays, case.settings["block_length"]
+    s.only("temperature", 0.0)
+    s.describes("gen_length", "stop_ids", "tokens_per_step", "forwards", "robustness")
+    prompt, tokens, logits = arrays["prompt"], arrays["tokens"], arrays["last_logits"]
+    model, last = case.model(), None
+    for begin in range(prompt.shape[1], tokens.shape[2], size):
+        canvas, steps = slice(0, begin + size), np.flatnonzero(arrays["rows"][:, 1] == begin + size)
+        out = dj.generate(
+            model, prompt, length=size, steps=s["steps_per_block"], sampler=_of_llada(s), trace=True
+        )
+        recorded = tokens[[*steps, steps[-1] + 1]]
+        exactly("tokens", out.trace.tokens, recorded[..., canvas])
+        score, proposed = (np.asarray(a)[:, 0] for a in (out.trace.score, out.trace.proposed))
+        scored = np.isfinite(score)
+        closely("confidence", score, arrays["confidence"][steps, canvas], where=scored)
+        exactly("proposed", proposed, arrays["proposed"][steps, canvas], where=scored)
+        last, prompt = recorded[-2, :, canvas], np.asarray(out.tokens)
+    scale = max(1, np.abs(logits).max())
+    ours = dj.forward(model, jnp.asarray(last))[0, -len(logits) :]
+    closely("last logits", np.asarray(ours) / scale, logits / scale)
 
 
 def compare_stopped(case: Case, model: dj.Model, policy, sampler, steps, options, answer: list[int]):

@@ -28,14 +28,6 @@ def _adjusted(published: dict[int, int], config: Config) -> Config:
     return with_a_mask(dataclasses.replace(config, values=values), MASK, published)
 
 
-def _with_a_head(config: Config) -> Config:
-    """A config.json that names a head's width, by default the model's divided by the number of heads."""
-    if config.get("head_dim") is not None:
-        return config
-    head = config.divided_head("hidden_size", "num_attention_heads", " where no head_dim is given")
-    return dataclasses.replace(config, values=config.values | {"head_dim": head})
-
-
 def _shift(config: Config, fields: dict[str, Any]) -> dict[str, Any]:
     return {"shifted": config.read(SHIFT, bool, default=False)}
 
@@ -65,7 +57,8 @@ QWEN2 = dataclasses.replace(
     model_type="a2d-qwen2",
     requirements=as_llama.REQUIREMENTS,
     fixed={**QWEN3.fixed, "qkv_bias": True, "qk_norm": False},
-    adjusted=lambda config: _with_a_head(_adjusted({151936: 151665}, config)),
+    also_read=("attention_bias",),  # Qwen2's class has biases whatever it says
+    adjusted=lambda config: as_llama.with_a_head(_adjusted({151936: 151665}, config)),
     template=functools.partial(as_llama.template, "A2DQwen2LMHeadModel"),
 )
 LLAMA = dataclasses.replace(
@@ -75,7 +68,7 @@ LLAMA = dataclasses.replace(
     requirements=(*QWEN3.requirements, Requirement("mlp_bias", (False,))),
     fixed={**QWEN3.fixed, "qk_norm": False},
     tokens={},
-    adjusted=lambda config: _with_a_head(_adjusted({}, config)),
+    adjusted=lambda config: as_llama.with_a_head(_adjusted({}, config)),
     template=functools.partial(as_llama.template, "A2DLlamaLMHeadModel"),
 )
 FAMILIES = QWEN3, QWEN2, LLAMA

@@ -3,9 +3,10 @@
 The table has all that any of them has: which lines a checkpoint has, its spec says.
 """
 
+import dataclasses
 from typing import Any
 
-from dllm_jax.checkpoint.config import Requirement
+from dllm_jax.checkpoint.config import Config, Requirement
 from dllm_jax.checkpoint.names.table import TensorName
 from dllm_jax.nn.spec import ModelSpec
 
@@ -71,6 +72,14 @@ NORMED = {
     "rope_in_f32": False,
     "pad_rows_attend": True,
 }
+
+
+def with_a_head(config: Config) -> Config:
+    """A config.json that names a head's width, by default the model's divided by the number of heads."""
+    if config.get("head_dim") is not None:
+        return config
+    head = config.divided_head("hidden_size", "num_attention_heads", " where no head_dim is given")
+    return dataclasses.replace(config, values=config.values | {"head_dim": head})
 
 
 def template(architecture: str, spec: ModelSpec) -> dict[str, Any]:

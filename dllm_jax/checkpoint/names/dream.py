@@ -18,6 +18,7 @@ def _check_head(config: Config, fields: dict[str, Any]) -> dict[str, Any]:
 FAMILY = Family(
     name="dream",
     model_type="Dream",
+    classes=("DreamModel",),
     names=as_llama.NAMES,
     keys=as_llama.KEYS,
     requirements=as_llama.REQUIREMENTS,

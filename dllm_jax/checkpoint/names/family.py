@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from dllm_jax.checkpoint.config import KINDS, BlockSizeWarning, Config, Requirement
+from dllm_jax.checkpoint.names.foreign import foreign
 from dllm_jax.checkpoint.names.rope import Key, read_rope, written_scaling
 from dllm_jax.checkpoint.names.table import TensorName
 from dllm_jax.nn.spec import ModelSpec
@@ -30,6 +31,10 @@ class Family:
     Attributes:
       name: `ModelSpec.family`.
       model_type: config.json's `model_type`.
+      classes: Patterns of the classes in `architectures` and `auto_map` of its files, as of `fnmatch`; a file
+        that names them under another model type is refused.
+      signs: config.json -> other keys that tell its files from those of families of the same model type.
+      unsigned: Whether files of its model type without such classes and signs are its own.
       names: its tensors.
       keys: Keys of config.json, by the field of `ModelSpec` that they hold, for reading and writing.
       expert_keys: the same of `ExpertSpec`; none of dense models.
@@ -42,6 +47,8 @@ class Family:
       scaling_type: key of the type in `rope_scaling`.
       rope_key: Key of the object that holds rotary embedding in published files. In "rope_parameters" stand
         the base and the growth of queries too.
+      newer_rope: Whether the authors' code reads "rope_parameters" as well, so that a file keeps them.
+      also_read: Keys of config.json that `adjusted` and `own` read, or judge.
       adjusted: another spelling of a config.json -> the one that `keys` reads.
       own: config.json and what `keys` hold -> the fields that no key holds alone.
       more: spec -> what it determines beside `keys`.
@@ -50,6 +57,9 @@ class Family:
 
     name: str
     model_type: str
+    classes: tuple[str, ...] = ()
+    signs: Callable[[Config], tuple[str, ...]] = lambda config: ()
+    unsigned: bool = True
     names: tuple[TensorName, ...]
     keys: Mapping[str, str]
     expert_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -60,6 +70,8 @@ class Family:
     blocks: int | None = None
     scaling_type: str = "rope_type"
     rope_key: Key = "rope_scaling"
+    newer_rope: bool = False
+    also_read: tuple[str, ...] = ()
     adjusted: Callable[[Config], Config] = lambda config: config
     own: Callable[[Config, dict[str, Any]], dict[str, Any]] = lambda config, fields: {}
     more: Callable[[ModelSpec], dict[str, Any]] = lambda spec: {}
@@ -90,7 +102,16 @@ class Family:
             "rope_scaling": scaling,
             "stop_ids": others or None,
         }
-        return ModelSpec(**fields, family=self.name)
+        spec = ModelSpec(**fields, family=self.name)
+        config.check(foreign(config, spec, self.read_keys))
+        return spec
+
+    @property
+    def read_keys(self) -> set[str]:
+        """The keys of config.json that the family reads, or judges by rules of its own."""
+        required = {requirement.key for requirement in self.requirements}
+        blocks = BLOCK_SIZE if "block_size" in self.keys else ()
+        return {*self.keys.values(), *self.expert_keys.values(), *required, *blocks, *self.also_read}
 
     def _with_tokens(
         self, config: Config, published: Tokens
@@ -143,6 +164,26 @@ class Family:
         if self.rope_key == "rope_parameters":
             return {self.rope_key: {**(scaling or {}), "rope_theta": spec.rope_base, **part}}
         return {self.keys["rope_base"]: spec.rope_base, self.rope_key: scaling, **part}
+
+    def respelled_rope(
+        self, values: Mapping[str, Any], spec: ModelSpec, original: Mapping[str, Any], changed: bool
+    ) -> dict[str, Any]:
+        """The keys of a file that came with rope_parameters, in a spelling that the authors' code reads.
+
+        Args:
+          values: The file's keys for the spec.
+          spec: The model.
+          original: The file's keys as they came.
+          changed: Whether the spec is not the one that the file came with.
+        """
+        rope = self.rope(spec)
+        if not self.newer_rope:
+            return {key: value for key, value in {**values, **rope}.items() if key != "rope_parameters"}
+        rest = {key: value for key, value in values.items() if key in original or key not in rope}
+        if not changed:
+            return rest
+        scaling = rope.pop(self.rope_key) or {"rope_type": "default"}
+        return rest | {"rope_parameters": {**scaling, **rope}}
 
     def made(self, spec: ModelSpec) -> dict[str, Any]:
         """The config.json of a model that never had one."""

@@ -92,6 +92,7 @@ FAMILY = Family(
     defaults=as_llama.DEFAULTS,
     tokens={157184: Tokens(156895, 156892)},
     blocks=32,
+    also_read=("rotary_dim", "num_shared_experts", "first_k_dense_replace"),
     own=_own,
     more=_more,
     template=functools.partial(as_llama.template, "LLaDA2MoeModelLM"),

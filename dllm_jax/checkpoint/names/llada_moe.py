@@ -43,6 +43,8 @@ def _experts(config: Config, fields: dict[str, Any]) -> dict[str, Any]:
 FAMILY = Family(
     name="llada-moe",
     model_type="llada",
+    signs=lambda config: ("num_experts",) if config.get("num_experts") is not None else (),
+    unsigned=False,
     names=as_llama.NAMES,
     keys=as_llama.KEYS | {"mlp_width": "dense_intermediate_size"},
     expert_keys=EXPERT_KEYS,

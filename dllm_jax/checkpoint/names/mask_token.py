@@ -2,7 +2,7 @@
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,17 @@ def with_a_mask(config: Config, token: str, published: Mapping[int, int]) -> Con
         message += "stands in for it; model.replace_spec(mask_id=...) sets another"
         warnings.warn(message, MaskTokenWarning, stacklevel=2)
     return dataclasses.replace(config, values=config.values | {"mask_token_id": mask})
+
+
+def always_masked_by(token: int) -> Callable[[Config], Config]:
+    """Returns the function that names the mask token of config.json files that never do, by its one id."""
+
+    def adjusted(config: Config) -> Config:
+        if any(values.get("mask_token_id") is not None for values in (config.values, config.generation)):
+            return config
+        return dataclasses.replace(config, values=config.values | {"mask_token_id": token})
+
+    return adjusted
 
 
 def added_token(folder: Path, token: str) -> int | None:

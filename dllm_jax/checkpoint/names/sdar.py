@@ -57,6 +57,7 @@ FAMILY_MOE = dataclasses.replace(
     name="sdar-moe",
     model_type="sdar_moe",
     expert_keys=EXPERT_KEYS,
+    also_read=("mlp_only_layers", "decoder_sparse_step"),
     own=qwen3_experts,
     more=qwen3_layers,
     template=functools.partial(as_llama.template, "SDARMoeForCausalLM"),
