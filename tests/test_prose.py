@@ -66,8 +66,8 @@ def sentences(markdown: str) -> list[str]:
 
 
 def without_tables(text: str) -> str:
-    """A page without the tables that `python -m bench.pages` writes."""
-    return re.sub(r"<!-- table: .*?<!-- end of table -->", "", text, flags=re.DOTALL)
+    """A page without the tables that commands write or print."""
+    return re.sub(r"<!-- (table|printed): .*?<!-- end of table -->", "", text, flags=re.DOTALL)
 
 
 def words(sentence: str) -> int:

@@ -6,6 +6,7 @@
 """
 
 import dataclasses
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from bench import peer_bonsai
 from bench.pages import speed
 from bench.pages.policy import (
     IN_BLOCKS,
+    PAPER,
     POLICIES,
     ROOT,
     cache_size,
@@ -25,9 +27,11 @@ from bench.pages.policy import (
     parts,
 )
 from bench.policies import orderings, summary
+from dllm_jax import samplers
 from dllm_jax.options import hints
 from dllm_jax.policies import BLOCK_CAUSAL, Policy
 from dllm_jax.published.expressions import call
+from dllm_jax.samplers import Sampler
 
 MARK = re.compile(r"(<!-- table: ([^>]*?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
@@ -91,7 +95,30 @@ def defaults(policy: Policy) -> str:
     return ", ".join(shown)
 
 
+def samplers_by_rule() -> str:
+    """Makes a row for each sampler: rule, options of its own with their defaults, papers."""
+    base = {field.name for field in dataclasses.fields(Sampler)}
+    lines = []
+    for name, kind in sorted(vars(samplers).items()):
+        if isinstance(kind, type) and issubclass(kind, Sampler) and kind not in (Sampler, samplers.UntilDone):
+            doc = inspect.getdoc(kind) or ""
+            rule = re.sub(r" \([^)]*\)\.$|\.$", "", doc.split("\n")[0])
+            own = [field for field in dataclasses.fields(kind) if field.name not in base]
+            shown = ", ".join(f"`{field.name}{_default(field)}`" for field in own)
+            found = re.findall(PAPER, f"{inspect.getdoc(inspect.getmodule(kind))} {doc}")
+            papers = ", ".join(f"[{one}](https://arxiv.org/abs/{one})" for one in dict.fromkeys(found))
+            lines.append(f"| `{name}` | {rule} | {shown} | {papers} |")
+    return markdown_table("sampler | rule | options and defaults | papers", lines)
+
+
+def _default(field: dataclasses.Field) -> str:
+    if field.default is dataclasses.MISSING:
+        return ""
+    return f"={call(field.default)}"
+
+
 TABLES = {
+    "samplers": samplers_by_rule,
     "speed": speed.table,
     "policies by use": policies_by_use,
     "policies in brief": policies_in_brief,

@@ -101,7 +101,9 @@ def tables() -> str:
     of_policies = [*_head("policy", "works with", "does not work with"), *map(of_policy, POLICIES)]
     restricted = [found for found in map(of_sampler, SAMPLERS) if not found.endswith("|  |  |")]
     of_samplers = [*_head("sampler", "works with", "does not work with"), *restricted]
-    why = (f"{index}. {message[0].upper()}{message[1:]}" for index, message in enumerate(reasons, 1))
+    # Arguments keep their case, so that a search for the message finds them.
+    told = (re.sub("^the policy", "The policy", message) for message in reasons)
+    why = (f"{index}. {message}" for index, message in enumerate(told, 1))
     return "\n".join([*of_policies, "", *of_samplers, "", *why])
 
 
