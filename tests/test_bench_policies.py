@@ -108,7 +108,7 @@ def test_rows(workload, results):
     assert measure._storage(workload, LATER[-1])[0] == length, "a block that slides"
 
 
-def test_every_setting_is_printed_and_drawn(results, tmp_path, capsys):
+def test_every_setting_is_printed(results, tmp_path, capsys):
     found = tmp_path / "found.json"
     found.write_text(json.dumps({"models": {"tiny": results, "other": results}}))
     every.main(found, only="tiny")
@@ -116,9 +116,16 @@ def test_every_setting_is_printed_and_drawn(results, tmp_path, capsys):
     assert printed.count("4 prompts of") == 1
     assert printed.count("\n| `DualCache()` | `Confidence` | 4 | 32 | 100.0% (51 to 100) | 100.0% |") == 1
     assert "(Fast-dLLM, Table 1) | tiny | `DualCache()`" in printed
-    plots.main(found, tmp_path / "figures")
-    drawn = {file.name for file in (tmp_path / "figures").iterdir()}
-    assert drawn == {"policies-tiny.svg", "policies-other.svg"}
+
+
+def test_figures_show_settings_by_name_and_points_that_were_measured():
+    measured = json.loads((ROOT / "bench/results/policies_cpu.json").read_text())["models"]
+    labels = [text.get_text() for text in plots.accuracy(measured).axes[0].texts]
+    assert len(labels) == 8
+    assert "DualCache()" in labels
+    lines = plots.growth((1024,)).axes[0].lines
+    points = {line.get_ydata()[0] for line in lines if line.get_marker() == "o"}
+    assert any(abs(1000 / one - 164.7) < 0.1 for one in points)
     points = [(1.0, 0.9), (0.5, 0.9), (0.4, 0.5), (0.4, 0.7), (0.3, 0.7), (0.2, 0.1), (0.6, 0.95)]
     assert plots.front(points) == [(0.2, 0.1), (0.3, 0.7), (0.5, 0.9), (0.6, 0.95)], "of what nothing beats"
 

@@ -1,65 +1,97 @@
-"""Figures of what bench.policies measured: quality against recomputation and storage.
+"""Figures of the docs: accuracy against recomputation, and cost against the length of the prompt.
 
-python -m bench.policies.plots bench/results/policies_cpu.json
+python -m bench.policies.plots
 """
 
-import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import tyro
-from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from bench.policies.every import title
-from bench.shared import runner
+import dllm_jax as dj
+from bench.pages import speed
+from bench.policies.grid import EXACT, Setting
+from bench.policies.summary import found
+from dllm_jax import policies as p
 from dllm_jax.command_line import run
 from dllm_jax.eval.run.files import read_json
+from dllm_jax.published.expressions import call
 
 plt.switch_backend("Agg")
-MARKERS = "os^vDPX*<>hpd"
-LEGEND = 5  # curves in a line of the legend
+TASK, PROMPTS = "chain-of-16", (512, 1024, 2048, 4096, 8192, 16384, 32768)
+SHOWN = (  # settings, and where their labels stand, in points from the marker
+    (EXACT, (-8, -14)),
+    (Setting(p.DualCache()), (8, -12)),
+    (Setting(p.D2Cache(k=8)), (-4, -16)),
+    (Setting(p.ElasticCache(window=8, gamma=0.5), blocks=1), (-30, 8)),
+    (Setting(p.SparseDLLM(keep=0.75)), (8, -4)),
+    (Setting(p.SparseDLLM()), (8, -4)),
+    (Setting(p.EvictPrompt(budget=32)), (6, -13)),
+    (Setting(p.SuffixDropout(keep=p.NearAndLast(near=4))), (8, -10)),
+)
 
 
-def main(results: runner.Results, out: Path = Path("docs/figures")):
-    """A figure per workload, policies-NAME.svg."""
+def main(out: Path = Path("docs/figures")):
+    """Draws policies.svg and growth-llada-8b.svg from bench/results."""
     out.mkdir(parents=True, exist_ok=True)
-    for name, workload in read_json(results)["models"].items():
-        stem = f"policies-{re.sub(r'[^a-z0-9]+', '-', name)}"
-        figure = draw(f"{name}, {title(workload)}", workload["rows"])
+    measured = read_json(speed.RESULTS / "policies_cpu.json")["models"]
+    for name, figure in (("policies", accuracy(measured)), ("growth-llada-8b", growth(PROMPTS))):
         # With a salt, names inside of a file do not change from run to run.
-        with plt.rc_context({"svg.hashsalt": stem}):
-            figure.savefig(out / f"{stem}.svg", metadata={"Date": None})
+        with plt.rc_context({"svg.hashsalt": name}):
+            figure.savefig(out / f"{name}.svg", metadata={"Date": None})
         plt.close(figure)
 
 
-def draw(name: str, rows: list[dict[str, Any]]):
-    """Quality against the fraction recomputed, and against the pairs stored."""
-    names = {row["curve"] for row in rows}
-    height = 5 + 0.2 * -(-len(names) // LEGEND)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, height), sharey=True, layout="constrained")
-    curves(left, rows, "computed")
-    curves(right, rows, "kept_pairs")
-    for axes in (left, right):
-        axes.plot([], [], color="black", linewidth=5, alpha=0.15, label="Pareto front")
-    left.set_xlabel("positions computed, relative to the exact decoder")
-    right.set_xlabel("K/V pairs stored per layer and head")
-    left.set_ylabel("exact match")
-    figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=LEGEND, fontsize=8)
-    figure.suptitle(name)
+def accuracy(measured: dict[str, Any]) -> Figure:
+    """Exact match against computed tokens, means over both models, with the front of what none beats."""
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    rows = {s: [found(measured[f"{model} {TASK}"], s) for model in dj.bundled.TEXT] for s, _ in SHOWN}
+    mean = lambda setting, name: sum(row[name] for row in rows[setting]) / len(rows[setting])
+    points = [(mean(setting, "computed"), mean(setting, "accuracy")) for setting, _ in SHOWN]
+    best = front(points)
+    line = [*best, (1.0, best[-1][1])]
+    style = {"color": "black", "linewidth": 5, "alpha": 0.15, "drawstyle": "steps-post"}
+    axes.plot(*zip(*line, strict=True), label="Pareto front", **style)
+    for point, (setting, offset) in zip(points, SHOWN, strict=True):
+        axes.plot(*point, "o", color="tab:blue")
+        axes.annotate(call(setting.policy), point, offset, textcoords="offset points", fontsize=8)
+    axes.set_xlim(0, 1.05)
+    axes.set_ylim(0.5, 1.02)
+    axes.set_xlabel("computed tokens, relative to exact decoding")
+    axes.set_ylabel("exact match")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
     return figure
 
 
-def curves(axes: Axes, rows: list[dict[str, Any]], x: str, y: str = "accuracy"):
-    """One curve per policy and variant, its settings in order of x, and the front of those with a cache."""
-    cached = [(row[x], row[y]) for row in rows if row["kept_pairs"] or x != "kept_pairs"]
-    axes.plot(*zip(*front(cached), strict=True), color="black", linewidth=5, alpha=0.15)
-    colours = plt.get_cmap("tab20")
-    for i, name in enumerate(dict.fromkeys(row["curve"] for row in rows)):
-        points = sorted((row[x], row[y]) for row in rows if row["curve"] == name)
-        style = {"marker": MARKERS[i % len(MARKERS)], "color": colours(i % 20)}
-        axes.plot(*zip(*points, strict=True), label=name, alpha=0.8, **style)
+def growth(prompts: Iterable[int]) -> Figure:
+    """Predicted milliseconds per token by prompt length, and the generations that were measured."""
+    figure, axes = plt.subplots(figsize=(7, 4.4), layout="constrained")
+    spec, card = dj.presets.model_spec("llada-8b"), dj.roofline.HARDWARE[speed.CARD.lower()]
+    ran = [one for one in speed.generations() if one.card == speed.CARD]
+    for one, colour in zip(ran, plt.get_cmap("tab10").colors, strict=False):
+        layouts = [dj.Layout(prompt, speed.LENGTH, 32, speed.LENGTH) for prompt in prompts]
+        works = [dj.roofline.work(spec, getattr(p, one.policy)(), layout, 1) for layout in layouts]
+        axes.plot(prompts, [work.on(card).ms_per_token for work in works], color=colour, label=one.policy)
+        axes.plot(1024, 1000 * one.seconds / speed.LENGTH, "o", color=colour)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.xaxis.set_major_locator(FixedLocator(list(prompts)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0f}" if x < 1024 else f"{x / 1024:.0f}k"))
+    axes.yaxis.set_major_locator(FixedLocator([3, 5, 10, 20, 50, 100, 200, 500, 1000]))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.0f}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("prompt, tokens")
+    axes.set_ylabel("milliseconds per token")
+    axes.set_title(f"{speed.CARD}: lines are predicted, points measured", fontsize=10)
     axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    return figure
 
 
 def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
