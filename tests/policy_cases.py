@@ -125,6 +125,10 @@ CASES: dict[type[policies.Policy], PolicyCase] = {
         policies.SPACache(prompt_every=1, response_every=4, ratio=0.5, start=0.2, end=0.3), AS_OTHER_CHECKS,
         policies.SPACache(), family="dream",
     ),
+    policies.ESDLLM: PolicyCase(
+        policies.ESDLLM(prompt_every=5, block_every=3, ratios=(0.75, 0.5), depths=(0.0, 0.5)),
+        policies.ESDLLM(), ONE_STEP, None, lossy="rows leave every step but some",
+    ),
     policies.MaskKV: PolicyCase(
         policies.MaskKV(prompt_every=6, response_every=3, budget=4),
         policies.MaskKV(prompt_every=1, response_every=1, budget=4), AS_OTHER_CHECKS, None,

@@ -30,6 +30,7 @@ FURTHER = {
     checks.alone_as_in_a_batch: (
         p.D2Cache,
         p.DKVGreedy,
+        p.ESDLLM,
         p.EvictPrompt,
         p.MaskKV,
         p.SPACache,
@@ -61,6 +62,8 @@ ALIKE = (*FAMILIES, "llada-moe", "a2d-qwen3", "rnd1")
 
 def check(policy, family, asked):
     case, known = CASES.get(type(policy)), {}
+    if isinstance(policy, p.ESDLLM):  # whose rows leave: guidance is refused
+        asked = [check for check in asked if check is not checks.guidance_has_streams_of_its_own]
     if case is not None:
         known = dict(limit=case.limit, limit_options=case.limit_layout, lossless=case.lossless)
     check_policy(policy, **known, sampler=suited(policy, SEVERAL_AT_ONCE), families=(family,), checks=asked)

@@ -110,7 +110,7 @@ SCHEDULED = [
     p.ElasticCache(window=2, gamma=-1.0), p.D2Cache(k=3, p=0.3), p.EvictPrompt(budget=3),
     p.SPACache(prompt_every=6, response_every=3),
     p.WindowDiffusion(window=6, active=2, refresh_every=5), p.SuffixDropout(keep=p.NearAndLast(2)),
-    p.SlidingCache(window=2),
+    p.SlidingCache(window=2), p.ESDLLM(prompt_every=6, block_every=2, ratios=(1.0,), depths=(0.0,)),
 ]  # fmt: skip
 
 
@@ -207,6 +207,9 @@ def test_what_block_causal_policies_read_and_choose():
     wide, layout = dataclasses.replace(model, block_size=32), dj.Layout(64, 64, 32, 64)
     assert {step.rows for step in roofline.schedule(p.FOCUS(), wide, layout)} == {128, 8, 16, 20, 52}
     assert {step.rows for step in roofline.schedule(p.FOCUS(9), wide, layout)} == {128, 8, 16, 32, 64}
+    # Of 32 layers 5 run all 64 rows, 4 half of them and 23 a quarter, but in every eighth step.
+    steps = roofline.schedule(p.ESDLLM(64, 8), LLADA, dj.Layout(64, 128, 64, 128))
+    assert {(step.rows, times) for step, times in steps.items()} == {(192, 2), (64, 14), (25.5, 112)}
     masks = dataclasses.replace(evicting, budget=256, layers=p.MaskKV().layers, votes=p.MaskKV().votes)
     assert roofline.schedule(p.MaskKV(), wide, layout) == roofline.schedule(masks, wide, layout)
 

@@ -160,7 +160,7 @@ def draft(generation: Generation, canvas: Canvas, predictions: Predictions, bran
     """
     plan, noise = generation.plan, generation.noise
     assert plan.drafting is not None, "drafts"
-    token, score = predictions.proposal
+    token, score, _ = predictions.proposal
     unknown = canvas.block_begins
     if canvas.spec.causal_context:
         unknown |= canvas.causal
@@ -179,6 +179,7 @@ def draft(generation: Generation, canvas: Canvas, predictions: Predictions, bran
         scored = jnp.where(index < canvas.layout.length, gather(score, index), -jnp.inf)
         candidates = Candidates(index, gather(token, index), scored, jnp.zeros((*index.shape, 0)))
         if (order := plan.sampler.planned(drafted, noise)) is None:
+            candidates, _ = plan.sampler.delay(candidates, drafted)
             place = places(index, canvas.layout.length)
             chosen = spread(plan.sampler.transfer(candidates, drafted, noise), place, False)
         else:

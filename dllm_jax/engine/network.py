@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -11,15 +13,17 @@ from dllm_jax.engine.generation import Generation
 from dllm_jax.engine.plan import Plan
 from dllm_jax.engine.widths import Variant, at_end
 from dllm_jax.nn.intervened import IntervenedLayer, embedded, intervened
-from dllm_jax.nn.layer import Layer, embed, walk
+from dllm_jax.nn.layer import Layer, embed, layer_at, walk
 from dllm_jax.nn.low_rank import acting_in
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
 from dllm_jax.state.cache import Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
-from dllm_jax.state.rows import Rows, compact_rows, full_rows, last_rows
+from dllm_jax.state.rows import Rows, compact_rows, full_rows, last_rows, scatter
 from dllm_jax.xla.loops import REFRESH, when
 from dllm_jax.xla.stacks import traced_once
+
+Carry = tuple[Any, Cache]  # residual stream, with branches a pair of them, and the cache
 
 
 def computed_rows(need: Bool[Array, "b l"], variant: Variant, spec: ModelSpec, policy: Policy) -> Rows:
@@ -84,12 +88,13 @@ def network(
     )
     view_of = lambda cache, index: LayerCache.of(cache, index, model.kernels, readable)
 
-    def run(weights: Layer, carry):
-        # A policy may run some layers in another phase than the step's, which is static.
+    # A policy may run some layers in another phase than the step's, which is static.
+    phase_at = lambda index: policy._phase_of_layer(rows.phase, index, model.spec) if rows.phase else ""
+
+    def run(running: Rows, weights: Layer, carry):
         x, cache = carry
-        index = weights.index if isinstance(weights.index, int) else None
-        phase = policy._phase_of_layer(rows.phase, index, model.spec) if rows.phase else ""
-        here = dataclasses.replace(rows, phase=phase)
+        phase = phase_at(weights.index if isinstance(weights.index, int) else None)
+        here = dataclasses.replace(running, phase=phase)
         x, view = first(weights, x, view_of(cache, weights.index), here)
         return x, view.into(cache, weights.index)
 
@@ -108,15 +113,49 @@ def network(
     x = embedded(interventions, x, rows.index, canvas.step)
     start = x if branches is None else (x, branches.embedded(params, embeds))
     rope = rope.padded(canvas.valid, model.spec)
-    apart = rows.phase not in ("", policy._phases[-1])
     through_all = functools.partial(walk, params, model.spec, rope, kernels=model.kernels, where_used=True)
-    x, cache = through_all(run, (start, cache), first_apart=apart)
+
+    def run_part(running: Rows, layers: range, carry):
+        apart = layers.start == 0 and phase_at(0) != phase_at(None)
+        return through_all(functools.partial(run, running), carry, first_apart=apart, layers=layers)
+
+    at = functools.partial(layer_at, params, model.spec, rope, kernels=model.kernels)
+    x, cache = run_with_exits(policy, canvas, run_part, at, (start, cache), rows)
 
     # Whether layers run again is decided once per step: no layer waits for it.
     more = None if rows.full else policy._repairs(cache, canvas, model.spec.layers - 1)
     if more is not None:
         x, cache = when(jnp.any(more), functools.partial(through_all, repair), (x, cache), name=REFRESH)
     return x if branches is None else jnp.concatenate(x, axis=1), cache
+
+
+def run_with_exits(
+    policy: Policy,
+    canvas: Canvas,
+    run_part: Callable[[Rows, range, Carry], Carry],
+    layer_at: Callable[[int], Layer],
+    carry: Carry,
+    rows: Rows,
+) -> Carry:
+    """Runs the layers in parts, between which positions leave; returns the stream of all rows and the cache.
+
+    Args:
+      policy: Policy of the run, which names the layers that positions leave before (`Policy._exits`).
+      canvas: State before the step.
+      run_part: Function that runs some layers over rows.
+      layer_at: Function that returns a layer.
+      carry: Residual stream at the rows, and the cache.
+      rows: Positions that the step computes.
+    """
+    running, begins, count = rows, 0, canvas.spec.layers
+    for end in policy._exits(canvas.spec):
+        x, cache = run_part(running, range(begins, end), carry)
+        x, cache, running = policy._exit(layer_at(end) if end < count else None, x, cache, running, canvas)
+        carry, begins = (x, cache), end
+    x, cache = run_part(running, range(begins, count), carry)
+    if running.index.shape != rows.index.shape:
+        x = scatter(jnp.zeros((*rows.index.shape, x.shape[2]), x.dtype), rows.slot(running.index), x)
+    return x, cache
 
 
 def network_inputs(plan: Plan, canvas: Canvas) -> Int[Array, "streams_b l"]:

@@ -32,6 +32,7 @@ from dllm_jax.engine.widths import Variant
 from dllm_jax.nn.layer import embed
 from dllm_jax.nn.mesh import constrain
 from dllm_jax.nn.model import Model
+from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas, begin, repeat, revoke, stream, write
@@ -62,7 +63,7 @@ def initial_state(generation: Generation, inputs: Inputs) -> State:
     # The policy may run the model over the request before the first step.
     cache = empty_cache(model, plan.policy, layout, streams_b)
     if cache.no_output is not None:
-        check_outputs(plan)
+        check_outputs(plan, model.spec)
     if plan.prefix is not None:
         cache, canvas = reuse(cache, canvas, plan.prefix, model, generation.rope, plan.policy)
         streams = canvas
@@ -83,7 +84,7 @@ def initial_state(generation: Generation, inputs: Inputs) -> State:
     return State(canvas, cache, select_positions(generation, cache, canvas), record, memory)
 
 
-def check_outputs(plan: Plan):
+def check_outputs(plan: Plan, spec: ModelSpec):
     """Raises ValueError for options that need the output of every computed position.
 
     Layers of the policy let some positions go, which then have none (`Cache.no_output`).
@@ -100,7 +101,8 @@ def check_outputs(plan: Plan):
         ("constraints", bool(plan.constraints), "the positions that they wait for may be let go"),
     ):
         if unsupported:
-            raise ValueError(f"{option} is not supported by {name}: {reason}. Use DelayedCache().")
+            other = "DelayedCache()" if spec.block_size else "DualCache()"
+            raise ValueError(f"{option} is not supported by {name}: {reason}. Use {other}.")
 
 
 def split_cache(cache: Cache, model: Model, batch: int) -> Cache:
@@ -201,7 +203,7 @@ def _step(
     canvas = canvas.ending_block(end)
     index, token, score, _ = candidates
     eligible = gather(offered_positions(policy, canvas), index)
-    masks = candidates._replace(score=jnp.where(eligible, score, -jnp.inf))
+    masks, delayed = sampler.delay(candidates._replace(score=jnp.where(eligible, score, -jnp.inf)), canvas)
     kept = state.memory if plan.drafting is None else ()
     chosen, memory, revoked, keeps_block, other = sampler.decide(masks, kept, canvas, generation.noise)
     token = token if other is None else other
@@ -212,6 +214,7 @@ def _step(
     proposal = Proposal(
         spread(token, place, canvas.spec.mask_id),
         spread(score.astype(jnp.float32), place, -jnp.inf),
+        None if delayed is None else spread(delayed, place, False),
     )
 
     # The policy sees what was proposed before the canvas moves on.
@@ -227,7 +230,7 @@ def _step(
         after = dataclasses.replace(after, done=after.done | committed)
     after = end_step(plan, after, finite)
     if plan.drafting is not None:
-        memory = Predictions(proposal, jnp.zeros_like(canvas.step))
+        memory = Predictions(proposal._replace(delayed=None), jnp.zeros_like(canvas.step))
         after = dataclasses.replace(after, forwards=canvas.passes + canvas.active)
 
     # Statistics count the conditional stream alone; then the policy selects for the coming step.

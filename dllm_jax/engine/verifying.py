@@ -115,6 +115,7 @@ def verify(
     index, token, score, _ = candidates
     offered = gather(offered_positions(plan.policy, canvases), index)
     masks = candidates._replace(score=jnp.where(offered, score, -jnp.inf))
+    masks, _ = plan.sampler.delay(masks, canvases)
     chosen = plan.sampler.transfer(masks, canvases, noise)
     place = places(index, length)
     proposal = Proposal(

@@ -259,8 +259,9 @@ def walk(
     kernels: Kernels = BY_DEFAULT,
     where_used: bool = False,
     first_apart: bool = False,
+    layers: range | None = None,
 ) -> Any:
-    """Runs `run(layer, carry) -> carry` over all layers: stacked ones in a `lax.scan`, separate ones in turn.
+    """Runs `run(layer, carry) -> carry` over the layers: stacked ones in a `lax.scan`, separate ones in turn.
 
     Args:
       params: the model's, in either form of `dllm_jax.nn.parameters`.
@@ -271,30 +272,39 @@ def walk(
       kernels: implementations of attention, eviction and experts, see `Model`.
       where_used: read each of the stacked weights where the layer uses it (`OneOfStacked`), for layers with
         loops or branches of their own. Not for gradients: each layer's would be added to a whole stack.
-      first_apart: run the first of the stacked layers outside of the scan, with 0 as its static index; needs
+      first_apart: run the first of the stacked layers outside of the scan, with a static index; needs
         `where_used`.
+      layers: Indices of the layers to run, consecutive; None runs all. Of a part of the stacked layers,
+        needs `where_used`.
 
     Returns:
       the carry after the last layer.
     """
 
     # Separate layers: the program holds each one, and reads its arrays where they are.
-    layers = params["layers"]
-    if isinstance(layers, list):
-        for index, weights in enumerate(layers):
-            carry = run(Layer(weights, spec, rope, index, kernels), carry)
+    stacks, some = params["layers"], range(spec.layers) if layers is None else layers
+    if isinstance(stacks, list):
+        for index in some:
+            carry = run(layer_at(params, spec, rope, index, kernels), carry)
         return carry
 
     # Stacked layers: one body for all, so that programs are short and compile once for any depth. Everything
     # but weights is carried, caches included, so that it is written in place.
     def body(state, weights):
         index, carry = state
-        weights = OneOfStacked(layers, index) if where_used else weights
+        weights = OneOfStacked(stacks, index) if where_used else weights
         return (index + 1, run(Layer(weights, spec, rope, index, kernels), carry)), None
 
-    scanned, rest = None if where_used else layers, spec.layers
-    if first_apart:
-        carry = run(Layer(OneOfStacked(layers, jnp.int32(0)), spec, rope, 0, kernels), carry)
-        rest = spec.layers - 1
-    first = jnp.int32(spec.layers - rest)
-    return jax.lax.scan(body, (first, carry), scanned, length=rest)[0][1]
+    scanned = None if where_used else stacks
+    if first_apart and some:
+        carry, some = run(layer_at(params, spec, rope, some[0], kernels), carry), some[1:]
+    if not some:
+        return carry
+    return jax.lax.scan(body, (jnp.int32(some[0]), carry), scanned, length=len(some))[0][1]
+
+
+def layer_at(params: Params, spec: ModelSpec, rope: Rope, index: int, kernels: Kernels = BY_DEFAULT) -> Layer:
+    """One layer, by itself; of stacked ones it reads each of the weights where it uses it."""
+    layers = params["layers"]
+    weights = layers[index] if isinstance(layers, list) else OneOfStacked(layers, jnp.int32(index))
+    return Layer(weights, spec, rope, index, kernels)

@@ -5,7 +5,7 @@ here which output predicts a token; no policy has to.
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.nn.spec import ModelSpec
 
@@ -36,6 +36,14 @@ def predicting_positions(
     has_left = _has_left(valid)
     of_right = jnp.pad((positions & has_left)[:, 1:], ((0, 0), (0, 1)))
     return of_right | (positions & ~has_left)
+
+
+def by_predictor(values: Float[Array, "b l"], spec: ModelSpec) -> Float[Array, "b l"]:
+    """The value of the token that each position predicts, 0 where it predicts none: the right neighbour's.
+
+    A first token that predicts itself has the value of its right neighbour, which it predicts too.
+    """
+    return jnp.pad(values[:, 1:], ((0, 0), (0, 1))) if spec.shifted else values
 
 
 def _has_left(valid: Bool[Array, "b l"]) -> Bool[Array, "b l"]:

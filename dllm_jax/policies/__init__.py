@@ -8,6 +8,7 @@ from dllm_jax.policies.dkv_greedy import DKVGreedy
 from dllm_jax.policies.dkv_prefill import DKVPrefill
 from dllm_jax.policies.dllm_cache import DLLMCache
 from dllm_jax.policies.elastic import ElasticCache
+from dllm_jax.policies.es_dllm import ESDLLM
 from dllm_jax.policies.evict_prompt import EvictPrompt
 from dllm_jax.policies.fast_dllm import DualCache, PrefixCache, SubBlockCache
 from dllm_jax.policies.focus import FOCUS
@@ -23,7 +24,8 @@ from dllm_jax.policies.suffix_dropout import SuffixDropout
 from dllm_jax.policies.window_diffusion import WindowDiffusion
 
 __all__ = [
-    "ALL", "BLOCK_CAUSAL", "DKVPD", "FOCUS", "MAGE", "D2Cache", "DKVDecode", "DKVGreedy", "DKVPrefill",
+    "ALL", "BLOCK_CAUSAL", "DKVPD", "ESDLLM", "FOCUS", "MAGE", "D2Cache", "DKVDecode", "DKVGreedy",
+    "DKVPrefill",
     "DLLMCache", "DelayedCache", "DualCache", "ElasticCache", "EvictPrompt", "Exact", "GaussianDropout",
     "HeadCosine", "KeyCosine", "MaskKV", "NearAndLast", "Policy", "PrefixCache", "SPACache", "SlidingCache",
     "SparseDLLM", "SubBlockCache", "SuffixDropout", "UniformDropout", "ValueProxy", "WindowDiffusion",
@@ -43,6 +45,7 @@ ALL: tuple[Policy, ...] = (
     DLLMCache(),
     SPACache(),
     SparseDLLM(),
+    ESDLLM(),
     MaskKV(),
     ElasticCache(),
     D2Cache(),

@@ -176,6 +176,27 @@ class Policy(Options):
         """Runs one layer again; arguments are those of `layer`, x is the stream after the last layer."""
         raise NotImplementedError(f"{type(self).__name__} runs no layer again")
 
+    def _exits(self, spec: ModelSpec) -> tuple[int, ...]:
+        """Returns the layers before which positions may leave a step, ascending; `spec.layers` is the end."""
+        return ()
+
+    def _exit(
+        self, layer: Layer | None, x: Float[Array, "b q m"], cache: Cache, rows: Rows, canvas: Canvas
+    ) -> tuple[Float[Array, "b w m"], Cache, Rows]:
+        """Lets positions leave a step before a layer, which is None at the end.
+
+        Args:
+          layer: Layer that runs next.
+          x: Residual stream at the rows.
+          cache: The cache, whose `no_output` gains the positions that leave.
+          rows: Positions that have not left.
+          canvas: State before the step.
+
+        Returns:
+          the stream and the rows that later layers run, of the same width or a smaller one, and the cache.
+        """
+        raise NotImplementedError(f"{type(self).__name__} lets no position leave")
+
     # -- derived ------------------------------------------------------------------------------------
 
     @property
@@ -195,12 +216,12 @@ class Policy(Options):
     @property
     @final
     def only_sets(self) -> bool:
-        """Whether the layers are the default ones, so that the policy consists of two sets.
+        """Whether all positions run the default layers, so that the policy consists of two sets.
 
         Such a policy is compatible with features that bring their own layers: `EvictPrompt`, a sampler that
         verifies.
         """
-        return type(self).layer is Policy.layer
+        return type(self).layer is Policy.layer and type(self)._exits is Policy._exits
 
     @final
     def readable(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"] | None:

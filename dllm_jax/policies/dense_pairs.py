@@ -5,6 +5,7 @@ import functools
 from jaxtyping import PyTree
 
 from dllm_jax.policies.base import Policy
+from dllm_jax.policies.es_dllm import ESDLLM
 from dllm_jax.policies.focus import FOCUS
 from dllm_jax.policies.parts.chosen_reads import ChosenReads
 from dllm_jax.state.cache import KV
@@ -25,6 +26,7 @@ def _(policy: ChosenReads, storage: PyTree) -> KV:
     return storage.dense
 
 
-@dense_pairs.register
-def _(policy: FOCUS, storage: PyTree) -> KV:
+@dense_pairs.register(ESDLLM)
+@dense_pairs.register(FOCUS)
+def _(policy: Policy, storage: PyTree) -> KV:
     return storage

@@ -16,6 +16,7 @@ import numpy as np
 from dllm_jax import policies as p
 from dllm_jax.eviction.attending import slots_of_chunk
 from dllm_jax.policies.evict_prompt import EvictedPrompt
+from dllm_jax.policies.parts import skipping
 from dllm_jax.policies.parts.chosen_reads import ChosenReads
 from dllm_jax.policies.parts.d2cache_sets import Salience
 from dllm_jax.policies.parts.drift import KeyCosine
@@ -218,6 +219,23 @@ def _rolling(policy: RollingEviction, at: Setting, step: Step, index: int) -> St
         return at.over_canvas(slots, **choice(at.layout.length))
     step = dataclasses.replace(step, slots=slots, written=size)
     return step if step.rows <= size else dataclasses.replace(step, **choice(slots + size))
+
+
+@extra_traffic.register
+def _skipping(policy: p.ESDLLM, at: Setting, step: Step, index: int) -> Step:
+    """Later layers run the rows that go on, where some may leave; the last step decoded as many as each."""
+    block, each = at.layout.block, at.layout.block // at.layout.steps_per_block
+    slot = index // at.layout.steps_per_block * block + index % at.layout.steps_per_block
+    if step.full or slot % policy.block_every == 0:
+        return step
+    ratios = skipping.proportions(policy.ratios, policy.depths, at.spec.layers)
+    runs = [max(int(ratio * step.rows), min(each + 2, block)) for ratio in ratios]
+
+    # The layer before a proportion falls still runs the rows that leave behind it.
+    late = policy.compare == "hidden"
+    runs = [step.rows, *runs[:-1]] if late else runs
+    rows = sum(min(now, step.rows) for now in runs) / at.spec.layers
+    return dataclasses.replace(step, rows=rows, written=rows, candidates=min(step.candidates, runs[-1]))
 
 
 @extra_traffic.register

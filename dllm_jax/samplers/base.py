@@ -19,6 +19,7 @@ from dllm_jax.samplers.filters import survivors
 from dllm_jax.samplers.noise import Noise, require_noise
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
+from dllm_jax.state.rows import gather
 from dllm_jax.traced import Number, Traced, fixed_at
 from dllm_jax.xla.products import divided
 from dllm_jax.xla.reductions import any_marked
@@ -48,6 +49,9 @@ class Sampler(Options, abc.ABC):
       confidence_eos_eot_inf: Whether end-of-text and end-of-turn get the smallest possible confidence (0;
         with "entropy" that of a uniform distribution), so that they are unmasked last. Not supported by a
         random order. LLaDA's reference implementation forgets end-of-text when temperature > 0.
+      delay_eos: Whether a candidate that is end-of-text waits for the mask in front of it, in the same block,
+        while the response holds no end-of-text: its decision counts the smallest possible confidence, as
+        ES-dLLM's reference implementation does. Not supported by orders without confidence.
       allow_mask_token: Whether [MASK] itself may be selected, as in reference implementations; the position
         then stays masked. By default the best other token is taken; confidences still count [MASK]'s
         probability.
@@ -59,6 +63,7 @@ class Sampler(Options, abc.ABC):
     cfg_scale: TracedUnlessZero = 0.0
     logits_eos_inf: bool = False
     confidence_eos_eot_inf: bool = False
+    delay_eos: bool = False
     allow_mask_token: bool = False
     suppress_tokens: Annotated[tuple[NonNegativeInt, ...] | None, MinLen(1), NoneMeans("no ids")] = None
     early_commit: Annotated[EarlyCommit | None, NoneMeans("never")] = None
@@ -243,6 +248,21 @@ class Sampler(Options, abc.ABC):
         score = self.confidence(scored, token, index, canvas, noise)
         return Candidates(index, token, score, scored)
 
+    def delay(self, candidates: Candidates, canvas: Canvas) -> tuple[Candidates, Bool[Array, "b c"] | None]:
+        """Returns the candidates with the scores of the decision, and which ones `delay_eos` delays.
+
+        None where the sampler delays none. A leftmost mask of a block waits for nothing.
+        """
+        if not self.delay_eos:
+            return candidates, None
+        index, token, score = candidates.index, candidates.token, candidates.score
+        answered = jnp.any(canvas.response & (canvas.tokens == canvas.spec.eos_id), axis=1, keepdims=True)
+        before = jnp.pad((canvas.masked & canvas.block)[:, :-1], ((0, 0), (1, 0)))
+        waits = gather(before, index) & (index < canvas.layout.length) & ~answered
+        waits &= (token == canvas.spec.eos_id) & (score > -jnp.inf)
+        least = smallest_score(self.criterion, canvas.spec.vocab)
+        return candidates._replace(score=jnp.where(waits, jnp.minimum(score, least), score)), waits
+
     def drawn(self, logits: Float[Array, "b c v"], canvas: Canvas) -> Float[Array, "b c v"]:
         """Logits of the distribution that tokens are drawn from, after temperature and filters."""
         _, tempered, keep = self._filtered(logits, canvas)
@@ -316,15 +336,20 @@ def score_by(
     # Their logits are -inf already, unless one of them is the candidate after all, the only survivor of the
     # filters: it gets the smallest value that the criterion takes, for the entropy that of a uniform
     # distribution over the vocabulary.
-    smallest = -math.log(logits.shape[-1]) if alg == "entropy" else 0.0
     ends = (token == canvas.spec.eos_id) | (token == canvas.spec.eot_id)
-    return jnp.where(ends, smallest, score)
+    return jnp.where(ends, smallest_score(alg, logits.shape[-1]), score)
+
+
+def smallest_score(alg: Alg, vocab: int) -> float:
+    """Returns the smallest value that the criterion takes."""
+    return -math.log(vocab) if alg == "entropy" else 0.0
 
 
 def check_ends_unordered(sampler: Sampler, order: str):
-    """Raises ValueError if end-of-text and end-of-turn are to come last in an order without confidence."""
-    if sampler.confidence_eos_eot_inf:
-        raise ValueError(
-            f"confidence_eos_eot_inf=True has no effect with {order}, which ignores confidence: "
-            "use logits_eos_inf, or an order by confidence"
-        )
+    """Raises ValueError if end-of-text or end-of-turn are to wait in an order without confidence."""
+    for option in ("confidence_eos_eot_inf", "delay_eos"):
+        if getattr(sampler, option):
+            raise ValueError(
+                f"{option}=True has no effect with {order}, which ignores confidence: "
+                "use logits_eos_inf, or an order by confidence"
+            )

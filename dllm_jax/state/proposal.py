@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 
 class Proposal(NamedTuple):
@@ -12,7 +12,10 @@ class Proposal(NamedTuple):
       token: the candidate; mask_id where nothing was computed.
       score: the sampler's confidence, float32; -inf where the position is not scored
         (`Policy.scored`) or could not be predicted in this step.
+      delayed: Candidates that the step's decision counts as least sure, whatever their score
+        (`Sampler.delay_eos`); None if the sampler delays none.
     """
 
     token: Int[Array, "b l"]
     score: Float[Array, "b l"]
+    delayed: Bool[Array, "b l"] | None = None

@@ -27,8 +27,10 @@ def ranks(priority: Float[Array, "*b c"]) -> Int[Array, "*b c"]:
     if priority.shape[-1] > COMPARABLE:
         return jnp.argsort(jnp.argsort(-priority, axis=-1, stable=True), axis=-1)
 
-    # An entry's rank is the number of larger ones, and of equal ones before it.
+    # An entry's rank is the number of larger ones, and of equal ones before it. It is not compared with
+    # itself: XLA may compute the two sides apart, and round them differently.
     mine, other = priority[..., :, None], priority[..., None, :]
     index = jnp.arange(priority.shape[-1])
-    ahead = (other > mine) | ((other == mine) & (index[None, :] < index[:, None]))
+    own = index[None, :] == index[:, None]
+    ahead = ~own & ((other > mine) | ((other == mine) & (index[None, :] < index[:, None])))
     return count_marked(ahead, FEW)

@@ -64,6 +64,10 @@ POLICIES: dict[type[p.Policy], dict[str, tuple[Any, ...]]] = {
         "k": (1, 4, 50), "sigma": (0.5, 10.0), "p": (0.0, 0.2, 1.0), "inflate": (0, 2),
         "rollout_layers": (None, 1),
     },
+    p.ESDLLM: {
+        "prompt_every": EVERY, "block_every": EVERY, "alpha": (0.0, 0.5, 1.0),
+        "compare": ("hidden", "key", "value", "query"),
+    },
     p.SlidingCache: {"window": (0, 2, 50)},
     p.SuffixDropout: {
         "policy": (p.Policy(), p.PrefixCache(), p.DualCache(), p.DKVDecode(refresh_every=2)),
@@ -156,13 +160,16 @@ def drawn_setting(rng: np.random.Generator) -> Setting:
     if "shift" in options and family != "dream":
         options["shift"] = "un"
     fits = [
-        each for each in SAMPLERS if not each.verifies or (family != "dream" and kind.layer is p.Policy.layer)
+        each for each in SAMPLERS if not each.verifies or (family != "dream" and kind(**options).only_sets)
     ]
     sampler = s.RandomOrder if kind is p.DKVGreedy else pick(rng, *fits)
+    common = each(COMMON)
+    if kind is p.ESDLLM:  # whose rows leave
+        common |= {"cfg_scale": 0.0, "early_commit": None}
     length, block = pick(rng, (4, 4), (8, 4), (8, 2), (6, 3))
     whole = {
         "length": length, "block": block, "steps": length // block * int(rng.integers(1, block + 1)),
-        "policy": kind(**options), "sampler": sampler(**each(COMMON), **each(pick(rng, *SAMPLERS[sampler]))),
+        "policy": kind(**options), "sampler": sampler(**common, **each(pick(rng, *SAMPLERS[sampler]))),
         "stop_at_eos": pick(rng, False, False, True), "widths": pick(rng, None, None, (3, 7)),
         "buckets": pick(rng, None, None, dj.buckets.Ladder((12,))),
     }  # fmt: skip

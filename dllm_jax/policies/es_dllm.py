@@ -1,0 +1,143 @@
+"""ES-dLLM: rows that will not be decoded leave a step in early layers (arXiv:2603.10088)."""
+
+import dataclasses
+from typing import Annotated, Any, Literal
+
+import jax.numpy as jnp
+from annotated_types import Gt, Le, MinLen
+from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
+
+from dllm_jax.nn.layer import Layer
+from dllm_jax.nn.mask import require_full_attention
+from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options import Fraction, PositiveInt, TracedPositiveInt
+from dllm_jax.policies.base import Policy
+from dllm_jax.policies.parts import skipping
+from dllm_jax.policies.parts.skipping import Skipping
+from dllm_jax.state.cache import Cache
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.layout import Layout
+from dllm_jax.state.proposal import Proposal
+from dllm_jax.state.rows import Rows
+from dllm_jax.state.selection import best
+from pallas_kernels.counting import count_marked
+
+
+@dataclasses.dataclass(frozen=True)
+class ESDLLM(Policy):
+    """Lets rows of the block leave a step in early layers, by confidence and change (ES-dLLM).
+
+    Use it where the number of computed tokens limits a step: batches of 8 and more, long blocks.
+
+    As `DualCache`, with the positions before the block renewed at intervals, and all of them only in the
+    first step. At a few depths each row is scored by its confidence in earlier steps, and by how much it has
+    changed since it last ran there. The best rows go on; the others keep their KV pairs in later layers, and
+    the step does not unmask their tokens. Every `block_every` steps, all rows of the block run all layers.
+
+    Memory: Dense keys and values for all positions, and the stored rows of each depth, response only.
+
+    Limits: Needs an integer block, and no guidance, constraints, `early_commit` or `Edit`. At batch 1, short
+      blocks save nothing on GPUs.
+
+    Equals exact decoding when: prompt_every=1 in one block, if the output head is not shifted.
+    Differences: Slots, quotas and what was just decoded are counted per sequence, so a batch changes nothing.
+      Stored rows and scores are float32 or of the model's dtype, and ties go to the lower position.
+
+    Attributes:
+      prompt_every: Slots between steps that renew everything before the block. The scripts use 64, or 256.
+      block_every: Slots between steps in which no row leaves. The scripts use 2 to 16.
+      alpha: Weight of the confidence in a row's score, in [0, 1]; the rest is that of its change.
+      ratios: Proportions of the rows that run, in (0, 1], which never increase.
+      depths: Relative depth from which on each proportion holds, in [0, 1), ascending from 0.
+      compare: What has changed: the "hidden" output of the layer, or its "key", "value" or "query".
+    """
+
+    prompt_every: PositiveInt = 64
+    block_every: TracedPositiveInt = 4
+    alpha: Fraction = 0.5
+    ratios: Annotated[tuple[Annotated[float, Gt(0), Le(1)], ...], MinLen(1)] = (1.0, 0.5, 0.25)
+    depths: Annotated[tuple[Fraction, ...], MinLen(1)] = (0.0, 0.125, 0.25)
+    compare: Literal["hidden", "key", "value", "query"] = "hidden"
+
+    def __post_init__(self):
+        super().__post_init__()
+        skipping.check_depths(self.ratios, self.depths)
+
+    @override
+    def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
+        require_full_attention(spec, type(self).__name__, "leaves masks after the block as they are")
+        layers = super().init(spec, layout, batch, dtype).layers
+        shared = Skipping.zeros(self.compare, len(self._exits(spec)), spec, layout, batch, dtype)
+        nothing = jnp.zeros((batch, layout.length), bool)
+        return Cache(layers, shared, jnp.zeros((batch, spec.layers)), no_output=nothing)
+
+    @override
+    def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+        return skipping.entering(canvas, self._renews(canvas))
+
+    def _renews(self, canvas: Canvas) -> Bool[Array, "b 1"]:
+        """Whether the coming step computes what precedes the block."""
+        return canvas.first_step | (skipping.slot(canvas) % self.prompt_every == 0)
+
+    def _whole(self, canvas: Canvas) -> Bool[Array, "b 1"]:
+        """Whether no row leaves the coming step."""
+        return self._renews(canvas) | (jnp.fmod(skipping.slot(canvas), self.block_every) == 0)
+
+    @override
+    def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
+        """The block, and unless its first step renews everything before it, the block before."""
+        block = layout.block
+        return (block,) if block % self.prompt_every == 0 else (block, 2 * block)
+
+    @property
+    @override
+    def _phases(self) -> tuple[str, ...]:
+        return skipping.NARROW, skipping.EVERY
+
+    @override
+    def _phase(self, cache: Cache, canvas: Canvas) -> Int[Array, "b"]:
+        many = skipping.exceeds(self._ratios(canvas.spec).values(), self.select(cache, canvas), canvas)
+        return (many | self._whole(canvas)[:, 0]).astype(jnp.int32)
+
+    def _ratios(self, spec: ModelSpec) -> dict[int, float]:
+        """The proportions by exit: before the layer where one falls, behind it if its output is compared."""
+        of = skipping.proportions(self.ratios, self.depths, spec.layers)
+        falls = [i for i in range(spec.layers) if of[i] != (of[i - 1] if i else 1)]
+        return {i + (self.compare == "hidden"): of[i] for i in falls}
+
+    @override
+    def _exits(self, spec: ModelSpec) -> tuple[int, ...]:
+        return tuple(self._ratios(spec))
+
+    @override
+    def before_layers(self, cache: Cache, canvas: Canvas, rows: Rows) -> Cache:
+        """A row whose token was just decoded is not sure of anything any more."""
+        decoded = canvas.predicting_positions(canvas.just_decoded)
+        confidence = jnp.where(decoded, 0.0, cache.shared.confidence)
+        shared = cache.shared._replace(confidence=confidence, entered=count_marked(rows.real))
+        return cache._replace(shared=shared, no_output=jnp.zeros_like(canvas.valid))
+
+    @override
+    def _exit(
+        self, layer: Layer | None, x: Float[Array, "b q m"], cache: Cache, rows: Rows, canvas: Canvas
+    ) -> tuple[Float[Array, "b w m"], Cache, Rows]:
+        """The rows of the best scores go on; what they are compared with the next time is stored."""
+        at, found = canvas.spec.layers if layer is None else int(layer.index), cache.shared
+        ratio, number = self._ratios(canvas.spec)[at], self._exits(canvas.spec).index(at)
+        new, old = skipping.compared(self.compare, number, layer, x, cache, rows)
+        score = skipping.importance(new, old, found.confidence, rows, canvas, self.alpha)
+        goes_on = best(score, skipping.quota(ratio, found.entered, canvas)) | self._whole(canvas)
+        stays = rows.real & goes_on
+        cache = skipping.let_go(cache._replace(shared=found.store(number, new, rows, stays)), rows, stays, at)
+        x, rows = skipping.going_on(x, rows, stays, skipping.narrow_width(ratio, canvas.layout))
+        return x, cache, rows
+
+    @override
+    def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
+        """Stores how sure the rows of the last layer are; where more is computed, those of the block."""
+        block = canvas.predicting_positions(canvas.block)
+        assert cache.no_output is not None, "a cache of `init`"
+        written = rows.mask() & ~cache.no_output & (block | ~self._renews(canvas))
+        confidence = skipping.remembered(cache.shared.confidence, proposal, written, canvas)
+        return cache._replace(shared=cache.shared._replace(confidence=confidence))

@@ -1,0 +1,122 @@
+"""ES-dLLM beyond what all policies are tested for: widths of later layers, refusals, and delayed ends."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dllm_jax as dj
+from dllm_jax import samplers
+from dllm_jax.engine.widths import step_phases
+from dllm_jax.policies import ESDLLM
+from dllm_jax.policies.parts.skipping import EVERY, NARROW
+from dllm_jax.samplers import Candidates, Confidence, Threshold
+from dllm_jax.testing.runs import assert_same_run, assert_same_stats, of_sequence
+from tests.models import begun, generated, prompts, tiny
+
+LENGTH = 24
+POLICY = ESDLLM(prompt_every=7, block_every=4, ratios=(0.75, 0.25), depths=(0.0, 0.5), compare="value")
+
+
+def phases(policy: ESDLLM, batch: int) -> tuple[str, ...]:
+    """The phases that a CPU compiles in one block."""
+    spec, layout = tiny("dream").spec, dj.Layout(9, LENGTH, LENGTH, LENGTH)
+    return step_phases(policy, spec, layout, (LENGTH,), batch, jax.devices()[0])
+
+
+def test_later_layers_run_as_many_rows_as_go_on_and_decode_the_same():
+    """A batch compiles both phases, a sequence alone the one that runs all rows in place."""
+    assert (phases(POLICY, 2), phases(POLICY, 1)) == ((NARROW, EVERY), (EVERY,))
+    options = dict(policy=POLICY, length=LENGTH, block=LENGTH, widths=None, sampler=Threshold(0.25))
+    both = generated("dream", lengths=(9, 5), **options)
+    prompt, mask = prompts(tiny("dream"), (9, 5))
+    for sequence, own in enumerate(mask):
+        alone = dj.generate(
+            tiny("dream"), prompt[sequence : sequence + 1, own.argmax() :], trace=True, **options
+        )
+        width = int(own.sum()) + LENGTH
+        assert_same_run(of_sequence(both.trace, sequence, width), alone.trace, computed=True)
+        assert_same_stats(both.stats, alone.stats, sequence=sequence)
+    assert (both.stats.widened_tokens < 0).all(), "rows that left are not computed"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            dict(ratios=(0.5, 1.0), depths=(0.0, 0.5)),
+            r"ratios=\(0.5, 1.0\) must not increase: .* come back\.",
+        ),
+        (dict(depths=(0.0, 0.5)), r"depths=\(0.0, 0.5\) must have 3 entries: one for each of ratios="),
+        (dict(depths=(0.1, 0.2, 0.3)), r"depths=\(0.1, 0.2, 0.3\) must ascend from 0"),
+        (dict(depths=(0.0, 0.5, 0.5)), r"must ascend from 0"),
+        (dict(ratios=(1.0, 0.0), depths=(0.0, 0.5)), "ratios="),
+        (dict(compare="keys"), "compare='keys' must be one of"),
+        (dict(block_every=0), "block_every=0 must be a whole number of at least 1"),
+    ],
+)
+def test_proportions_and_depths_are_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        ESDLLM(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            dict(sampler=Confidence(cfg_scale=1.0)),
+            r"cfg_scale is not supported by ESDLLM: .* Use DualCache\(\)",
+        ),
+        (
+            dict(sampler=Confidence(early_commit=samplers.EarlyCommit())),
+            "early_commit is not supported by ESDLLM",
+        ),
+        (dict(sampler=samplers.Edit()), "Edit is not supported by ESDLLM"),
+        (dict(sampler=samplers.WINO()), "WINO is not supported by ESDLLM"),
+        (dict(block=dj.Sliding(4)), "Sliding.* is not supported by ESDLLM"),
+        (dict(model="sdar"), "ESDLLM does not support block-causal models"),
+    ],
+)
+def test_what_needs_the_output_of_every_row_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        generated(**dict(model="llada", policy=ESDLLM()) | options)
+
+
+def waits(tokens: list[int], proposed: list[int], alg: str = "prob") -> tuple[list[bool], list[float]]:
+    """Which candidates of a response of two blocks of three `delay_eos` delays, and their scores."""
+    model = tiny("llada")
+    canvas = begun(jnp.asarray([tokens]), np.ones((1, len(tokens)), bool), model.spec, dj.Layout(1, 6, 3, 6))
+    index = jnp.arange(1, 4)[None]
+    score = jnp.where(jnp.asarray([tokens])[:, 1:4] == model.spec.mask_id, 0.5, -jnp.inf)
+    candidates = Candidates(index, jnp.asarray([proposed]), score, jnp.zeros((1, 3, 0)))
+    found, delayed = Confidence(delay_eos=True, alg=alg).delay(candidates, canvas)
+    return delayed[0].tolist(), found.score[0].tolist()
+
+
+def test_an_end_waits_for_the_mask_in_front_of_it():
+    """In the same block, and while the response has no end: one in the prompt does not count."""
+    mask, eos = tiny("llada").spec.mask_id, tiny("llada").spec.eos_id
+    assert waits([eos, *[mask] * 6], [eos, 7, eos]) == ([False, False, True], [0.5, 0.5, 0.0])
+    assert waits([5, mask, 6, *[mask] * 4], [eos] * 3)[0] == [False, False, False]
+    assert waits([5, *[mask] * 5, eos], [eos] * 3)[0] == [False, False, False]
+    least = waits([5, *[mask] * 6], [eos] * 3, "entropy")[1]
+    assert least == pytest.approx([0.5, *[-np.log(tiny("llada").spec.vocab)] * 2])
+    for kind in (samplers.RandomOrder, samplers.Sequential, samplers.DreamSchedule):
+        with pytest.raises(ValueError, match="delay_eos=True has no effect with"):
+            kind(delay_eos=True, **{"alg": "origin"} if kind is samplers.DreamSchedule else {})
+
+
+def test_any_policy_and_drafts_delay_the_end():
+    """A likely token of the answer becomes the end-of-text: its order changes, and that of drafts too."""
+    model, options = tiny("llada"), dict(length=12, block=6, policy=dj.policies.DualCache(), widths=None)
+    plain = generated(model, **options)
+    eos = int(np.bincount(np.asarray(plain.tokens)[:, 9:].ravel()).argmax())
+    model = dataclasses.replace(model, spec=dataclasses.replace(model.spec, eos_id=eos))
+    late, sampler = (
+        generated(model, sampler=of, **options) for of in (Confidence(), Confidence(delay_eos=True))
+    )
+    assert not np.array_equal(late.trace.tokens, sampler.trace.tokens)
+    drafts = generated(model, sampler=samplers.FreeDave(Confidence(delay_eos=True)), **options)
+    np.testing.assert_array_equal(drafts.tokens, sampler.tokens)
