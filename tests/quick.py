@@ -147,6 +147,7 @@ LEFT_OUT: dict[str, str] = {
         test_policy_dkv.py::test_limits_between_neighbours
         test_policy_dkv_greedy.py::test_what_is_planned_is_what_is_decoded
         test_policy_dllm_cache.py::test_what_the_four_kinds_of_step_renew
+        test_policy_es_dllm.py::test_any_policy_and_drafts_delay_the_end
         test_policy_elastic.py::test_widened_counts_the_layers_that_a_refresh_recomputed
         test_policy_evict_prompt.py::test_pairs_are_chosen_anew_or_kept
         test_policy_maskkv.py::test_a_full_budget_is_dllm_cache
