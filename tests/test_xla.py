@@ -58,6 +58,19 @@ def test_a_store_is_not_copied_in_a_loop(step, optimised):
     assert not cache_copies_in_loops(text, shape)
 
 
+def test_changes_in_place_are_loops_and_not_branches():
+    """Of a branch it depends on the order of both and on jaxlib's version whether the store is copied."""
+    text = lowered("cpu", lambda store, x: two_kinds_of_steps(0, store, x), STORE, LAYER)
+    assert text.count("stablehlo.while") == 2
+    assert "stablehlo.case" not in text
+
+
+def test_arrays_are_divided_by_a_product():
+    text = lowered("cpu", products.divided, LAYER, jax.ShapeDtypeStruct((), jnp.float32))
+    quotients = [line for line in text.splitlines() if "stablehlo.divide" in line]
+    assert [line.split(" : ")[-1] for line in quotients] == ["tensor<f32>"]
+
+
 def test_weights_of_a_trip_are_read_by_its_counter():
     """So the read depends on the loop: another trip, which never comes, would read the next layer."""
     weights = stacks.OneOfStacked({"q": jnp.arange(LAYERS)}, jnp.int32(1))

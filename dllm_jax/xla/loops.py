@@ -18,10 +18,10 @@ def when(
 ) -> PyTree:
     """`change(carry)` if the condition holds, else carry: an `if` that changes arrays in place.
 
-    Symptom: XLA copies the arrays that a `lax.cond` with a writing branch returns, but not those that a loop
-      carries.
+    Symptom: XLA copies the arrays that a `lax.cond` returns if both branches write, or if the second one does
+      nothing. It does not copy those that a loop carries.
     Seen on: CPU, jaxlib 0.10.2; no longer with 0.11.2 and 0.12.
-    Cost: Before, three copies of the store in each trip of a loop around the branch; after, none.
+    Cost: Before, by two branches that write, three copies of the store in each trip of a loop; after, none.
     Test: test_xla.py::test_a_store_is_not_copied_in_a_loop
 
     Args:

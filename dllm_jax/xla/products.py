@@ -96,9 +96,9 @@ def few_rows_at_once(
 def divided(x: Float[Array, "..."], by: float | Float[Array, ""]) -> Float[Array, "..."]:
     """x / by, as a product with the float32 reciprocal: the same bits for a number and a runtime argument.
 
-    Symptom: XLA makes a product of a division by a constant, but not always of one by a runtime argument.
-    Seen on: CPU, jaxlib 0.10.2.
+    Symptom: XLA makes a product of a division by a constant, but not of every one by a runtime argument.
+    Seen on: CPU, when options became runtime arguments; with jaxlib 0.10.2 both are products there.
     Cost: Before, results of a constant and of a runtime argument differ in the last bit; after, they do not.
-    Test: test_traced_numbers.py::test_bits_are_those_of_a_program_with_constants
+    Test: test_xla.py::test_arrays_are_divided_by_a_product
     """
     return x * (1 / jnp.asarray(by, jnp.float32))
