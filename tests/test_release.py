@@ -21,9 +21,11 @@ WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".g
 def test_versions_agree_and_the_changelog_names_every_policy_and_sampler():
     """A tag is compared with the package's by the workflow itself."""
     version = PROJECT["version"]
-    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     text = (ROOT / "CHANGELOG.md").read_text()
-    assert re.findall(r"^## \[(\d\S*)\] - \d{4}-\d\d-\d\d$", text, re.MULTILINE)[0] == version
+    released = re.findall(r"^## \[(\d\S*)\] - (\d{4}-\d\d-\d\d)$", text, re.MULTILINE)[0]
+    assert (cited["version"], str(cited["date-released"])) == released
+    assert released[0] == version
     kinds = {kind for kind in vars(dj.samplers).values() if isinstance(kind, type)} - {dj.samplers.Sampler}
     for kind in (*map(type, dj.policies.ALL), *(k for k in kinds if issubclass(k, dj.samplers.Sampler))):
         assert f"`{kind.__name__}`" in text, kind
@@ -36,6 +38,8 @@ def test_workflows_run_what_exists_and_no_more_than_they_may():
     """
     assert {name for name, flow in WORKFLOWS.items() if flow["permissions"] != {"contents": "read"}} == set()
     assert WORKFLOWS["release"]["jobs"]["publish"]["permissions"] == {"id-token": "write"}
+    # "on" is True in YAML 1.1.
+    assert all(WORKFLOWS[name][True]["push"] == {"tags": ["v*"]} for name in ("release", "docs"))
     jobs = [job for workflow in WORKFLOWS.values() for job in workflow["jobs"].values()]
     steps = [step for job in jobs for step in job["steps"]]
     assert all(re.search(r"@(v\d+|release/v\d+)$", step.get("uses", "@v1")) for step in steps)
@@ -85,6 +89,14 @@ def test_contents(wheel):
     needed += "bundled/tiny-llada/model.safetensors", "bundled/tiny-llada/tokenizer.json"
     assert {f"dllm_jax/{name}" for name in needed} | {"pallas_kernels/__init__.py"} <= set(names)
     assert not [name for name in names if name.startswith(("tests/", "bench/", "convert/"))]
+
+
+def test_the_description_on_the_package_index_has_no_relative_link(wheel):
+    archive = zipfile.ZipFile(wheel)
+    metadata = archive.read(next(name for name in archive.namelist() if name.endswith("/METADATA"))).decode()
+    targets = re.findall(r"\]\(([^)]+)\)", metadata)
+    assert f"github.com/dllm-jax/dllm_jax/blob/v{PROJECT['version']}/docs/quickstart.md" in metadata
+    assert [target for target in targets if not re.match(r"https?://|#", target)] == []
 
 
 def test_works_outside_the_checkout(wheel, tmp_path):
