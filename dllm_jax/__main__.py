@@ -1,174 +1,91 @@
-"""`python -m dllm_jax`: the bundled models answer, and a table says what each policy costs.
+"""`dllm-jax`, or `python -m dllm_jax`: runs the subcommand that the command line names."""
 
-`python -m dllm_jax chat PATH` is a conversation with a checkpoint, `python -m dllm_jax check` a report on
-this machine's device.
-"""
-
-import dataclasses
-import json
-import platform
+import difflib
+import importlib
+import importlib.util
+import runpy
 import sys
 from pathlib import Path
-from typing import Annotated, Any
 
-import jax
-import numpy as np
-import rich.console
-import tyro
+from dllm_jax.command_line import PATHS, keep_programs, plain_errors, run
 
-from dllm_jax import bundled, provenance
-from dllm_jax.checkpoint import load
-from dllm_jax.checkpoint.tokenizer import read_tokenizer
-from dllm_jax.command_line import PATHS, keep_programs, kept_programs, plain_errors, run
-from dllm_jax.decoding.chat import decode_answers
-from dllm_jax.decoding.generate import generate
-from dllm_jax.decoding.watch.grid import grid
-from dllm_jax.decoding.watch.recording import Recording
-from dllm_jax.demo import chatting, trains
-from dllm_jax.demo.measure import Row, measure, table
-from dllm_jax.nn.model import Model
-from dllm_jax.nn.parameters import count
-from dllm_jax.options import NonNegativeInt, Options, PositiveInt, shown
-from dllm_jax.policies import DualCache, Policy
-from dllm_jax.samplers import Confidence, Threshold
-from dllm_jax.tasks import Chain, Example, examples, prompt_arrays
-
-TASK = (
-    'Task: follow a chain. "X>Y" means that the train runs from X to Y. The prompt lists 16 legs in random '
-    'order and ends with "P>"; the answer is the route from P.'
-)
-EXPLANATION = """\
-Policy is exact decoding: every step recomputes every token. DualCache recomputes the current block and \
-reuses cached keys and values elsewhere. Threshold unmasks several tokens per step (parallel decoding).
-
-Computed: tokens per new token. Speedup: wall time on this device ({device}), without compilation; it \
-differs on other devices and for larger models."""
-NEXT = """\
-  python -m dllm_jax chat tiny-llada      talk to a model
-  python -m dllm_jax check --quick        test this device
-  https://dllm-jax.github.io/dllm_jax/    documentation, also in docs/"""
-
-# Each row changes one thing: exact; with Fast-dLLM's cache; with its parallel decoding as well.
-POLICIES = (
-    (Policy(), Confidence()),
-    (DualCache(), Confidence()),
-    (DualCache(), Threshold(0.9)),
-)
-STEPS = 7  # of a question's chain
-LENGTH, BLOCK = 32, 4
-READING = bundled.TEXT + bundled.BLOCK_CAUSAL
-
-
-@dataclasses.dataclass(frozen=True)
-class Arguments(Options):
-    """Demonstration of dllm_jax on the checkpoints that ship with it.
-
-    `python -m dllm_jax chat PATH` is a conversation with a checkpoint instead, `python -m dllm_jax check` a
-    report on this machine's device; see `chat --help`, `check --help`.
-    """
-
-    models: tuple[str, ...] = bundled.TEXT[:1]
-    """Bundled text models to run."""
-    prompts: PositiveInt = 16
-    """Number of held-out prompts of each task."""
-    seed: NonNegativeInt = 0
-    """Seed of the prompts."""
-    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Also write the table here."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        if unknown := [name for name in self.models if name not in READING]:
-            raise ValueError(f"models={shown(unknown[0])} must be of {', '.join(READING)}")
+COMMANDS = {  # by name: module, and what `--help` says
+    "demo": ("dllm_jax.demo.command", "a bundled model answers; what policies cost (default)"),
+    "chat": ("dllm_jax.demo.chatting", "a conversation with a checkpoint"),
+    "generate": ("dllm_jax.commands.generate", "answer a file of prompts, one per line"),
+    "check": ("dllm_jax.check.command", "check correctness and speed on this device"),
+    "convert": ("dllm_jax.commands.convert", "convert a Hugging Face checkpoint, or quantize it to int8"),
+    "export": ("dllm_jax.commands.export", "write a converted checkpoint back as a Hugging Face directory"),
+    "verify": ("dllm_jax.commands.verify", "compare two checkpoints, or one with its hashes"),
+    "eval": ("dllm_jax.eval.__main__", "evaluate and tune policies; lm-evaluation-harness"),
+    "bench": ("bench", "run a benchmark, such as `bench generate` (needs a clone)"),
+}  # fmt: skip
+CLONE = Path(__file__).parents[1]
 
 
 def command():
-    """Runs `python -m dllm_jax`, or the `dllm-jax` command, and ends the process."""
+    """Runs the `dllm-jax` command and ends the process."""
     run(main)
 
 
 def main() -> int:
-    """Runs the command that the command line names."""
+    """Runs a subcommand; options without a name are those of `demo`."""
+    name, *args = sys.argv[1:] or ["demo"]
+    if name in ("-h", "--help"):
+        print(usage())
+        return 0
+    if name.startswith("-"):
+        name, args = "demo", sys.argv[1:]
     keep_programs()
-    # By hand, so that the demonstration needs no word of its own before its options.
-    if sys.argv[1:2] == ["chat"]:
-        with plain_errors():
-            return chatting.main(sys.argv[2:])
-    if sys.argv[1:2] == ["check"]:
-        from dllm_jax.check import command  # half a second, which the others need not wait for
+    with plain_errors():
+        if name not in COMMANDS:
+            near = difflib.get_close_matches(name, COMMANDS, 1)
+            fix = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(COMMANDS)}."
+            raise ValueError(f"command={name[:40]!r} is not a command of dllm-jax. {fix}")
+        if name == "bench":
+            return bench(args)
+        module = importlib.import_module(COMMANDS[name][0])
+        if name == "eval":
+            sys.argv[1:] = args
+            return module.main() or 0
+        if name in ("convert", "export", "verify"):  # functions, whose arguments tyro reads
+            import tyro
 
-        with plain_errors():
-            return command.main(sys.argv[2:])
-    return demonstration(tyro.cli(Arguments, prog="python -m dllm_jax", registry=PATHS))
+            tyro.cli(module.main, prog=f"dllm-jax {name}", args=args, registry=PATHS)
+            return 0
+        return module.main(args)
 
 
-def demonstration(arguments: Arguments) -> int:
-    """Prints an answer step by step, and what each policy costs."""
-    console = rich.console.Console()
-    device = provenance.device()
-    versions = f"dllm_jax {provenance.versions(('dllm-jax',))['dllm-jax']}   jax {jax.__version__}"
-    console.print(f"[bold]{versions}   {device.platform}[/]   demo on bundled models", highlight=False)
-    measured: dict[str, list[Row]] = {}
-    tables = []
-    for name in arguments.models:
-        model, tokenizer = load(bundled.path(name)), read_tokenizer(bundled.path(name))
-        if not measured:
-            _first_answer(console, name, model, tokenizer)
-        with console.status(f"{name}: compiling {len(POLICIES)} programs, then running them in turns"):
-            questions = examples(Chain(), arguments.seed, STEPS, arguments.prompts, "held_out")
-            rows = measure(model, tokenizer, questions, list(POLICIES), repeats=2, length=LENGTH, block=BLOCK)
-        measured[name] = rows
-        tables.append(_report(name, model, rows))
-    prompts = f"{arguments.prompts} held-out prompts, {LENGTH} new tokens, block length {BLOCK}"
-    console.print(f"[bold]2. Cost:[/] {prompts}", highlight=False)
-    console.print(table(measured, console.width))
-    console.print(EXPLANATION.format(device=device.platform))
-    console.print(f"\n[bold]Next:[/]\n{NEXT}\n", highlight=False, soft_wrap=True)
-    console.print(kept_programs(keep_programs()), style="dim", highlight=False)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(_provenance(arguments) | {"tables": tables}, indent=2) + "\n")
-        console.print(f"wrote {arguments.json}")
+def bench(args: list[str]) -> int:
+    """Runs `python -m bench.NAME`, which only a clone has.
+
+    Raises:
+      ValueError: without a clone, or no such program.
+    """
+    names = sorted(path.stem for path in (CLONE / "bench").glob("*") if _is_program(path))
+    if not names:
+        raise ValueError("command='bench' needs a clone of the repository: it is not part of the package")
+    if not args or args[0] not in names:
+        raise ValueError(f"bench needs one of {', '.join(names)}")
+    sys.path.insert(0, str(CLONE))
+    sys.argv = [f"dllm-jax bench {args[0]}", *args[1:]]
+    runpy.run_module(f"bench.{args[0]}", run_name="__main__")
     return 0
 
 
-def _first_answer(console: rich.console.Console, name: str, model: Model, tokenizer: Any):
-    """Prints the question of the train, the steps of its answer, and the stops that it names."""
-    console.print(f"\n{TASK}\n", highlight=False)
-    console.print(f"  {trains.QUESTION}\n", style="cyan", highlight=False)
-    with console.status("compiling"):
-        asked = [Example(trains.QUESTION, trains.ANSWER)]
-        prompt, _ = prompt_arrays(tokenizer, asked, model.spec.eos_id)
-        length, block = LENGTH, model.spec.block_size or 8
-        out = generate(model, prompt, length=length, block=block, sampler=Threshold(0.9), trace=True)
-        (answer,) = decode_answers(model, tokenizer, np.asarray(out.tokens[:, prompt.shape[1] :]))
-    console.print("[bold]1. Denoising:[/] each step unmasks every token with confidence of at least 0.9")
-    about = f"{name}, {count(model.params):,} parameters"
-    console.print(f"{about}   · masked   ∎ end of text   right: unmasked\n", style="dim", highlight=False)
-    console.print(grid(Recording.of(out.trace, 0), tokenizer, console.width, counts=True))
-    console.print(f"{LENGTH} tokens in {int(out.stats.nfe[0])} forward passes:", highlight=False)
-    console.print(f"  {' → '.join(trains.route(answer))}\n", style="bold", highlight=False)
+def _is_program(path: Path) -> bool:
+    return (path / "__main__.py").exists() or (path.suffix == ".py" and path.stem != "__init__")
 
 
-def _report(name: str, model: Model, rows: list[Row]) -> dict:
-    return {
-        "model": name,
-        "parameters": count(model.params),
-        "dtype": str(model.dtype),
-        "task": f"chain of {STEPS} look-ups",
-        "length": LENGTH,
-        "block": BLOCK,
-        "rows": rows,
-    }
-
-
-def _provenance(arguments: Arguments) -> dict:
-    return {
-        "seed": arguments.seed,
-        "device": provenance.device().kind,
-        "platform": f"{platform.system()} {platform.machine()}",
-        "versions": provenance.versions(("jax", "jaxlib", "flax", "dllm-jax")),
-        "date": provenance.now(),
-    }
+def usage() -> str:
+    """Writes the list of subcommands."""
+    lines = (f"  {name:10}{about}" for name, (_, about) in COMMANDS.items())
+    return "\n".join([
+        "usage: dllm-jax [COMMAND] [OPTIONS]      (or python -m dllm_jax)", "",
+        "Diffusion language models in JAX, with training-free KV-cache policies.", "",
+        "commands:", *lines, "",
+        "dllm-jax COMMAND --help describes the options of a command.",
+    ])  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Evidence about the correct and fastest implementation on a device.
 
 A model of `dllm_jax.load(..., implementation=None)` carries the entries that hold where its weights lie:
-those that `python -m dllm_jax check --record` wrote on this machine, then `SHIPPED`. None of them is believed
+those that `dllm-jax check --record` wrote on this machine, then `SHIPPED`. None of them is believed
 before the operation has once been computed by it on small operands in this process (`fault`).
 """
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import dllm_jax as dj
 
 ROOT = Path(dj.__file__).parent
-APPLICATIONS = {"check", "demo", "bundled", "eval", "roofline", "tasks", "training"}
+APPLICATIONS = {"check", "commands", "demo", "bundled", "eval", "roofline", "tasks", "training"}
 NETWORK = {"traced", "options", "xla", "nn"}
 STATE = NETWORK | {"state"}
 POLICIES = STATE | {"eviction", "policies"}

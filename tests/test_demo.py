@@ -15,9 +15,10 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import command_line
-from dllm_jax.__main__ import Arguments, command
+from dllm_jax.__main__ import COMMANDS, command
 from dllm_jax.command_line import keep_programs, kept_programs
 from dllm_jax.demo import trains
+from dllm_jax.demo.command import Arguments
 from dllm_jax.encoding import encodable
 from dllm_jax.policies import DualCache, Policy
 from dllm_jax.samplers import Threshold
@@ -58,6 +59,32 @@ def test_any_encoding_takes_what_commands_and_show_print(encoding, monkeypatch):
     printed = {"utf-8": "a → b ∎ ☃ ?", "utf-16": "a → b ∎ ☃ ?", "gbk": "a → b # ? ?"}
     assert printed.get(encoding, "a > b # ? ?") in shown
     assert encodable("a → b ∎", "ascii") == "a > b #"
+
+
+def test_help_lists_every_command_and_a_typing_error_gets_the_name_that_is_meant(monkeypatch, capsys):
+    """And each answers `--help`, but `bench`, which names its programs."""
+
+    def ended(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dllm-jax", *words])
+        with pytest.raises(SystemExit) as end:
+            command()
+        told = capsys.readouterr()
+        return end.value.code or 0, told.out, told.err
+
+    code, out, _ = ended("--help")
+    assert code == 0
+    assert all(f"\n  {name} " in out for name in COMMANDS)
+    assert max(map(len, out.splitlines())) <= 80
+    for name in ("demo", "chat", "generate", "check", "convert", "export", "verify", "eval"):
+        code, out, _ = ended(name, "--help")
+        assert code == 0
+        assert f"usage: {'python -m dllm_jax.eval' if name == 'eval' else f'dllm-jax {name}'}" in out
+    assert ended("chekc")[::2] == (
+        2,
+        "error: command='chekc' is not a command of dllm-jax. Did you mean check?\n",
+    )
+    code, _, error = ended("bench", "nothing")
+    assert (code, error.startswith("error: bench needs one of card, compiled, generate")) == (2, True)
 
 
 def test_closed_streams_end_in_a_line(monkeypatch, capsys):

@@ -26,10 +26,11 @@ import dllm_jax as dj
 from dllm_jax import __main__ as command
 from dllm_jax import lora
 from dllm_jax.analysis import activations
+from dllm_jax.commands import generate as answering
 from dllm_jax.decoding.watch.recording import Recording
 from dllm_jax.demo import chatting, trains
 from dllm_jax.nn.intervention import Place
-from examples import animate, dpo, form, grpo, many_prompts, see_inside, sft_lora
+from examples import animate, dpo, form, grpo, see_inside, sft_lora
 from examples.learning import pretrained
 from tests import refuses, run_page
 
@@ -246,15 +247,15 @@ def test_every_example_begins_as_a_file_in_any_directory(tmp_path):
     """Also those that import one another; the other tests import them as modules."""
     command = [sys.executable, "-c", AS_FILES, str(ROOT)]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert {"dpo", "grpo", "many_prompts", "see_inside", "sft_lora"} < {*ended.stdout.split()}, ended.stderr
+    assert {"dpo", "grpo", "see_inside", "sft_lora"} < {*ended.stdout.split()}, ended.stderr
 
 
 def test_a_file_of_prompts_is_answered_once_line_by_line(tmp_path):
     """A question that occurs twice, a line that a kill has cut, and another run at the same time."""
     questions, answers = tmp_path / "questions.txt", tmp_path / "answers.jsonl"
     questions.write_text("T=211;T=\nT=105;T=\n\nT=211;T=\n", encoding="utf-8-sig")
-    ask = lambda: many_prompts.main(questions, answers, "tiny-llada", slots=2, length=4, block=2)
-    ask()
+    ask = lambda: answering.answer(answering.Arguments(questions, answers, slots=2, length=4, block=2))
+    assert ask() == 0
     whole = answers.read_bytes()
     entries = [json.loads(line) for line in whole.splitlines()[1:]]
     assert sorted(entry["asked"] for entry in entries) == ["T=105;T=", "T=211;T=", "T=211;T="]

@@ -99,7 +99,7 @@ def test_directories_given_to_the_wrong_command(tmp_path):
     refuses("is a Hugging Face directory already", checkpoint.export, hf, tmp_path / "back")
     converted = checkpoint.convert(hf, tmp_path / "jax")
     refuses(
-        "converted already; .*export .*jax_to_hf.py. writes it back",
+        "converted already; .*dllm-jax export. writes it back",
         checkpoint.convert,
         converted,
         tmp_path / "x",

@@ -61,7 +61,7 @@ USE = """
 import pathlib, sys
 import dllm_jax as dj
 import pallas_kernels
-from dllm_jax.__main__ import Arguments  # with all that the demonstration imports
+from dllm_jax.demo.command import Arguments  # with all that the demonstration imports
 assert pathlib.Path(dj.__file__).is_relative_to(sys.argv[1]), dj.__file__
 assert dj.presets.model_spec("llada-8b").layers == 32
 assert dj.presets["sparse-dllm/llada-8b-instruct/gsm8k"].policy == dj.policies.SparseDLLM()

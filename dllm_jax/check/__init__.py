@@ -1,4 +1,4 @@
-"""`python -m dllm_jax check`: is it right and fast on this device?
+"""`dllm-jax check`: is it right and fast on this device?
 
 One file per part of the report: `environment` (what is installed, and whether it goes together), `operations`
 (every implementation beside XLA's, right and fast), `tokens` (bundled models on the device and on the CPU),

@@ -1,4 +1,4 @@
-"""`python -m dllm_jax check`: runs the parts of the report, one after another."""
+"""`dllm-jax check`: runs the parts of the report, one after another."""
 
 import dataclasses
 import functools
@@ -58,7 +58,7 @@ class Arguments(Options):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     return check(
-        tyro.cli(Arguments, args=arguments, prog="python -m dllm_jax check", registry=PATHS),
+        tyro.cli(Arguments, args=arguments, prog="dllm-jax check", registry=PATHS),
         rich.console.Console(),
     )
 
@@ -89,7 +89,7 @@ def check(arguments: Arguments, console: rich.console.Console) -> int:
     except KeyboardInterrupt:
         say("interrupted")
     if arguments.record and report.complete:
-        name = f"python -m dllm_jax check, {now()}"
+        name = f"dllm-jax check, {now()}"
         found = operations.evidence(report.parts.get("operations", []), name)
         operations.record(found, user_file())
         say(f"recorded for this machine: {len(found)} entries in {user_file()}")

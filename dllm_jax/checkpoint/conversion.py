@@ -66,7 +66,7 @@ def convert(
     if is_converted(found):
         raise ValueError(
             f"{found} is converted already; expected a Hugging Face directory. dj.load reads it as it is, "
-            "and export (convert/jax_to_hf.py) writes it back."
+            "and `dllm-jax export` writes it back."
         )
     checkpoint = open_hf(found, family)
 

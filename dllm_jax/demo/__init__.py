@@ -1,1 +1,1 @@
-"""The demonstration after `python -m dllm_jax`."""
+"""The demonstration after `dllm-jax`."""

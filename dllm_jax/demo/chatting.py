@@ -1,4 +1,4 @@
-"""`python -m dllm_jax chat PATH`: a conversation in a terminal, in which masks turn into text."""
+"""`dllm-jax chat PATH`: a conversation in a terminal, in which masks turn into text."""
 
 import contextlib
 import dataclasses
@@ -86,7 +86,7 @@ class Arguments(Options):
 
 def main(args: list[str]) -> int:
     """Entry point of the command; its arguments are those after `chat`."""
-    arguments = tyro.cli(Arguments, prog="python -m dllm_jax chat", args=args, registry=PATHS)
+    arguments = tyro.cli(Arguments, prog="dllm-jax chat", args=args, registry=PATHS)
     if sys.stdin is None:
         raise ValueError(
             "standard input is closed, but chat reads messages from it: use a terminal or a pipe"

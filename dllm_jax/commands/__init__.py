@@ -1,0 +1,1 @@
+"""Subcommands of `dllm-jax` that are not applications of their own."""

@@ -1,0 +1,47 @@
+"""Converts a Hugging Face checkpoint for dllm_jax."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from dllm_jax.checkpoint import convert
+from dllm_jax.checkpoint.dtypes import DtypeName
+from dllm_jax.command_line import plain_errors
+
+
+def main(
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")],
+    destination: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DST")],
+    dtype: DtypeName | None = None,
+    rope_factor: float = 1.0,
+    overwrite: bool = False,
+    check_finite: bool = False,
+    weights: Literal["int8"] | None = None,
+    revision: str | None = None,
+):
+    """Converts a Hugging Face checkpoint for dllm_jax.
+
+    Args:
+      source: Hugging Face directory, or a hub id such as GSAI-ML/LLaDA-8B-Instruct.
+      destination: Directory to write; it appears only when complete.
+      dtype: Dtype of the parameters, such as bfloat16. Default: the stored one.
+      rope_factor: Factor of the rotary base (NTK scaling for long contexts).
+      overwrite: Replace an existing destination, which stays until the new one is complete.
+      check_finite: End with an error if a weight is NaN or infinite.
+      weights: Quantize the matrices of the layers and the vocabulary head to int8; they cannot be exported.
+      revision: Branch, tag or commit of a hub id. Default: its main branch.
+    """
+    with plain_errors():
+        written = convert(
+            source,
+            destination,
+            dtype,
+            rope_factor,
+            overwrite,
+            check_finite,
+            show_progress=True,
+            weights=weights,
+            revision=revision,
+        )
+    print(written)

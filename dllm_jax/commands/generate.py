@@ -1,0 +1,100 @@
+"""`dllm-jax generate`: answers a file of prompts, one per line; answers are appended to another file."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from dllm_jax import bundled
+from dllm_jax.checkpoint import load
+from dllm_jax.checkpoint.dtypes import DtypeName
+from dllm_jax.checkpoint.source import locate
+from dllm_jax.checkpoint.tokenizer import read_tokenizer
+from dllm_jax.command_line import PATHS
+from dllm_jax.decoding.generate_many import generate_many
+from dllm_jax.eval.run.files import read_text
+from dllm_jax.eval.run.journal import Journal
+from dllm_jax.nn.int8 import Weights
+from dllm_jax.options import Options, PositiveInt
+from dllm_jax.published import expressions
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments(Options):
+    """Answers a file of prompts by continuous batching.
+
+    Each line of the first file is a message of a user. Each answer is a line of JSON in the second file. Run
+    the same command again to continue: answered prompts are passed over, failed ones are asked again.
+    """
+
+    questions: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="QUESTIONS")]
+    """Text file with a prompt on each line."""
+    answers: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ANSWERS")]
+    """JSON Lines file of the answers."""
+    model: Annotated[str, tyro.conf.arg(metavar="MODEL")] = "tiny-llada"
+    """A bundled model, a directory or a hub id."""
+    policy: Annotated[str, tyro.conf.arg(metavar="POLICY")] = "DualCache"
+    """Cache policy, as a constructor call: 'DKVDecode(refresh_every=8)'."""
+    sampler: Annotated[str, tyro.conf.arg(metavar="SAMPLER")] = "Threshold(0.9)"
+    """Sampler (remasking strategy), as a constructor call."""
+    length: PositiveInt = 32
+    """Number of tokens to generate for each prompt."""
+    block: PositiveInt = 8
+    """Block length."""
+    slots: PositiveInt = 8
+    """Number of sequences that decode together."""
+    dtype: DtypeName | None = None
+    """Dtype of the weights. Default: the checkpoint's."""
+    weights: Weights | None = None
+    """int8 quantizes the weight matrices. Default: as they are stored."""
+
+
+def main(args: list[str]) -> int:
+    """Answers the prompts that have no answer yet; exit code 1 if one failed."""
+    asked = tyro.cli(Arguments, prog="dllm-jax generate", args=args, registry=PATHS)
+    try:
+        return 1 if answer(asked) else 0
+    except KeyboardInterrupt:
+        again = f"interrupted: {asked.answers} holds the answers so far. Run the same command again to go on"
+        raise KeyboardInterrupt(again) from None
+
+
+def answer(asked: Arguments) -> int:
+    """Appends answers and failures to the journal; returns the number of failures."""
+    policy, sampler = expressions.policy(asked.policy), expressions.sampler(asked.sampler)
+    lines = read_text(asked.questions).split("\n")
+    settings = {name: getattr(asked, name) for name in ("model", "policy", "sampler", "length", "block")}
+    failures = 0
+    with Journal(asked.answers) as journal:
+        # A question that occurs twice is asked twice; one that was answered with these settings is not.
+        left = journal.left(filter(None, map(str.strip, lines)), settings=settings)
+        path = bundled.path(asked.model) if asked.model in bundled.NAMES else locate(asked.model)
+        model, tokenizer = load(path, dtype=asked.dtype, weights=asked.weights), read_tokenizer(path)
+        flight = generate_many(
+            model,
+            [encode(tokenizer, one.item) for one in left],
+            slots=asked.slots,
+            progress=True,
+            errors="return",
+            length=asked.length,
+            block=asked.block,
+            policy=policy,
+            sampler=sampler,
+            stop_at_eos=True,
+        )
+        with flight:
+            for index, out in flight:
+                if isinstance(out, Exception):
+                    journal.fail(left[index], out)
+                    failures += 1
+                else:
+                    text = tokenizer.decode(out.tokens[0, -asked.length :], skip_special_tokens=True)
+                    journal.answer(left[index], text, forwards=int(out.stats.nfe[0]))
+    return failures
+
+
+def encode(tokenizer: Any, question: str) -> list[int]:
+    """Encodes a question under the chat template."""
+    message = [{"role": "user", "content": question}]
+    return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"]

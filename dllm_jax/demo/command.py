@@ -1,0 +1,148 @@
+"""`dllm-jax demo`: the bundled models answer, and a table says what each policy costs."""
+
+import dataclasses
+import json
+import platform
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import numpy as np
+import rich.console
+import tyro
+
+from dllm_jax import bundled, provenance
+from dllm_jax.checkpoint import load
+from dllm_jax.checkpoint.tokenizer import read_tokenizer
+from dllm_jax.command_line import PATHS, keep_programs, kept_programs
+from dllm_jax.decoding.chat import decode_answers
+from dllm_jax.decoding.generate import generate
+from dllm_jax.decoding.watch.grid import grid
+from dllm_jax.decoding.watch.recording import Recording
+from dllm_jax.demo import trains
+from dllm_jax.demo.measure import Row, measure, table
+from dllm_jax.nn.model import Model
+from dllm_jax.nn.parameters import count
+from dllm_jax.options import NonNegativeInt, Options, PositiveInt, shown
+from dllm_jax.policies import DualCache, Policy
+from dllm_jax.samplers import Confidence, Threshold
+from dllm_jax.tasks import Chain, Example, examples, prompt_arrays
+
+TASK = (
+    'Task: follow a chain. "X>Y" means that the train runs from X to Y. The prompt lists 16 legs in random '
+    'order and ends with "P>"; the answer is the route from P.'
+)
+EXPLANATION = """\
+Policy is exact decoding: every step recomputes every token. DualCache recomputes the current block and \
+reuses cached keys and values elsewhere. Threshold unmasks several tokens per step (parallel decoding).
+
+Computed: tokens per new token. Speedup: wall time on this device ({device}), without compilation; it \
+differs on other devices and for larger models."""
+NEXT = """\
+  dllm-jax chat tiny-llada                talk to a model
+  dllm-jax check --quick                  test this device
+  https://dllm-jax.github.io/dllm_jax/    documentation, also in docs/"""
+
+# Each row changes one thing: exact; with Fast-dLLM's cache; with its parallel decoding as well.
+POLICIES = (
+    (Policy(), Confidence()),
+    (DualCache(), Confidence()),
+    (DualCache(), Threshold(0.9)),
+)
+STEPS = 7  # of a question's chain
+LENGTH, BLOCK = 32, 4
+READING = bundled.TEXT + bundled.BLOCK_CAUSAL
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments(Options):
+    """Demonstration of dllm_jax on the checkpoints that ship with it."""
+
+    models: tuple[str, ...] = bundled.TEXT[:1]
+    """Bundled text models to run."""
+    prompts: PositiveInt = 16
+    """Number of held-out prompts of each task."""
+    seed: NonNegativeInt = 0
+    """Seed of the prompts."""
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Also write the table here."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if unknown := [name for name in self.models if name not in READING]:
+            raise ValueError(f"models={shown(unknown[0])} must be of {', '.join(READING)}")
+
+
+def main(args: list[str]) -> int:
+    """Entry point of the command; its arguments are those after `demo`."""
+    return demonstration(tyro.cli(Arguments, prog="dllm-jax demo", args=args, registry=PATHS))
+
+
+def demonstration(arguments: Arguments) -> int:
+    """Prints an answer step by step, and what each policy costs."""
+    console = rich.console.Console()
+    device = provenance.device()
+    versions = f"dllm_jax {provenance.versions(('dllm-jax',))['dllm-jax']}   jax {jax.__version__}"
+    console.print(f"[bold]{versions}   {device.platform}[/]   demo on bundled models", highlight=False)
+    console.print("Compiling takes most of the first run; later runs are faster.", style="dim")
+    measured: dict[str, list[Row]] = {}
+    tables = []
+    for name in arguments.models:
+        model, tokenizer = load(bundled.path(name)), read_tokenizer(bundled.path(name))
+        if not measured:
+            _first_answer(console, name, model, tokenizer)
+        with console.status(f"{name}: compiling {len(POLICIES)} programs, then running them in turns"):
+            questions = examples(Chain(), arguments.seed, STEPS, arguments.prompts, "held_out")
+            rows = measure(model, tokenizer, questions, list(POLICIES), repeats=2, length=LENGTH, block=BLOCK)
+        measured[name] = rows
+        tables.append(_report(name, model, rows))
+    prompts = f"{arguments.prompts} held-out prompts, {LENGTH} new tokens, block length {BLOCK}"
+    console.print(f"[bold]2. Cost:[/] {prompts}", highlight=False)
+    console.print(table(measured, console.width))
+    console.print(EXPLANATION.format(device=device.platform))
+    console.print(f"\n[bold]Next:[/]\n{NEXT}\n", highlight=False, soft_wrap=True)
+    console.print(kept_programs(keep_programs()), style="dim", highlight=False)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(_provenance(arguments) | {"tables": tables}, indent=2) + "\n")
+        console.print(f"wrote {arguments.json}")
+    return 0
+
+
+def _first_answer(console: rich.console.Console, name: str, model: Model, tokenizer: Any):
+    """Prints the question of the train, the steps of its answer, and the stops that it names."""
+    console.print(f"\n{TASK}\n", highlight=False)
+    console.print(f"  {trains.QUESTION}\n", style="cyan", highlight=False)
+    with console.status("compiling"):
+        asked = [Example(trains.QUESTION, trains.ANSWER)]
+        prompt, _ = prompt_arrays(tokenizer, asked, model.spec.eos_id)
+        length, block = LENGTH, model.spec.block_size or 8
+        out = generate(model, prompt, length=length, block=block, sampler=Threshold(0.9), trace=True)
+        (answer,) = decode_answers(model, tokenizer, np.asarray(out.tokens[:, prompt.shape[1] :]))
+    console.print("[bold]1. Denoising:[/] each step unmasks every token with confidence of at least 0.9")
+    about = f"{name}, {count(model.params):,} parameters"
+    console.print(f"{about}   · masked   ∎ end of text   right: unmasked\n", style="dim", highlight=False)
+    console.print(grid(Recording.of(out.trace, 0), tokenizer, console.width, counts=True))
+    console.print(f"{LENGTH} tokens in {int(out.stats.nfe[0])} forward passes:", highlight=False)
+    console.print(f"  {' → '.join(trains.route(answer))}\n", style="bold", highlight=False)
+
+
+def _report(name: str, model: Model, rows: list[Row]) -> dict:
+    return {
+        "model": name,
+        "parameters": count(model.params),
+        "dtype": str(model.dtype),
+        "task": f"chain of {STEPS} look-ups",
+        "length": LENGTH,
+        "block": BLOCK,
+        "rows": rows,
+    }
+
+
+def _provenance(arguments: Arguments) -> dict:
+    return {
+        "seed": arguments.seed,
+        "device": provenance.device().kind,
+        "platform": f"{platform.system()} {platform.machine()}",
+        "versions": provenance.versions(("jax", "jaxlib", "flax", "dllm-jax")),
+        "date": provenance.now(),
+    }
