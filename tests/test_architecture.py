@@ -1,6 +1,7 @@
 """Who may import whom, names that do not collide, and what a user sees of the package."""
 
 import ast
+import csv
 import importlib
 import pkgutil
 import re
@@ -138,3 +139,62 @@ def test_functions_for_xla_say_what_they_cost_and_which_test_fails_without_them(
             assert re.search(r"^Symptom: .*^Seen on: .*jaxlib 0.*^Cost: ", text, re.M | re.S), node.name
             file, name = re.findall(r"^Test: (test_\w+\.py)::(test_\w+)$", text, re.M)[0]
             assert f"def {name}(" in (Path(__file__).parent / file).read_text(), f"{node.name}: {name}"
+
+
+def members() -> dict[str, set[str]]:
+    """Classes of the packages, each with the names of its own members."""
+    found: dict[str, set[str]] = {}
+    for package in (ROOT, ROOT.parent / "pallas_kernels"):
+        for node in (n for path in package.rglob("*.py") for n in ast.walk(ast.parse(path.read_text()))):
+            if isinstance(node, ast.ClassDef):
+                own = {n.name for n in node.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+                own |= {
+                    n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+                }
+                found.setdefault(node.name, set()).update(own)
+    return found
+
+
+def test_names_with_a_path_in_pages_for_developers_exist():
+    """Files, tests and definitions by their file, modules, and members of classes."""
+    places, known, missing = (
+        (ROOT.parent, ROOT, ROOT.parent / "tests", ROOT.parent / "docs/dev"),
+        members(),
+        [],
+    )
+    for page in (ROOT.parent / "docs/dev").glob("*.md"):
+        text = page.read_text()
+        for name in {
+            *re.findall(r"`([\w./:]+)`", text),
+            *re.findall(r"\b[\w/]+/\w+\.(?:py|json|csv)\b", text),
+        }:
+            path, _, inside = name.partition(":")
+            parts, file = path.split("."), [place / path for place in places if (place / path).exists()]
+            if "/" in path or parts[-1] in ("py", "md", "json", "csv"):
+                code = file[0].read_text() if file and file[0].is_file() else ""
+                defined = rf"^ *(def |class |)({inside.strip(':')})\b( =|\(|:)"
+                fine = bool(file) and (not inside or bool(re.search(defined, code, re.M)))
+            elif parts[0] in ("xla", "nn", "state", "engine", "decoding", "dllm_jax", "pallas_kernels"):
+                start = parts if parts[0] in ("dllm_jax", "pallas_kernels") else ["dllm_jax", *parts]
+                fine = pkgutil.resolve_name(".".join(start)) is not None
+            else:
+                fine = len(parts) < 2 or parts[0] not in known or parts[1] in known[parts[0]]
+            missing += [] if fine else [f"{page.name}: {name}"]
+    assert not missing
+
+
+def test_attempts_are_rows_that_a_script_prints():
+    folder = ROOT.parent / "docs/dev"
+    with (folder / "attempts.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        assert re.fullmatch(r"2026-\d\d-\d\d", row["date"]), row
+        assert re.fullmatch(r"[0-9a-f]{8}", row["commit"]), row
+        assert all((row["topic"], row["change"])), row
+        assert None not in row.values(), row
+    command = [sys.executable, str(folder / "attempts.py"), "EvictPrompt", "votes"]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    expected = [
+        row for row in rows if "EvictPrompt" in " ".join(row.values()) and "votes" in " ".join(row.values())
+    ]
+    assert len(expected) == sum(line.startswith("2026-") for line in printed.splitlines()) > 0
