@@ -1,8 +1,8 @@
 """Prints what was tried for speed, memory or quality: `python docs/dev/attempts.py [WORD ...]`.
 
-Each row of attempts.csv is an attempt, kept or not. All words have to occur in it. Date and commit are those of
-its record. Numbers have the unit that device or change names. Without one they are bytes of a step, relative to
-the roofline's, by the compiler's account (docs/dev/compiled.md).
+Each row of attempts.csv is an attempt, kept or not. All words have to occur in it. Date and commit are those
+of its record. Numbers have the unit that device or change names. Without one they are bytes of a step,
+relative to the roofline's, by the compiler's account (docs/dev/compiled.md).
 """
 
 import csv
