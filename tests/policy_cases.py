@@ -129,6 +129,10 @@ CASES: dict[type[policies.Policy], PolicyCase] = {
         policies.ESDLLM(prompt_every=5, block_every=3, ratios=(0.75, 0.5), depths=(0.0, 0.5)),
         policies.ESDLLM(), ONE_STEP, None, lossy="rows leave every step but some",
     ),
+    policies.DyLLM: PolicyCase(
+        policies.DyLLM(tau=0.95, full_steps=1, prompt_every=3), policies.DyLLM(full_steps=50),
+        AS_OTHER_CHECKS, policies.DyLLM(full_steps=1), family="dream",
+    ),
     policies.MaskKV: PolicyCase(
         policies.MaskKV(prompt_every=6, response_every=3, budget=4),
         policies.MaskKV(prompt_every=1, response_every=1, budget=4), AS_OTHER_CHECKS, None,

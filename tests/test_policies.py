@@ -30,6 +30,7 @@ FURTHER = {
     checks.alone_as_in_a_batch: (
         p.D2Cache,
         p.DKVGreedy,
+        p.DyLLM,
         p.ESDLLM,
         p.EvictPrompt,
         p.MaskKV,

@@ -111,6 +111,7 @@ SCHEDULED = [
     p.SPACache(prompt_every=6, response_every=3),
     p.WindowDiffusion(window=6, active=2, refresh_every=5), p.SuffixDropout(keep=p.NearAndLast(2)),
     p.SlidingCache(window=2), p.ESDLLM(prompt_every=6, block_every=2, ratios=(1.0,), depths=(0.0,)),
+    p.DyLLM(full_steps=3),
 ]  # fmt: skip
 
 

@@ -26,6 +26,7 @@ DRAWN = {
     "SuffixDropout": dict(keep=dj.policies.NearAndLast(near=2, last=1)),
     "WindowDiffusion": dict(window=6, active=2, refresh_every=5),
     "MAGE": dict(keep=4),
+    "DyLLM": dict(full_steps=4),
     "ESDLLM": dict(prompt_every=8, block_every=4),
 }
 EXAMPLE = """\

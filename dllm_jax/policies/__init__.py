@@ -7,6 +7,7 @@ from dllm_jax.policies.dkv import DKVPD, DKVDecode
 from dllm_jax.policies.dkv_greedy import DKVGreedy
 from dllm_jax.policies.dkv_prefill import DKVPrefill
 from dllm_jax.policies.dllm_cache import DLLMCache
+from dllm_jax.policies.dyllm import DyLLM
 from dllm_jax.policies.elastic import ElasticCache
 from dllm_jax.policies.es_dllm import ESDLLM
 from dllm_jax.policies.evict_prompt import EvictPrompt
@@ -25,10 +26,10 @@ from dllm_jax.policies.window_diffusion import WindowDiffusion
 
 __all__ = [
     "ALL", "BLOCK_CAUSAL", "DKVPD", "ESDLLM", "FOCUS", "MAGE", "D2Cache", "DKVDecode", "DKVGreedy",
-    "DKVPrefill",
-    "DLLMCache", "DelayedCache", "DualCache", "ElasticCache", "EvictPrompt", "Exact", "GaussianDropout",
-    "HeadCosine", "KeyCosine", "MaskKV", "NearAndLast", "Policy", "PrefixCache", "SPACache", "SlidingCache",
-    "SparseDLLM", "SubBlockCache", "SuffixDropout", "UniformDropout", "ValueProxy", "WindowDiffusion",
+    "DKVPrefill", "DLLMCache", "DelayedCache", "DualCache", "DyLLM", "ElasticCache", "EvictPrompt", "Exact",
+    "GaussianDropout", "HeadCosine", "KeyCosine", "MaskKV", "NearAndLast", "Policy", "PrefixCache",
+    "SPACache", "SlidingCache", "SparseDLLM", "SubBlockCache", "SuffixDropout", "UniformDropout",
+    "ValueProxy", "WindowDiffusion",
 ]  # fmt: skip
 
 
@@ -44,6 +45,7 @@ ALL: tuple[Policy, ...] = (
     DKVPD(),
     DLLMCache(),
     SPACache(),
+    DyLLM(),
     SparseDLLM(),
     ESDLLM(),
     MaskKV(),

@@ -222,6 +222,18 @@ def _rolling(policy: RollingEviction, at: Setting, step: Step, index: int) -> St
 
 
 @extra_traffic.register
+def _correcting(policy: p.DyLLM, at: Setting, step: Step, index: int) -> Step:
+    """Stored outputs are read, and scores computed twice: once for values, once for what they change.
+
+    An upper bound: as if all rows were salient. Attention outputs are stored in float32.
+    """
+    rows, length = step.rows, at.layout.length
+    return dataclasses.replace(
+        step, branches=1.5 * rows, moved=length / 2, products=2 * at.score_flops(rows, length)
+    )
+
+
+@extra_traffic.register
 def _skipping(policy: p.ESDLLM, at: Setting, step: Step, index: int) -> Step:
     """Later layers run the rows that go on, where some may leave; the last step decoded as many as each."""
     block, each = at.layout.block, at.layout.block // at.layout.steps_per_block

@@ -64,6 +64,7 @@ POLICIES: dict[type[p.Policy], dict[str, tuple[Any, ...]]] = {
         "k": (1, 4, 50), "sigma": (0.5, 10.0), "p": (0.0, 0.2, 1.0), "inflate": (0, 2),
         "rollout_layers": (None, 1),
     },
+    p.DyLLM: {"tau": (0.0, 0.9, 0.99, 1.0), "full_steps": EVERY, "prompt_every": EVERY},
     p.ESDLLM: {
         "prompt_every": EVERY, "block_every": EVERY, "alpha": (0.0, 0.5, 1.0),
         "compare": ("hidden", "key", "value", "query"),

@@ -111,6 +111,7 @@ def es_dllm(case: Case):
     candidate = np.isfinite(arrays["confidence"])
     score = trace.score[:, 0]
     exactly("candidates", np.isfinite(score), candidate)
+    candidate &= arrays["proposed"] != case.mask_id  # ours is the best other token
     closely("confidence", score, arrays["confidence"], where=candidate)
     exactly("proposed", trace.proposed[:, 0], arrays["proposed"], where=candidate)
     exactly("suppressed", of_steps["delayed"], arrays["suppressed"])

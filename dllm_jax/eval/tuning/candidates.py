@@ -123,6 +123,7 @@ def grid(kind: type[p.Policy], exact: Decoding, prompt: int) -> list[Candidate]:
         p.DLLMCache: [p.DLLMCache(*pair) for pair in pairs],
         p.SPACache: [p.SPACache(*pair) for pair in pairs],
         p.SparseDLLM: [p.SparseDLLM(keep=keep, delay=delay) for keep in (0.5, 0.25, 0.75)],
+        p.DyLLM: [p.DyLLM(tau, max(1, steps // 16)) for tau in (0.99, 0.98)],
         p.ESDLLM: [p.ESDLLM(block, every) for every in (2, 4)],
         p.MaskKV: [p.MaskKV(**masked, budget=budget) for budget in budgets],
         p.ElasticCache: [p.ElasticCache(min(16, window), gamma) for gamma in (0.5, 0.9, 0.98)],

@@ -1,0 +1,133 @@
+"""DyLLM: rows whose attention output has turned are salient, and alone computed anew (arXiv:2603.08026)."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+from typing_extensions import override
+
+from dllm_jax.nn.layer import Layer
+from dllm_jax.nn.mask import require_full_attention
+from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options import TracedFraction, TracedPositiveInt
+from dllm_jax.policies.base import Policy
+from dllm_jax.policies.parts.partial import run_narrowest
+from dllm_jax.policies.parts.salience import EVERY, NARROW, SalienceStore, salient, stored, widths
+from dllm_jax.state.cache import Cache, LayerCache
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.layout import Layout
+from dllm_jax.state.rows import Rows
+
+
+@dataclasses.dataclass(frozen=True)
+class DyLLM(Policy):
+    """Recomputes keys, values and MLP of the rows whose attention output turns, and corrects the others.
+
+    Use it when the response must stay fresh at every step and MLPs limit it: large batches on models without
+    experts.
+
+    After the first steps, which compute everything, a step passes the response through all layers, and every
+    fourth one the prompt too. Queries are new everywhere. A layer renews keys and values of the salient rows,
+    at first those that were just unmasked. Salient rows attend exactly; all others add what the new values
+    change to their stored attention output. Rows whose output then has a cosine below `tau` with the stored
+    one are salient for the MLP and for the next layer; the others add their stored MLP output.
+
+    Memory: Dense keys and values, attention outputs in float32 and MLP outputs, for all positions.
+
+    Limits: Queries, scores and projections run for the whole response. Nothing is computed exactly again
+      after the first steps.
+
+    Equals exact decoding when: full_steps is at least the number of steps. tau=1 is not exact.
+    Differences: On Dream the position before the response is computed while it predicts a mask; the reference
+      lets the first token's own output predict it. Steps are counted per sequence.
+
+    Attributes:
+      tau: Cosine below which a row is salient, in [0, 1]. The README has 0.99 and 0.995 for LLaDA, 0.995 and
+        0.9975 for Dream.
+      full_steps: Number of steps at the beginning that compute everything; 8 in the evaluation, 4 in scripts.
+      prompt_every: Steps between those that pass the prompt through the layers; 4 in the released code.
+    """
+
+    tau: TracedFraction = 0.99
+    full_steps: TracedPositiveInt = 16
+    prompt_every: TracedPositiveInt = 4
+
+    _at_end: ClassVar[bool] = True
+
+    @override
+    def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
+        require_full_attention(spec, type(self).__name__, "corrects rows by what any of them changes")
+        shared = jnp.zeros((batch, layout.length), bool)
+        return Cache(SalienceStore.zeros(spec, layout, batch, dtype), shared)
+
+    def _full(self, canvas: Canvas) -> Bool[Array, "b 1"]:
+        """Whether every row of the coming step is salient."""
+        return (canvas.step < self.full_steps)[:, None]
+
+    @override
+    def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+        """The response and what predicts its masks; the prompt too in the first and every few steps."""
+        number = canvas.step + 1
+        prompt = (number <= self.prompt_every) | (jnp.fmod(number, self.prompt_every) == 0)
+        rows = canvas.response | canvas.predicting_positions(canvas.response & canvas.masked)
+        return rows | prompt[:, None] | self._full(canvas)
+
+    @override
+    def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
+        """The response and, with a shifted head, the position before it."""
+        return (layout.response_inputs(spec.shifted),)
+
+    @property
+    @override
+    def _phases(self) -> tuple[str, ...]:
+        return NARROW, EVERY
+
+    @override
+    def before_layers(self, cache: Cache, canvas: Canvas, rows: Rows) -> Cache:
+        """The first layer's salient rows: those that were just unmasked, or all."""
+        return cache._replace(shared=(canvas.just_decoded | self._full(canvas)) & canvas.valid)
+
+    @override
+    def layer(
+        self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
+    ) -> tuple[Float[Array, "b q m"], LayerCache]:
+        old, full, some = cache.read(), self._full(canvas), rows.take(cache.shared) & rows.real
+        run = lambda marked, body, carry: run_narrowest(
+            marked, widths(rows), rows, body, carry, skips=rows.full or rows.phase == NARROW
+        )
+
+        # Keys and values of the salient rows, and what the new values change; of all other rows nothing.
+        def renew(trip, where, here, pairs):
+            of_trip, part = layer.in_trip(trip).at(here.index), where.take(x)
+            k, v = of_trip.qk(part, here.positions)[1], of_trip.value(part)
+            return where.put(pairs[0], k), where.put(pairs[1], v)
+
+        before = rows.take(old.v)
+        k, v = run(some, renew, (rows.take(old.k), before))
+        change = jnp.pad(v - before, ((0, 0), (rows.start, 0), (0, 0), (0, 0)))
+        cache = stored(cache, rows, k=k, v=v)
+        now, mask = cache.read(), cache.attends(rows, canvas)
+        q = layer.qk(x, rows.positions)[0]
+
+        # Exact attention of the salient rows; the others' is corrected, with new queries and keys.
+        last = rows.take(old.attention)
+        corrected = last + layer.attention(q, now.k, change, mask)[0]
+
+        def attend(trip, where, here, o):
+            exact = layer.attention(where.take(q), now.k, now.v, cache.attends(here, canvas))[0]
+            return where.put(o, exact)
+
+        o = jnp.where(rows.real[..., None, None], run(some, attend, corrected), last)
+        turned = salient(o, last, self.tau, full) & rows.real
+        x = x + layer.out(o.astype(x.dtype))
+
+        # MLP of the rows that turned: the next layer's salient ones.
+        def renew_mlp(trip, where, here, branch):
+            of_trip = layer.in_trip(trip).at(here.index)
+            return where.put(branch, of_trip.mlp(where.take(x)))
+
+        branch = run(turned, renew_mlp, rows.take(old.mlp))
+        cache = stored(cache, rows, attention=o, mlp=branch)
+        shared = rows.where(turned).mask() & canvas.valid
+        return layer.residual(x + branch), cache._replace(shared=shared)
