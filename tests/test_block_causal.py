@@ -198,7 +198,7 @@ def plainly(model: dj.Model, prompt: np.ndarray, length: int, threshold: float) 
     """One pass over everything per step, block by block: the answer, and how many steps it took."""
     size, mask_id = model.spec.block_size, model.spec.mask_id
     count, end, of_response = len(prompt), len(prompt) + length, model.spec.blocks_from == "response"
-    whole = end if of_response else -(-end // size) * size
+    whole = end if of_response or not model.spec.completes_blocks else -(-end // size) * size
     canvas, steps = np.r_[prompt, np.full(whole - count, mask_id)], 0
     for start in range(count if of_response else count // size * size, end, size):
         while (canvas[start : min(start + size, end)] == mask_id).any():
@@ -223,8 +223,9 @@ SURE = samplers.Threshold(0.3)
     (False, True),
     TWO,
     (SURE, samplers.Confidence()),
-    ("sequence", "response"),
+    ("sequence", "response", "sequence, cut short"),
     today=[
+        (False, TWO[0], samplers.Confidence(), "sequence, cut short"),
         (True, TWO[0], SURE, "sequence"),
         (False, TWO[1], samplers.Confidence(), "sequence"),
         (False, TWO[0], SURE, "response"),
@@ -232,7 +233,8 @@ SURE = samplers.Threshold(0.3)
 )
 def test_the_exact_decoder_computes_no_finished_block_again(shifted, lengths, sampler, begin):
     """It decodes as passes over everything do, of prompts whose ends share blocks with the answers or not."""
-    model, length = tiny("sdar", block_size=4, shifted=shifted, blocks_from=begin), 10
+    blocks = dict(blocks_from=begin.partition(",")[0], completes_blocks="cut" not in begin)
+    model, length = tiny("sdar", block_size=4, shifted=shifted, **blocks), 10
     prompt, mask = prompts(model, lengths)
     options, threshold = dict(prompt_mask=mask, sampler=sampler, trace=True), getattr(sampler, "threshold", 2)
     options["widths"] = None if shifted else (4,)

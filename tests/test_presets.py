@@ -17,7 +17,7 @@ from dllm_jax.published.preset import read
 from tests import table
 from tests.policy_cases import KEY
 
-PROMPT = np.arange(64)
+PROMPT = np.arange(128, 192)  # no model's mask
 
 
 @functools.cache
@@ -44,6 +44,9 @@ def model_of(checkpoint: str) -> dj.Model:
         ("llada-moe-7b", 8192, 7_356_880_896, None),
         ("llada2-mini", None, 16_255_643_392, None),
         ("sdar-8b", None, 8_190_735_360, None),  # of Qwen3-8B
+        ("illada-8b", 8192, 7_615_025_152, None),
+        ("stable-diffcoder-8b", 8192, 8_250_462_208, None),
+        ("dream-reasoner-8b", 32768, 8_190_735_360, None),
         ("a2d-qwen3-0.6b", 40960, 596_049_920, None),  # of Qwen3-0.6B
         ("a2d-qwen2.5-coder-0.5b", 32768, 494_032_768, None),  # of Qwen2.5-0.5B
         ("rnd1-30b-a3b", None, 30_532_122_624, None),  # of Qwen3-30B-A3B
@@ -94,7 +97,7 @@ def test_settings_are_those_printed(name):
 
 
 def test_unknown_names_are_refused_with_what_there_is():
-    with pytest.raises(ValueError, match=r"'gpt-2' is not among the presets: .*dream-7b, fast-dllm-v2-7b"):
+    with pytest.raises(ValueError, match=r"'gpt-2' is not among the presets: .*dream-7b, dream-reasoner-8b"):
         presets.model_spec("gpt-2")
     with pytest.raises(ValueError, match=r"task='nope' is not among llada-1.5's: gsm8k"):
         presets.recipe("llada-1.5", "nope")

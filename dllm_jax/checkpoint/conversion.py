@@ -14,7 +14,7 @@ from dllm_jax.checkpoint.hf import open_hf
 from dllm_jax.checkpoint.loading import scale_rope
 from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.sharded import Source
-from dllm_jax.checkpoint.source import locate, progress, stream
+from dllm_jax.checkpoint.source import locate_model, progress, stream
 from dllm_jax.checkpoint.staging import atomic_directory, check_apart
 from dllm_jax.checkpoint.tensors import weight_files
 from dllm_jax.nn.int8 import Weights
@@ -61,7 +61,7 @@ def convert(
       FileNotFoundError: no such source.
       ValueError: see `load`; also if the source is converted already, or contains the destination.
     """
-    found, target = locate(source, revision), local_path("destination", destination)
+    found, target = locate_model(source, revision, family), local_path("destination", destination)
     check_apart(found, target)
     if is_converted(found):
         raise ValueError(

@@ -22,6 +22,7 @@ from dllm_jax.checkpoint.names import (
 )
 from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.table import Unit, units
+from dllm_jax.checkpoint.refused import refuse
 from dllm_jax.checkpoint.signs import signed
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument, shown
@@ -77,6 +78,8 @@ def config_to_spec(config: Config, family: Family | None = None) -> ModelSpec:
         key, by name.
     """
     check_argument("family", family, Family | None, f", such as {EXAMPLE}")
+    if family is None:
+        refuse(config)
     known = FAMILIES.values() if family is None else (family,)
     types = tuple(dict.fromkeys(one.model_type for one in known))
     config.check((Requirement("model_type", types, needed=True),))

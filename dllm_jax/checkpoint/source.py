@@ -17,6 +17,7 @@ from dllm_jax.checkpoint.hf import open_hf
 from dllm_jax.checkpoint.messages import named
 from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.table import Unit
+from dllm_jax.checkpoint.refused import refuse_by_name
 from dllm_jax.checkpoint.sharded import Source, StoredParameter, held, whole
 from dllm_jax.nn.int8 import HostArray, Weights, is_int8
 from dllm_jax.options import check_argument, local_path, shown
@@ -91,6 +92,19 @@ def locate(path: str | os.PathLike[str], revision: str | None = None) -> Path:
     )
 
 
+def locate_model(
+    path: str | os.PathLike[str], revision: str | None = None, family: Family | None = None
+) -> Path:
+    """The directory of a model, as `locate`; one that is known not to be read is not fetched.
+
+    Raises:
+      FileNotFoundError, ValueError: see `locate` and `refuse_by_name`.
+    """
+    if family is None and isinstance(path, str | os.PathLike):
+        refuse_by_name(path)
+    return locate(path, revision)
+
+
 def _fetched(name: str, here: Path, revision: str | None) -> Path:
     """Downloads a checkpoint of the hub; raises FileNotFoundError if that fails."""
     import huggingface_hub  # slow to import, and used by this alone
@@ -115,9 +129,9 @@ def open_checkpoint(
     """Opens a Hugging Face directory, a converted one, or a hub id; reads no weights.
 
     Raises:
-      FileNotFoundError, ValueError: see `locate`, `open_hf` and `open_converted`.
+      FileNotFoundError, ValueError: see `locate_model`, `open_hf` and `open_converted`.
     """
-    found = locate(path, revision)
+    found = locate_model(path, revision, family)
     return open_converted(found, family) if is_converted(found) else open_hf(found, family)
 
 

@@ -17,7 +17,7 @@ import tyro
 from dllm_jax import bundled
 from dllm_jax.checkpoint import load
 from dllm_jax.checkpoint.dtypes import DtypeName
-from dllm_jax.checkpoint.source import locate
+from dllm_jax.checkpoint.source import locate_model
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.command_line import PATHS
 from dllm_jax.decoding import buckets
@@ -164,7 +164,7 @@ class Conversation:
         policy, sampler = expressions.policy(arguments.policy), expressions.sampler(arguments.sampler)
         variables = template_variables("chat_template_args", arguments.chat_template_args)
         is_bundled = arguments.path in bundled.NAMES and arguments.revision is None
-        path = bundled.path(arguments.path) if is_bundled else locate(arguments.path, arguments.revision)
+        path = bundled.path(arguments.path) if is_bundled else locate_model(arguments.path, arguments.revision)
         tokenizer = read_tokenizer(path)
         check_tokenizer(tokenizer)
         model = load(path, dtype=arguments.dtype, weights=arguments.weights)

@@ -174,8 +174,9 @@ def of(content: dict[str, Any], known: dict[str, dict[str, Any]], name: str) -> 
 
 
 def shape_of(model: str) -> ModelSpec:
-    """The shape of a published checkpoint, in which tables are counted: LLaDA-8B's or Dream-7B's."""
-    return presets.model_spec("dream-7b" if model.startswith("dream") else "llada-8b")
+    """The shape of a published checkpoint, in which tables are counted: its own, LLaDA-8B's or Dream-7B's."""
+    own = next((name for name in presets.names("models") if model.startswith(name)), None)
+    return presets.model_spec(own or ("dream-7b" if model.startswith("dream") else "llada-8b"))
 
 
 def _numbers(row: str | None, tasks: list[str], method: str) -> list[float] | list[None]:

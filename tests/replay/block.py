@@ -184,6 +184,10 @@ def illada_var(case: Case):
     s.describes("gen_length", "stop_ids", "tokens_per_step", "forwards", "robustness")
     prompt, tokens, logits = arrays["prompt"], arrays["tokens"], arrays["last_logits"]
     model, last = case.model(), None
+    # In one call: later blocks leave the network's input, and are masks on the canvas.
+    whole = dict(policy=policies.SuffixDropout(policies.Policy(), policies.NearAndLast(0, 0)), block=size)
+    whole |= dict(length=tokens.shape[2] - prompt.shape[1], steps=len(tokens) - 1, sampler=_of_llada(s))
+    exactly("tokens in one call", case.generate(model, **whole).trace.tokens, tokens)
     for begin in range(prompt.shape[1], tokens.shape[2], size):
         canvas, steps = slice(0, begin + size), np.flatnonzero(arrays["rows"][:, 1] == begin + size)
         out = dj.generate(

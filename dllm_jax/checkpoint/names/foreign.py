@@ -77,7 +77,7 @@ IMPLIED: Mapping[str, Implied] = {
 
 
 def foreign(config: Config, spec: ModelSpec, read: set[str]) -> tuple[Requirement, ...]:
-    """What a file's keys must say that its family does not read; null says nothing.
+    """Lists the supported values of the given keys that a family does not read; null says nothing.
 
     Args:
       config: A config.json.

@@ -49,7 +49,7 @@ def run_reproduce(
 
     Args:
       table: Table to reproduce: maskkv/1, maskkv/2, dkv-cache/1 to 4, elastic-cache/1 and 2, sparse-dllm/1
-        and 2 or d2cache/1.
+        and 2, d2cache/1, illada/settings or stable-diffcoder/settings.
       asked: Cells to measure.
       checkpoint: Checkpoint to measure.
       rows_of: Published model whose rows to reproduce, such as llada-1.5. Default: the only one of the

@@ -13,7 +13,7 @@ from dllm_jax import bundled, lora
 from dllm_jax.checkpoint import load
 from dllm_jax.checkpoint.dtypes import DtypeName
 from dllm_jax.checkpoint.files import sha256
-from dllm_jax.checkpoint.source import locate
+from dllm_jax.checkpoint.source import locate, locate_model
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.decoding.chat import chat_ids, template_variables, with_defaults
 from dllm_jax.nn.int8 import Weights
@@ -94,7 +94,7 @@ class Checkpoint(Options):
         is_bundled = self.model in bundled.NAMES and not absolute(Path(self.model)).is_dir()
         if is_bundled and self.revision is None:
             return bundled.path(self.model)
-        return locate(self.model, self.revision)
+        return locate_model(self.model, self.revision)
 
     def open(self) -> LanguageModel:
         """The model and its tokenizer.
