@@ -119,7 +119,9 @@ def test_list_alone_says_which_tables_there_are(evaluate, capsys):
     assert evaluate("reproduce", "--list") == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == tables.names()
-    assert "d2Cache (arXiv:2509.23094), Table 1; llada-8b-instruct" in lines[tables.names().index("d2cache/1")]
+    assert (
+        "d2Cache (arXiv:2509.23094), Table 1; llada-8b-instruct" in lines[tables.names().index("d2cache/1")]
+    )
 
 
 SMALL = """

@@ -3,14 +3,18 @@
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import dllm_jax as dj
+from dllm_jax.checkpoint import convert
 from dllm_jax.checkpoint.config import BlockSizeWarning, Config, read_config, read_model_config
 from dllm_jax.checkpoint.families import FAMILIES, config_to_spec, spec_to_config, spec_to_generation
 from dllm_jax.checkpoint.loading import scale_rope
+from dllm_jax.checkpoint.refused import REFUSED as REFUSED_MODELS
 from dllm_jax.nn.rope import rope_of
 from dllm_jax.nn.spec import RopeScaling
 from tests import llada_v, refuses, table
@@ -107,6 +111,22 @@ def test_a_window_that_is_switched_off_does_not_matter():
 def test_other_architectures(model_type):
     with pytest.raises(ValueError, match=r"model_type=.* is not supported; supported: .llada. or .Dream."):
         spec_of(config(tiny()) | {"model_type": model_type})
+
+
+@pytest.mark.parametrize("model", REFUSED_MODELS, ids=lambda model: model.name)
+def test_published_models_that_are_not_read_say_why_in_one_line(model, tmp_path, monkeypatch):
+    """By the name of a repository or directory before anything is fetched, and by class or model type."""
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **kwargs: pytest.fail("fetched"))
+    sentence = re.escape(f"{model.name} is not supported: {model.reason}. {model.instead}.")
+    for pattern in model.repositories:
+        name = pattern.replace("*", "-8B").upper()
+        refuses(f"org/{re.escape(name)}: {sentence}$", dj.load, f"org/{name}")
+        refuses(sentence, convert, tmp_path / name, tmp_path / "to")
+    for key, values in (("architectures", model.classes), ("model_type", model.model_types)):
+        for value in values:
+            one = value.replace("*", "ForCausalLM")
+            changes = {key: [one] if key == "architectures" else one}
+            refuses(f"config.json: {sentence}$", spec_of, config(tiny()) | changes)
 
 
 RELATIVES = [

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import dllm_jax as dj
 from bench import peer_bonsai
-from bench.pages import speed
+from bench.pages import checkpoints, speed
 from bench.pages.policy import (
     IN_BLOCKS,
     PAPER,
@@ -132,4 +132,5 @@ TABLES = {
     "block-causal": lambda: summary.block_causal(measured(IN_BLOCKS), dj.bundled.BLOCK_CAUSAL),
     "pictures": lambda: summary.pictured(measured("policies_pictures_cpu"), *dj.bundled.PICTURED),
     "names of other libraries": hints.table,
+    "published checkpoints": checkpoints.table,
 }

@@ -1,6 +1,6 @@
 """Published diffusion language models that this library does not read: why, and what to do instead.
 
-docs/models.md has a row with the same sentences for each (tests/test_docs.py).
+docs/models.md has a row with the same words for each (`python -m bench.pages`).
 """
 
 import dataclasses

@@ -164,7 +164,9 @@ class Conversation:
         policy, sampler = expressions.policy(arguments.policy), expressions.sampler(arguments.sampler)
         variables = template_variables("chat_template_args", arguments.chat_template_args)
         is_bundled = arguments.path in bundled.NAMES and arguments.revision is None
-        path = bundled.path(arguments.path) if is_bundled else locate_model(arguments.path, arguments.revision)
+        path = (
+            bundled.path(arguments.path) if is_bundled else locate_model(arguments.path, arguments.revision)
+        )
         tokenizer = read_tokenizer(path)
         check_tokenizer(tokenizer)
         model = load(path, dtype=arguments.dtype, weights=arguments.weights)
