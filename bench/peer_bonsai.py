@@ -1,4 +1,4 @@
-"""Our decoders beside LLaDA of jax-ml/bonsai (Flax NNX): same weights, same device, run in turns.
+"""Our decoders compared with LLaDA of jax-ml/bonsai (Flax NNX): same weights, same device, run in turns.
 
     git clone https://github.com/jax-ml/bonsai CLONE
     taskset -c 0 python -m bench.peer_bonsai --path CLONE --json bench/results/peer_bonsai_cpu.json
@@ -137,7 +137,7 @@ def bonsai(path: Path, model: dj.Model) -> dict[str, Decoder]:
 
 
 def rows(model: dj.Model, theirs: dict[str, Decoder], asked: Run, repeats: int) -> Iterator[runner.Row]:
-    """A row for each of their decoders beside each of ours; all run in turns.
+    """A row for each of their decoders with each of ours; all run in turns.
 
     Raises:
       ValueError: a run of exact decoding has other tokens.

@@ -1,4 +1,4 @@
-"""Where and when something was made: what goes beside results and converted checkpoints."""
+"""Where and when something was made: what goes with results and converted checkpoints."""
 
 import datetime
 import importlib.metadata

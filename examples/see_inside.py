@@ -3,7 +3,7 @@
     python examples/see_inside.py --figures figures
 
 Asks a model that ships with the package for one of several values, looks at keys, values and attention of
-every denoising step, and then puts the residual stream of another prompt's value in the place of this one's,
+every denoising step, and then puts the residual stream of another prompt's value in place of this one's,
 layer by layer. Needs matplotlib for `--figures`.
 """
 

@@ -10,7 +10,7 @@
   elsewhere.
 - evidence, a tuple of `Entry`: the first one that speaks of the call and supports it decides, and XLA's form
   where none does.
-  `dllm_jax.load` puts it in the place of None, and of a choice for each operation, see
+  `dllm_jax.load` puts it in place of None, and of a choice for each operation, see
   `pallas_kernels.evidence`.
 - None: XLA's form.
 

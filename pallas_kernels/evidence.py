@@ -219,7 +219,7 @@ def fault(operation: str, implementation: Implementation, dtype: str) -> str | N
             found = deviation(family, case, implementation)
         except NotImplementedError:
             continue
-        except Exception as error:  # whatever fails here, a backend that a newer jax lacks, would fail later
+        except Exception as error:  # a missing backend, or any other fault, would come later too
             return str(error).strip().partition("\n")[0] or type(error).__name__
         return None if found.right else f"{found.error:.2g} off; rounding explains {found.allowed:.2g}"
     return None

@@ -26,7 +26,7 @@ FAMILIES = KINDS[:2]  # which most tests take
 
 EXHAUSTIVE = hypothesis.settings.get_current_profile_name() == "exhaustive"  # by the option of that name
 
-# In the place of a policy's widths: none is below the canvas, so programs hold the fewest kinds of steps and
+# Instead of a policy's widths: none is below the canvas, so programs hold the fewest kinds of steps and
 # compile in about half the time. For tests of what does not depend on widths; with --exhaustive they run with
 # the policy's own widths.
 WIDE = None if EXHAUSTIVE else (10**6,)

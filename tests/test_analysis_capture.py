@@ -62,7 +62,7 @@ def test_everything_of_every_step_is_what_the_layers_compute(run):
         wanted = by_hand(model, jnp.asarray(tokens[step]), jnp.asarray(valid))
         for name, array in wanted.items():
             ours = getattr(seen, name)[step]
-            axis = 2 if name == "attention" else 1  # of positions, behind those of layers and heads
+            axis = 2 if name == "attention" else 1  # of positions, after those of layers and heads
             for sequence in range(2):
                 pick = lambda a, s=sequence, axis=axis: np.compress(valid[s], a[:, s], axis=axis)
                 np.testing.assert_allclose(pick(ours), pick(array), atol=2e-5, err_msg=name)

@@ -111,7 +111,7 @@ def test_gpus_zero_long_lists_of_pairs_in_a_branch(platform, queries, slots, bra
 
 
 def test_as_many_queries_at_once_as_the_scores_have_room_for():
-    # LLaDA-8B's full steps behind prompts of 4096 and 1024, and its partial steps of two widths.
+    # LLaDA-8B's full steps after prompts of 4096 and 1024, and its partial steps of two widths.
     assert queries_at_once(4352, 1, 32, 4352) == 32
     assert queries_at_once(1280, 1, 32, 1280) == 128
     assert queries_at_once(320, 1, 32, 1280) == 112

@@ -166,7 +166,7 @@ def test_right_answers_and_right_tokens(workload):
     wrong = right[1][:-2] + ("a" if right[1][-2] != "a" else "b") + right[1][-1]
     encode = lambda text: workload.tokenizer.encode(text, add_special_tokens=False)
     stop, length = [workload.model.spec.eot_id], workload.length
-    # One token is wrong; and what stands behind the end does not count.
+    # One token is wrong; and what follows the end does not count.
     rows = [encode(right[0]) + stop, encode(wrong) + stop, [*encode(right[2]), *stop, 7, 8]]
     responses = np.array([row[:length] + [workload.model.spec.eos_id] * (length - len(row)) for row in rows])
     scores = asked.scores(responses)

@@ -246,7 +246,7 @@ def test_the_exact_decoder_computes_no_finished_block_again(shifted, lengths, sa
         np.testing.assert_array_equal(np.asarray(out.tokens)[sequence, -length:], want)
         assert int(out.stats.nfe[sequence]) == steps
         assert int(out.stats.decoded_tokens[sequence]) == length
-        # Behind the first step a block, or two: the finished one with the one after it.
+        # After the first step a block, or two: the finished one with the one after it.
         rows = computed[1:steps, sequence].sum(axis=-1)
         assert rows.max() <= 8
         assert (rows <= 4).any()

@@ -86,7 +86,7 @@ def test_whole_numbers_are_numbers(places):
 
 def test_units_that_changed_places_or_are_too_many(places):
     params = places / "jax" / "params"
-    (params / ".DS_Store").write_text("")  # hidden files beside units do not matter
+    (params / ".DS_Store").write_text("")  # hidden files next to units do not matter
     (params / "layer_003").mkdir()
     refuses(r"holds layer_003, which spec\.json does not describe", dj.load, places / "jax")
     (params / "layer_003").rmdir()

@@ -325,7 +325,7 @@ def test_an_automaton_allows_what_accepted_texts_have_and_no_two_that_contradict
         )
         for i in np.flatnonzero(masked):
             assert {t[i] for t in agree} == set(np.flatnonzero(may[i]))
-        # Whatever is unmasked at once, a text has it; something can always be unmasked.
+        # All that is unmasked at once is of some text; something can always be unmasked.
         at_once = np.flatnonzero(masked & ~waits)
         assert len(at_once) or not masked.any()
         chosen = itertools.product(*(np.flatnonzero(may[i]) for i in at_once))

@@ -243,7 +243,7 @@ def test_costs_are_counted_without_padding():
     assert [entry["computed"] for entry in greedy] == [8, 6, 6, 4 * 3 + 2 * 3]
     assert cost_totals(greedy)["forwards"] == 7 + 5
 
-    # Masks behind a short answer would change it: a longer template decodes other tokens.
+    # Masks after a short answer would change it: a longer template decodes other tokens.
     one = scorer()
     for pair in (((5,), (3, 4)), ((7, 8), (1, 1, 1))):
         prompt, mask = padded_together([pair[0]] * 2, one.lm.model.spec.eos_id, 4)

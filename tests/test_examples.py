@@ -64,7 +64,7 @@ def test_the_example_runs(tmp_path, capsys):
     by_layer = [line.rpartition(": ")[2] for line in lines if line.startswith("with the other")]
     assert len(by_layer) == 5
     assert by_layer[0] == other  # the embeddings are the other prompt's
-    assert by_layer[-1] == one  # behind the last layer, a prompt's position reaches no other
+    assert by_layer[-1] == one  # after the last layer, a prompt's position reaches no other
     assert len(list(tmp_path.glob("*.png"))) == 5
 
 

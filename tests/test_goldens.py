@@ -10,7 +10,7 @@ from tests.replay.compare import Differs, Skipped
 from tests.replay.methods import METHODS, replay
 
 HERE = pathlib.Path(__file__).parent / "goldens"
-FULL = pathlib.Path(__file__).parents[2] / "shared" / "goldens"  # beside a checkout, where it exists
+FULL = pathlib.Path(__file__).parents[2] / "shared" / "goldens"  # next to a checkout, where it exists
 
 # Of all other methods one case of each family runs every day: those that are left go through the same rules
 # with other numbers.

@@ -300,7 +300,7 @@ def test_arrays_outside_of_a_policy_are_refused():
 
     class Attribute(policies.Policy):
         def select(self, cache, canvas):
-            return canvas.tokens == canvas.tokens  # `tokens` is no variable, whatever the module calls so
+            return canvas.tokens == canvas.tokens  # `tokens` is no variable, whoever defines it
 
     message = r"policy: .*Closure.layer reads vector, an array float32\[32\] outside of the class"
     with pytest.raises(ValueError, match=message):

@@ -75,7 +75,7 @@ def operands(shape: Shape, dtype=jnp.float32) -> Operands:
         q[:, 0], q[:, -1], lse[:, :, 0] = np.nan, np.nan, np.nan
         weight[:, 0], weight[:, -1] = 0, 0
     if shape.queries > 2:
-        lse[:, 0, 1] = -np.inf  # a query that saw nothing sends nothing, whatever it may see now
+        lse[:, 0, 1] = -np.inf  # a query that saw nothing sends nothing, though it may see something now
     lse, weight = lse.astype(np.float32), weight.astype(np.float32)
     return Operands(*(None if x is None else jnp.asarray(x) for x in (q, k, v, lse, weight, mask, lengths)))
 

@@ -181,7 +181,7 @@ def test_pefts_files_hold_the_update_of_the_checkpoints_tensors(family, dtype, t
             count += 2
     assert count == len(factors) == 2 * (7 * model.spec.layers + 1)
 
-    # And back, bit for bit, whatever the form of the layers; saved again they are the same file.
+    # And back, bit for bit, in either form of the layers; saved again they are the same file.
     for form in (STACKED, separate):
         back = lora.load(form(cast(tiny(family), dtype)), tmp_path / "adapter")
         assert same(back.params, form(model).params)

@@ -57,7 +57,7 @@ def test_every_policy_of_the_library_is_tested():
 
 # Every day each policy in its own family.
 OWN = {kind: CASES[kind].family if kind in CASES else "llada" for kind in map(type, EVERY)}
-# These attend as LLaDA does: every policy applies, and knows nothing of what stands behind.
+# These attend as LLaDA does: every policy applies, and knows nothing of what follows.
 ALIKE = (*FAMILIES, "llada-moe", "a2d-qwen3", "rnd1")
 
 

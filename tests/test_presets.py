@@ -75,7 +75,7 @@ def test_every_recipe_is_a_request_of_its_model(checkpoint):
 
 
 NAMES = "policy", "sampler", "length", "block", "steps"
-# Recipes are of LLaDA's and Dream's evaluation scripts; settings have their place in the paper behind them:
+# Recipes are of LLaDA's and Dream's evaluation scripts; settings have their place in the paper after them:
 # policy, sampler, length, block and steps, of which - is not said.
 PUBLISHED = table("presets")
 

@@ -1,21 +1,25 @@
-"""Style check of docstrings and reader pages; `python -m tests.test_prose` prints what is wrong."""
+"""Style check of docstrings, comments and reader pages; `python -m tests.test_prose` prints what is wrong."""
 
 import ast
 import re
+import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = "dllm_jax", "pallas_kernels", "convert", "bench", "examples"
 LONGEST = 35  # words of a sentence on a page for readers
-# At most: docstrings and entries that begin wrongly, longer sentences, mean words of all and of one page's
-# sentences, words (with a letter) of README and docs without docs/dev, docs/reference and generated tables.
-BARS = {"headless": 5, "dangling": 10, "long": 0, "mean": 18, "worst": 22, "words": 19_000}
+# At most: docstrings and entries that begin wrongly, lines of comments and docstrings with words to replace,
+# longer sentences, mean words of all and of one page's sentences, words (with a letter) of README and docs without docs/dev, docs/reference and generated tables.
+BARS = {"headless": 5, "dangling": 10, "fillers": 0, "long": 0, "mean": 18, "worst": 22, "words": 19_000}
 TERMS = (
     "continuous batching", "max_new_tokens", "gen_length", "semi-autoregressive", "parallel decoding",
     "KV pairs", "quantization",
 )  # fmt: skip
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 ENTRY = re.compile(r"^ +\*{0,2}\w[\w, *`]*(?: \(.*?\))?: (?:of|as|see)\b", re.MULTILINE)
+# Write: after, next to, compared with, again.
+FILLERS = re.compile(r"\b(behind|beside|anew|lest)\b(?!:)", re.IGNORECASE)
+OF_COMMENTS = re.compile(rf"{FILLERS.pattern}|\b(whatever|in the place of)\b", re.IGNORECASE)
 SECTION = re.compile(r"^( *)(?:Args|Attributes):\n((?:\1 +.*\n|\s*\n)*)", re.MULTILINE)
 
 
@@ -29,6 +33,25 @@ def docstrings() -> list[tuple[str, str]]:
                 if text:
                     line = getattr(node, "lineno", 1)
                     found.append((f"{path.relative_to(ROOT)}:{line}", text))
+    return found
+
+
+def fillers(documented: list[tuple[str, str]]) -> list[str]:
+    """Docstrings, and comments of packages and tests, with words that the style sheet replaces."""
+    found = [
+        f"{place}: {line.strip()}"
+        for place, text in documented
+        for line in text.splitlines()
+        if FILLERS.search(line)
+    ]
+    for path in sorted(path for package in (*PACKAGES, "tests") for path in (ROOT / package).rglob("*.py")):
+        with path.open("rb") as file:
+            comments = [t for t in tokenize.tokenize(file.readline) if t.type == tokenize.COMMENT]
+        found += [
+            f"{path.relative_to(ROOT)}:{c.start[0]}: {c.string}"
+            for c in comments
+            if OF_COMMENTS.search(c.string)
+        ]
     return found
 
 
@@ -93,10 +116,10 @@ def report() -> dict[str, float]:
     for page, (size, _) in counted.items():
         print(f"{page.relative_to(ROOT)!s:45} {size:6} words {means.get(page, 0):5.1f} per sentence")
     documented = docstrings()
-    first, entries = headless(documented), dangling(documented)
-    print(*long, *first, *entries, sep="\n")
+    first, entries, filled = headless(documented), dangling(documented), fillers(documented)
+    print(*long, *first, *entries, *filled, sep="\n")
     lengths = [length for _, found in counted.values() for length in found]
-    found = {"headless": len(first), "dangling": len(entries), "long": len(long)}
+    found = {"headless": len(first), "dangling": len(entries), "fillers": len(filled), "long": len(long)}
     found |= {"mean": sum(lengths) / len(lengths), "worst": max(means.values())}
     found["words"] = sum(size for page, (size, _) in counted.items() if "reference" not in page.parts)
     print(found)

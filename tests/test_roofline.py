@@ -61,7 +61,7 @@ def test_experts_are_read_as_far_as_positions_are_sent_to_them(name, gigabytes, 
     assert few.weights / 1e9 == pytest.approx(one, abs=0.006)
     assert some.weights / 1e9 == pytest.approx(many, abs=0.006)
     assert some == step_cost(model, 8, 0, 0.25, batch=4)
-    # An expert costs what a position is sent through it, whatever is read.
+    # An expert costs what a position is sent through it, also if more is read.
     head = 2 * model.vocab * model.width
     assert some.dense_flops - head == pytest.approx(32 * (few.dense_flops - head))
 
@@ -224,7 +224,7 @@ def test_copies_and_statistics_are_counted():
 
     for policy in (dj.policies.DualCache(), dj.policies.DLLMCache(), dj.policies.DKVPrefill()):
         assert moved(policy) == 0
-    assert moved(dj.policies.SparseDLLM()) == 0  # the block's pairs lie behind what is stored
+    assert moved(dj.policies.SparseDLLM()) == 0  # the block's pairs lie after what is stored
     assert moved(dj.policies.MaskKV(layers=dj.eviction.UniformLayers())) == 2 * 256
     assert moved(dj.policies.ElasticCache()) == 1.5 * 4352
     assert moved(dj.policies.D2Cache()) == 0.5 * 4352

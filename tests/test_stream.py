@@ -122,7 +122,7 @@ def test_embeddings_guidance_ends_and_suffixes_are_as_at_once(policy, capsys):
     assert_same(snapshots[-1].output, out)
     assert_same(dj.generate(model, prompt, progress=True, stop=[[stop]], **options), out)
 
-    # What stands behind the stop was decoded by no step; what was is told once.
+    # What follows the stop was decoded by no step; what was is told once.
     last, final = snapshots[-1], np.asarray(out.trace.tokens)[-1]
     np.testing.assert_array_equal(last.tokens, out.tokens)
     assert np.isnan(last.confidence[last.tokens != final]).all()

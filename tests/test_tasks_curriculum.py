@@ -89,7 +89,7 @@ def test_earlier_stages_are_rehearsed_and_all_by_weight_when_they_are_mastered(r
     assert set(drawn) == {width(2), width(4)}
     assert 0.5 < np.mean([each == width(4) for each in drawn]) < 0.95
 
-    # A model that has learnt some stages begins behind them.
+    # A model that has learnt some stages begins after them.
     source = curriculum(read, rehearsal=0.0, first=1)
     assert set(widths(source, source.begin()["stage"], 10)) == {width(3)}
     assert curriculum(read, first=3).begin()["stage"] == 3

@@ -151,7 +151,7 @@ def test_a_block_is_learnt_between_known_tokens_and_masks(family):
         shown, np.where((after >= length) | np.asarray(drawn.masked), mask_id, answer)
     )
 
-    # The loss is algorithm 2's with the answer in the place of the block: 1/(t * its length).
+    # The loss is algorithm 2's with the answer instead of the block: 1/(t * its length).
     logits = np.asarray(forward(model, drawn.tokens), np.float64)
     total = 0.0
     for row, i in np.argwhere(drawn.masked):

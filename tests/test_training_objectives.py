@@ -259,7 +259,7 @@ def test_grpo_is_the_formula():
     grpo = jax.jit(grpo_loss, static_argnames="kl")
     loss, metrics = grpo(*TOKENS[:2], ONE, counted=counted, reference=TOKENS[2], kl=0.05)
     np.testing.assert_allclose(loss, -total.mean(), rtol=1e-4)
-    # Metrics are means over the tokens that count, whatever answers they are of.
+    # Metrics are means over the tokens that count, of all answers.
     np.testing.assert_allclose(metrics.ratio, ratio[counted].mean(), rtol=1e-5)
     np.testing.assert_allclose(metrics.clipped, (abs(ratio - 1) > 0.2)[counted].mean(), rtol=1e-5)
     np.testing.assert_allclose(metrics.kl, kl[counted].mean(), rtol=1e-5)

@@ -69,7 +69,7 @@ def test_fine_tuning_learns_a_batch_and_leaves_the_model_alone():
     config = TrainConfig(steps=180, learning_rate=1e-2, warmup=5, review_every=20, save_every=20)
     run = train(model, Batches(lambda step: batch), config, progress=False)
     assert run.log[0]["accuracy"] < 0.5
-    # Each entry is of masks drawn anew, and by other sums on other CPUs: the last five together say more.
+    # Each entry is of masks drawn again, and by other sums on other CPUs: the last five together say more.
     assert np.mean([entry["accuracy"] for entry in run.log[-5:]]) > 0.9
     assert (before == model.params["embed"]).all()
 

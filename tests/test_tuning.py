@@ -303,7 +303,7 @@ def test_bytes_are_those_of_the_roofline():
     moved = lambda layout: sum(kind.count * kind.cost.bytes for kind in steps(layout))
     assert cost(DUAL, answered()) == pytest.approx(moved(LAYOUT) / 2)
     assert cost(DUAL, answered(forwards=4)) == pytest.approx(moved(LAYOUT) / 4)  # ended at half of the steps
-    # One step in which the first block is sure, three in the other: four, whatever the schedule.
+    # One step in which the first block is sure, three in the other: four, under any schedule.
     parallel = dataclasses.replace(DUAL, sampler=samplers.Threshold(0.9))
     fewer = dataclasses.replace(LAYOUT, steps=4)
     assert cost(parallel, answered(forwards=4)) == pytest.approx(moved(fewer) / 2)

@@ -39,7 +39,7 @@ def test_a_batch_of_prompts_with_different_images_equals_them_alone(model, proce
     options |= dict(key=KEY, trace=True)
     made = processor.encode(model, [ONE, TWO, TEXT])
     batch = dj.generate(model, made.ids, prompt_mask=made.mask, prompt_embeds=made.embeds, **options)
-    chosen = (0, 2) if not options["sampler"].draws else ()  # with images, behind padding; without
+    chosen = (0, 2) if not options["sampler"].draws else ()  # with images, after padding; without
     for i in chosen:
         one = processor.encode(model, [[ONE, TWO, TEXT][i]])
         alone = dj.generate(model, one.ids, prompt_embeds=one.embeds, **options)
@@ -118,7 +118,7 @@ def test_a_stop_ends_its_sequence_and_no_other(policy, sampler):
     traced, end = np.asarray(ours.trace.tokens)[:, 0, p:], answers.shape[-1]
     np.testing.assert_array_equal(traced[: found + 1], answers[: found + 1, 0])
 
-    # From then on nothing behind the leftmost place is decoded, which may move to the left.
+    # From then on nothing after the leftmost place is decoded, which may move to the left.
     for before, after in itertools.pairwise(traced):
         if end < len(after):
             np.testing.assert_array_equal(after[end:], before[end:])

@@ -172,7 +172,7 @@ def _memory(case: Case, compiled: jax.stages.Compiled) -> dict[str, Any]:
 
 
 def _traffic(case: Case, entry: traffic.Loop, placed: Placed | None) -> dict[str, Any]:
-    """Copies of at least `COPY` bytes, and bytes per step beside the roofline's."""
+    """Copies of at least `COPY` bytes, and bytes per step compared with the roofline's."""
     loops = list(entry.walk())
     found: dict[str, Any] = {"entry_copies": _copies([entry]), "loop_copies": _copies(loops[1:])}
     if placed is None:

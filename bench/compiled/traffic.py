@@ -192,7 +192,7 @@ class _Reader:
         source = body.get(name)
         if source is None or len(source.leaves) != 1 or source.leaves[0].on_chip:
             return name, 0
-        # A fusion reads what its body touches of a parameter, whatever the size of the array.
+        # A fusion reads what its body touches of a parameter, at any size of the array.
         full = source.leaves[0].size
         if i.op in ("fusion", "fusion-start") and i.calls:
             return name, self._read(i.calls, str(k), full)
@@ -263,7 +263,7 @@ class _Reader:
         return [self._update(body, name) for name in (root.args if root.op == "tuple" else [root.name])]
 
     def _update(self, body: dict[str, Instruction], name: str) -> int | None:
-        # Behind bitcasts, and in fusions inside of this one.
+        # Through bitcasts, and in fusions inside of this one.
         i = body.get(name)
         while i is not None and i.op == "bitcast" and i.args:
             i = body.get(i.args[0])

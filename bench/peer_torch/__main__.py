@@ -1,4 +1,4 @@
-"""Our decoders beside torch ones: same weights, same tokens, same device, run in turns.
+"""Our decoders compared with torch ones: same weights, same tokens, same device, run in turns.
 
     taskset -c 0 python -m bench.peer_torch --shape small base --prompt 128 512 --length 32 --block 8
     taskset -c 0 python -m bench.peer_torch --shape sdar-small llada2-small --policy exact --block 4 32

@@ -136,7 +136,7 @@ class SparseDLLM(DualCache):
 
 @dataclasses.dataclass(frozen=True)
 class BlockCausal(Exact):
-    """SDAR's loop: a step computes its block alone, beside stored K/V of earlier ones, which are final.
+    """SDAR's loop: a step computes its block alone, with stored K/V of earlier ones, which are final.
 
     A finished block takes one more forward, which stores its K/V, the last block too. The vocabulary head is
     applied in denoising steps only. With a shifted head (Fast-dLLM v2) what stores a block also predicts the

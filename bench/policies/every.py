@@ -1,4 +1,4 @@
-"""Every setting of every task that bench.policies measured, and the papers' claims beside them.
+"""Every setting of every task that bench.policies measured, and the papers' claims with them.
 
     python -m bench.policies.every bench/results/policies_cpu.json
 

@@ -15,7 +15,7 @@ from bench.policies.workloads import Workload
 from dllm_jax import roofline
 from dllm_jax.policies.in_blocks import for_model
 
-SAVED = 16  # settings until results are written, for which the exact decoders run anew
+SAVED = 16  # settings until results are written, for which the exact decoders run again
 PROGRAMS = 8  # settings until compiled programs are dropped: they use up the process's memory maps
 
 

@@ -1,4 +1,4 @@
-"""The papers' own comparisons, beside what bench.policies measured (docs/background/results.md)."""
+"""The papers' own comparisons, with what bench.policies measured (docs/background/results.md)."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from dllm_jax import samplers as s
 from dllm_jax.eviction import AdaKV, PositionVotes, PromptVotes, SnapKV
 
 HEADS = ("the paper says", "workload", "the one", "the other", "difference, 95 %", "as it says?")
-VERDICTS = ("yes", "within noise", "no", "no difference")  # the last of them: whatever is none of the others
+VERDICTS = ("yes", "within noise", "no", "no difference")  # the last of them: all that is none of the others
 Z = 1.96  # standard errors of a two-sided 95 % interval
 
 

@@ -40,7 +40,7 @@ class Workload:
       wanted: questions with their answers.
       tokenizer: Tokenizer of the questions; for pictures, the processor.
       sha256: Hash of the checkpoint.
-      embeds: inputs in the place of embeddings, float32 [b p m], where the prompt holds images; else None.
+      embeds: inputs in place of embeddings, float32 [b p m], where the prompt holds images; else None.
       beginning: a response is right that begins with the answer.
     """
 

@@ -107,7 +107,7 @@ def captured(
         stream: Stores = {name: empty(name, len(asked.stream)) for name in what if name == "residual"}
         layers: Stores = {name: empty(name, len(asked.layers)) for name in what if name != "residual"}
 
-        # What enters a layer is kept before it runs, what it computes behind it.
+        # What enters a layer is kept before it runs, what it computes afterwards.
         def run(layer: Layer, carry: tuple[Array, Stores, Stores]) -> tuple[Array, Stores, Stores]:
             x, stream, layers = carry
             layer = intervened(layer, asked.interventions, position, asked.taken)

@@ -73,7 +73,7 @@ def _all(model: Model, source: Any) -> tuple[Int[np.ndarray, "t b l"], Int[np.nd
                 "passed as prompt_embeds=, without which its canvases cannot be computed again; "
                 "hidden_states(.., embeds=) takes it"
             )
-        # Behind a sequence's last step its canvas stays: interventions count its own steps.
+        # After a sequence's last step its canvas stays: interventions count its own steps.
         taken = np.pad(np.cumsum(active, axis=0), ((1, 0), (0, 0)))
         return tokens, taken.astype(np.int32)
     if not isinstance(source, jax.Array | np.ndarray) or source.ndim not in (2, 3):
@@ -100,6 +100,6 @@ def _valid(prompt_mask: ArrayLike | None, batch: int, length: int) -> Bool[np.nd
     if mask is None:
         return None
 
-    # The mask is the prompt's; nothing behind it is padding.
+    # The mask is the prompt's; nothing after it is padding.
     known = host.everywhere(mask)
     return np.pad(known, ((0, 0), (0, length - known.shape[1])), constant_values=True)

@@ -129,7 +129,7 @@ def evidence(found: Sequence[Finding], report: str) -> Evidence:
 
 
 def record(entries: Evidence, path: Path):
-    """Writes entries in the place of those that were recorded before, for `pallas_kernels.evidence`."""
+    """Writes entries in place of those that were recorded before, for `pallas_kernels.evidence`."""
     write_json(path, {"jax": jax.__version__, "entries": [dataclasses.asdict(entry) for entry in entries]})
 
 

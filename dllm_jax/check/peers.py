@@ -1,4 +1,4 @@
-"""The authors' steps in torch beside ours, by `bench.peer_torch` of a clone, in a process of its own."""
+"""The authors' steps in torch compared with ours, by a clone's `bench.peer_torch` in its own process."""
 
 import importlib.util
 import json

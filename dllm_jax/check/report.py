@@ -50,7 +50,7 @@ class Report:
         try:
             for found in findings():
                 self.add(part, found, say)
-        except Exception as error:  # whatever it is, it belongs into the report, and the rest goes on
+        except Exception as error:  # any exception belongs into the report, and the rest goes on
             self.add(part, failed("the whole part", error), say)
 
     def add(self, part: str, found: Finding, say: Callable[[str], None]):

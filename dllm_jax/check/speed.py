@@ -1,4 +1,4 @@
-"""Steps and generations of a shape with random weights, beside the roofline at this device's own rates."""
+"""Steps and generations of a shape with random weights, and the roofline at this device's own rates."""
 
 import dataclasses
 import itertools
@@ -134,7 +134,7 @@ def request(model: Model, case: Case, geometry: Geometry) -> Request:
 
 
 def measure(model: Model, case: Case, hardware: Hardware, geometry: Geometry, repeats: int = 5) -> Finding:
-    """Times the steps of a case and its whole generation, beside the prediction.
+    """Times the steps of a case and its whole generation, with the prediction.
 
     Raises:
       MemoryError: by prediction it does not fit.

@@ -19,7 +19,7 @@ QUANTISED = ("quantize_config.json", "quant_config.json", "hf_quant_config.json"
 def files_along(folder: Path) -> tuple[Path, ...]:
     """The files of a checkpoint that hold for a model trained from it: tokenizer, configs, code, licence.
 
-    Its card, its training log and its results do not: they are of the weights beside them.
+    Its card, its training log and its results do not: they are of the weights next to them.
     """
     names = (*JSON, *OTHERS)
     return tuple(

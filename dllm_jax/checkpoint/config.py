@@ -46,7 +46,7 @@ class Config:
     Attributes:
       where: the file, for messages.
       values: the parsed object.
-      generation: the object of the generation_config.json beside it, {} if there is none.
+      generation: the object of the generation_config.json next to it, {} if there is none.
       folder: the directory, whose tokenizer may name what config.json does not; None if there is none.
     """
 
@@ -158,7 +158,7 @@ def read_config(path: Path) -> Config:
 
 
 def read_model_config(folder: Path) -> Config:
-    """Parses the config.json of a checkpoint, and the generation_config.json beside it if there is one.
+    """Parses the config.json of a checkpoint, and the generation_config.json next to it if there is one.
 
     Raises:
       FileNotFoundError: there is no config.json.

@@ -70,7 +70,7 @@ def convert(
         )
     checkpoint = open_hf(found, family)
 
-    # What can be told from the arguments is refused before a directory appears beside the destination.
+    # What can be told from the arguments is refused before a directory appears next to the destination.
     written = choose(dtype, checkpoint.dtypes, str(found), checkpoint.matrices)
     held = choose_weights(weights, None, str(found))
     spec = scale_rope(checkpoint.spec, rope_factor)

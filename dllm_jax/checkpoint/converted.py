@@ -133,7 +133,7 @@ def _check_unit(where: Path, expected: dict[str, Any]):
 
     So units that changed places are noticed, and nothing is allocated for a spec that the files do not fit.
     """
-    # All layers have arrays of the same names and shapes: only the name kept beside them tells them apart.
+    # All layers have arrays of the same names and shapes: only the name kept with them tells them apart.
     if (unit := unit_of(where)) != where.name:
         raise ValueError(f"{where} holds the unit {unit}: directories of units were renamed or exchanged")
     # What keeps the dtype that it was stored in may have any that files hold.
@@ -188,7 +188,7 @@ def write_arrays(path: Path, unit: str, arrays: Mapping[str, tuple[str, np.ndarr
 
     Args:
       path: the directory, which does not exist.
-      unit: its name, which is kept beside them.
+      unit: its name, which is kept with them.
       arrays: Letters of the axes and values of each array, by name.
 
     Raises:

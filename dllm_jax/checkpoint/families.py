@@ -122,7 +122,7 @@ def spec_to_config(
         if original.get("rope_parameters") is not None and layout.rope_key != "rope_parameters":
             values = layout.respelled_rope(values, spec, original.values, bool(differences(spec, before)))
         values |= {key: dtype for key in ("torch_dtype", "dtype") if isinstance(values.get(key), str)}
-    # Written weights are plain, whatever the ones that were read were.
+    # Written weights are plain, also where the ones that were read were not.
     values = {key: value for key, value in values.items() if key not in QUANTISED}
     # What was written is read again: what does not come back cannot be said in this family's keys.
     again = Config(f"a {layout.model_type} config.json", values, generation, original and original.folder)
@@ -133,7 +133,7 @@ def spec_to_config(
 
 
 def fitting(values: dict[str, Any], spec: ModelSpec, before: int) -> dict[str, Any]:
-    """A config.json or generation_config.json that the authors' classes accept beside keys of a changed spec.
+    """A config.json or generation_config.json that the authors' classes accept with keys of a changed spec.
 
     Args:
       values: The file's keys, those of the spec among them.

@@ -2,7 +2,7 @@
 
 A checkpoint may come from anywhere. Its index names files, its entries may be links: nothing outside of the
 directory is opened or copied because of them. The one exception is the cache of the Hugging Face hub, whose
-snapshots are nothing but links into the folder `blobs` beside them:
+snapshots are nothing but links into the folder `blobs` next to them:
 
     models--org--name/snapshots/REVISION/model.safetensors -> ../../blobs/HASH
 """
@@ -110,7 +110,7 @@ def read_object(path: Path) -> dict[str, Any]:
     if size > LARGEST:
         raise ValueError(f"{path} has {size} bytes; a JSON file of a checkpoint has at most {LARGEST}")
     try:
-        # UTF-8 whatever the locale says, with or without the mark that editors on Windows put in front; bytes
+        # UTF-8 in every locale, with or without the mark that editors on Windows put in front; bytes
         # that are none raise ValueError too.
         values = json.loads(file.read_bytes().decode("utf-8-sig"))
     except RecursionError as error:
@@ -124,7 +124,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def check_content(file: Path):
-    """Raises ValueError if a file is a pointer, a page or a model in the place of another file."""
+    """Raises ValueError if a file is a pointer, a page or a model in place of another file."""
     if what := taken_for_another(file):
         raise ValueError(f"{file} {what}")
 
@@ -134,7 +134,7 @@ def auxiliary_files(path: Path) -> tuple[Path, ...]:
 
     They lie at its top, but for the chat templates that transformers keeps in a folder.
     """
-    # These describe the weights beside them, and those of the copy are written anew.
+    # These describe the weights next to them, and those of the copy are written again.
     own = (SPEC, PROVENANCE, INDEX)
     return tuple(
         file
@@ -173,7 +173,7 @@ def described(file: Path) -> dict[str, Any]:
 def written(folder: Path) -> dict[str, dict[str, Any]]:
     """Size and SHA-256 of spec.json and all files of the units, by relative name.
 
-    Hidden files beside units are of no model, and do not count.
+    Hidden files next to units are of no model, and do not count.
     """
     files = [file for file in sorted((folder / PARAMS).rglob("*")) if not file.is_dir()]
     shown = [file for file in files if not file.relative_to(folder).parts[1].startswith(".")]

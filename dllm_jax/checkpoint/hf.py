@@ -63,7 +63,7 @@ class _Tensors:
         return np.dtype(functools.reduce(jnp.promote_types, kinds))
 
     def _experts(self, entry: TensorName, ranges: Ranges) -> np.ndarray:
-        """A part of a parameter that has a tensor per expert: one of them in memory beside the part."""
+        """A part of a parameter that has a tensor per expert: one of them in memory besides the part."""
         of, *rest = ranges
         shape = tuple(part.stop - part.start for part in ranges)
         whole = np.empty(shape, self._dtype(entry, sizes(self.spec)["e"]))

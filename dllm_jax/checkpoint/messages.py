@@ -6,7 +6,7 @@ from pathlib import Path
 LINES = 16  # of the lists of one message, its title aside
 WIDTH = 300  # characters of a line: names of tensors are text that anyone may have written
 POINTER = "is a Git LFS pointer, not the file itself: run `git lfs pull`, or download the file again"
-PAGE = "is an HTML page in the place of the file: download the file itself, such as with `hf download`"
+PAGE = "is an HTML page in place of the file: download the file itself, such as with `hf download`"
 PICKLE = "is a PyTorch file, which is never read: save it as safetensors (`save_pretrained` does)"
 FIRST_BYTES = {
     b"version https://git-lfs": POINTER,

@@ -12,7 +12,7 @@ from dllm_jax.options import absolute
 
 @contextlib.contextmanager
 def atomic_directory(destination: Path, overwrite: bool = False) -> Iterator[Path]:
-    """Yields an empty directory beside `destination` and renames it when the block ends.
+    """Yields an empty directory next to `destination` and renames it when the block ends.
 
     All of it is on the disk before it is renamed (fsync), so that a power cut leaves no empty files. With
     `overwrite` the old directory stays until the new one is complete. Leftovers of a killed run are removed

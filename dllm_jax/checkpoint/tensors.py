@@ -117,7 +117,7 @@ def _header(file: Path) -> dict[str, Tensor]:
 
 
 def _read(file: Path, name: str, ranges: Ranges) -> np.ndarray:
-    # Opened anew for each part: an open file keeps every page read so far mapped, which would count as
+    # Opened again for each part: an open file keeps every page read so far mapped, which would count as
     # the process's memory and grow to the size of the shard.
     with safetensors(file) as opened:
         return opened.get_slice(name)[ranges]

@@ -31,8 +31,8 @@ class Compared(NamedTuple):
       computed: positions fed through the network, summed over forwards.
       seconds: median wall time of the whole batch, compilation excluded.
       speed_up: Speed relative to the first row.
-      compile_seconds: wall time of tracing and compiling, beside the other programs except on GPUs; near 0
-        if the program was cached on disk.
+      compile_seconds: wall time of tracing and compiling, along with the other programs except on GPUs; near
+        0 if the program was cached on disk.
       memory: bytes that the program needs besides arguments and results, as the compiler reports them; -1 if
         it does not.
       output: Output of `generate`.

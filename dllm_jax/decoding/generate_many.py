@@ -41,7 +41,7 @@ OWN = ("slots", "errors", "buckets", "key", "prefix", "progress")
 TURN = 8  # sequences per slot that requests of one program are ahead of older ones of another, at most
 AHEAD = 4  # requests per slot that are read before there is a slot for them
 
-NONE: Any = object()  # in the place of a prompt
+NONE: Any = object()  # instead of a prompt
 Errors = Literal["raise", "return"]
 
 

@@ -122,7 +122,7 @@ def _terms(
     asked = _asked(model, prompt, answer, estimator)
     mesh = current_mesh((model.params, prompt, answer))
 
-    # Sequences are what a mesh splits; of masks they are the second axis, behind draws.
+    # Sequences are what a mesh splits; of masks they are the second axis, after draws.
     axes = jax.tree.map(lambda array: 0, asked)._replace(masks=1)
     arrays, batch = divisible(model, mesh, asked, axes)
     arrays = by_sequence(model, mesh, arrays, axes)

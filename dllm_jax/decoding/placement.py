@@ -33,7 +33,7 @@ from dllm_jax.samplers import RecordedNoise
 from dllm_jax.state import host
 from dllm_jax.state.host import AnyArray
 
-NOT_SPLIT = -1  # in the place of an array's axis of sequences
+NOT_SPLIT = -1  # instead of an array's axis of sequences
 
 
 class Placed(NamedTuple):
@@ -127,7 +127,7 @@ def collect(
 
 
 def with_auto_axes(placed: Placed) -> Placed:
-    """The same with Auto axes in the place of Explicit ones, as pieces of a generation need; nothing moves.
+    """The same with Auto axes in place of Explicit ones, as pieces of a generation need; nothing moves.
 
     What a loop carries has leaves on and off the axis of sequences, and no table of Explicit types.
     """
@@ -183,7 +183,7 @@ def by_sequence(model: Model, mesh: AnyMesh | None, arrays: PyTree, axes: PyTree
     """Arrays of a request on the devices, split by sequence; arguments are those of `divisible`.
 
     Of a described model they are described. Where the program is traced they stay what they are: concrete
-    arrays beside traced ones are constants of the user's program, which splits them itself.
+    arrays among traced ones are constants of the user's program, which splits them itself.
     """
     names = () if mesh is None else model.rules.axes(mesh, "b")
     where = lambda axis: (

@@ -79,7 +79,7 @@ def prepare(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions]
         prompts = ladders.pad(prompts, asked.buckets, model.spec.eos_id)
     width = prompts.ids.shape[1]
 
-    # The canvas: prompts, masks, and what stands behind the response from the start.
+    # The canvas: prompts, masks, and what follows the response from the start.
     suffix = None if asked.suffix is None else _suffix_ids(asked.suffix, batch, model.spec)
     given = 0 if suffix is None else suffix.shape[1]
     block, tail = blocks_of(asked.block, model.spec, given, sampler=asked.sampler)
@@ -262,7 +262,7 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: 
         drafting=asked.drafting,
     )
 
-    # Positions as the user counts them, without what a bucket adds on the left; then moved behind that.
+    # Positions as the user counts them, without what a bucket adds on the left; then moved after that.
     fitting = checked(asked.interventions, spec, batch, layout.length - extra, plan.step_limit)
     if fitting and (sampler.verifies or sampler.verifies_causally or asked.drafting is not None):
         what, by = ("FreeDave", "drafts") if asked.drafting else (type(sampler).__name__, "a shadow block")

@@ -42,7 +42,7 @@ from dllm_jax.state import host
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.host import AnyArray
 
-NOTHING = Cache((), (), None)  # in the place of a cache that is not looked at
+NOTHING = Cache((), (), None)  # instead of a cache that is not looked at
 
 
 class Seen(NamedTuple):

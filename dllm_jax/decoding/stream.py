@@ -129,7 +129,7 @@ def _snapshots(placed: Placed, every: int) -> Generator[Snapshot, None, None]:
         running = bool(host.everywhere(piece.running))
         snapshot = _seen(piece, before, own)
         if not running:
-            # A finished generation takes no more steps: the trace behind the next piece is that of this one.
+            # A finished generation takes no more steps: the trace after the next piece is that of this one.
             with runs_on(run):
                 trace = recorded_steps(state)
             results = on_mesh((piece.tokens, piece.stats, trace, piece.logprobs), placed.mesh)

@@ -22,7 +22,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.options import check_names
 from dllm_jax.samplers import Confidence, Sampler
 
-MASK = "░"  # in the place of a mask
+MASK = "░"  # instead of a mask
 HALF = "\ufffd"  # what a part of a character decodes to
 
 

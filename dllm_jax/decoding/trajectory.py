@@ -159,7 +159,7 @@ def _decoded_at(tokens: Int[Array, "t_plus_1 b l"], steps: Int[Array, ""], mask_
 
 @functools.partial(jax.jit, static_argnames="steps")
 def _most_per_step(at: Int[Array, "b l"], steps: int) -> Int[Array, ""]:
-    # Tokens that no step decoded fall into a bin behind the last step's, which is left out.
+    # Tokens that no step decoded fall into a bin after the last step's, which is left out.
     counts = jax.vmap(lambda own: jnp.bincount(jnp.where(own < 0, steps, own), length=steps + 1))(at)
     return jnp.max(counts[:, :steps], initial=0)
 

@@ -21,7 +21,7 @@ class Compiled(NamedTuple):
     Attributes:
       prompt: prompt positions, a rung of the ladder.
       batch: sequences, or slots.
-      seconds: wall time of tracing and compiling it, maybe beside others; near 0 if it was ready before.
+      seconds: wall time of tracing and compiling it, maybe along with others; near 0 if it was ready before.
       temporary: bytes the program needs besides arguments and results, as the compiler reports them.
     """
 

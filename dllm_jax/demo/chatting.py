@@ -132,7 +132,7 @@ def _typed(console: rich.console.Console) -> Iterator[str]:
 
 
 def _piped() -> Iterator[str]:
-    """Lines of standard input, with lone surrogates in the place of bytes that cannot be decoded."""
+    """Lines of standard input, with lone surrogates in place of bytes that cannot be decoded."""
     if (binary := getattr(sys.stdin, "buffer", None)) is None:
         yield from sys.stdin
         return
@@ -201,7 +201,7 @@ class Conversation:
             causal = reads_causally(self.model.spec, self.options["sampler"])
             prefix = prefill(self.model, prompt, prefix=prefix, causal=causal, buckets=buckets.DEFAULT)
 
-        # The first answer is that of `generate` with this seed; later turns draw anew.
+        # The first answer is that of `generate` with this seed; later turns draw again.
         key = jax.random.key(self.seed) if turn == 0 else jax.random.fold_in(jax.random.key(self.seed), turn)
         start, shown = time.perf_counter(), prompt.shape[1]
         snapshot = None
@@ -251,7 +251,7 @@ class Conversation:
                 picture.append(MASK, style="dim")
             elif known[token].special:
                 picture.append(END, style="dim")
-                text = "dim"  # what stands behind an end is no part of the answer
+                text = "dim"  # what follows an end is no part of the answer
             else:
                 picture.append(harmless(known[token].text), style="bold cyan" if just_decoded else text)
         return picture

@@ -51,7 +51,7 @@ def measure(
     found = compare(model, prompt, runs, prompt_mask=mask, repeats=repeats, **options).rows
     texts = lambda row: decode_answers(model, tokenizer, np.asarray(row.output.tokens[:, prompt.shape[1] :]))
 
-    # Tokens before the end alone: a policy that writes more behind it is not faster.
+    # Tokens before the end alone: a policy that writes more after it is not faster.
     rates = [float(np.sum(row.output.stats.answer_tokens)) / row.seconds for row in found]
     return [
         dict(

@@ -118,7 +118,7 @@ def remaining(canvas: Canvas) -> Bool[Array, "b"]:
 
 
 def slowest(canvas: Canvas) -> Int[Array, ""]:
-    """Where the current block begins of the sequences that are furthest behind; the end without any left."""
+    """Where the current block begins of the sequences that are least advanced; the end without any left."""
     return jnp.min(jnp.where(remaining(canvas), canvas.block_start, canvas.layout.end))
 
 
@@ -170,7 +170,7 @@ def find_stop(canvas: Canvas, stop: tuple[tuple[int, ...], ...], sampler: Sample
     layout, found = canvas.layout, canvas.stop
     open_ended = found == layout.length
     for rank, ids in enumerate(stop):
-        # Where all of its ids stand one behind the other, as far as the response reaches.
+        # Where all of its ids stand one after the other, as far as the response reaches.
         response = canvas.tokens[:, layout.prompt : layout.end]
         if (places := response.shape[1] - len(ids) + 1) < 1:
             continue

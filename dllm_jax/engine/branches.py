@@ -58,12 +58,12 @@ class Branches:
         return array if count == 1 else jnp.concatenate([array] * count, axis=axis)
 
     def embedded(self, params: Params, embeds: Float[Array, "b l m"] | None) -> Float[Array, "b n_w m"]:
-        """Embedded inputs, branch after branch; `embeds` are those in the place of embeddings."""
+        """Embedded inputs, branch after branch; `embeds` are those in place of embeddings."""
         at_rows = None if embeds is None or self.blind else self.each(self.rows.take(embeds), axis=1)
         return embed(params, self.tokens.reshape(len(self.tokens), -1), at_rows)
 
     def split(self, x: Float[Array, "b n_w h d"]) -> Float[Array, "b_n w h d"]:
-        """The branches in the place of sequences."""
+        """The branches in place of sequences."""
         return x.reshape(-1, self.tokens.shape[2], *x.shape[2:])
 
     def joined(
@@ -127,7 +127,7 @@ def place_in_shadow(canvas: Canvas, index: Int[Array, "b c"]) -> Int[Array, "b c
 
 def shadow_block(canvas: Canvas, causal: bool = False) -> Branches:
     """The current block of each sequence, masked, as its one branch."""
-    # Behind the last block, where no sequence is active any more, positions would leave the canvas.
+    # After the last block, where no sequence is active any more, positions would leave the canvas.
     position = canvas.block_start[:, None] + jnp.arange(canvas.layout.block, dtype=jnp.int32)
     position = jnp.minimum(position, canvas.layout.length - 1)
     masks = jnp.full_like(position, canvas.spec.mask_id)[:, None]

@@ -35,5 +35,5 @@ def constrain_logits(
         never = [canvas.spec.mask_id, *[canvas.spec.eos_id] * generation.plan.sampler.logits_eos_inf]
         of_text = jnp.all(jnp.arange(logits.shape[-1])[:, None] != jnp.asarray(never), axis=1)
         waits = ~jnp.any(allowed & of_text, axis=2)
-        allowed |= waits[..., None]  # whatever is proposed there is not decoded
+        allowed |= waits[..., None]  # no proposal there is decoded
     return jnp.where(allowed, logits.astype(jnp.float32), -jnp.inf), waits

@@ -120,7 +120,7 @@ def drafted_width(policy: Policy, spec: ModelSpec, layout: Layout, drafting: Dra
 
 
 def drafting_widths(policy: Policy, spec: ModelSpec, layout: Layout, drafting: Drafting) -> set[int]:
-    """Widths that steps need beside those of a run that drafts nothing."""
+    """Widths that steps need besides those of a run that drafts nothing."""
     widths = {drafted_width(policy, spec, layout, drafting)} if policy.stores(spec) else set()
     if drafting.eager:
         widths |= {max(widths) + spec.block_size}  # with the finished block
@@ -258,7 +258,7 @@ def accept(
 
 
 def by_branch(array: Array, branches: int) -> Array:
-    """An array of all branches [b k ..], from one with a branch in the place of a sequence."""
+    """An array of all branches [b k ..], from one with a branch in place of a sequence."""
     return array.reshape(len(array) // branches, branches, *array.shape[1:])
 
 

@@ -26,7 +26,7 @@ class Generation(NamedTuple):
       model: the model.
       plan: Decisions of the user; its interventions are those of all streams' sequences.
       noise: source of random numbers; None if the sampler draws none.
-      embeds: inputs in the place of embeddings, for all positions of the canvas and all streams; None if
+      embeds: inputs in place of embeddings, for all positions of the canvas and all streams; None if
         there are none.
       rope: rotary tables of all canvas positions.
       allowed: Tokens that positions may be unmasked to; None allows all.

@@ -111,7 +111,7 @@ def run(
 
 def final_tokens(plan: Plan, state: State) -> Int[Array, "b l"]:
     """The tokens of a generation that is finished."""
-    # A sequence that was stopped early has masks behind its end-of-text. Masks that remain for want of finite
+    # A sequence that was stopped early has masks after its end-of-text. Masks that remain for want of finite
     # logits, or of an allowed token, are no answer that has ended.
     tokens, eos_id = state.canvas.tokens, state.canvas.spec.eos_id
     if plan.stop_at_eos:
@@ -226,7 +226,7 @@ def resume(
         confidence = after.record.confidence
         assert confidence is not None, "plan.confidence"
         if after.canvas.stop is not None:
-            # What stands in the place of a stop and behind it was decoded by no step.
+            # No step decoded the tokens at a stop and after it.
             confidence = jnp.where(tokens == after.canvas.tokens, confidence, jnp.inf)
         stats = final_stats(plan, after, tokens)
         logprobs = final_logprobs(after, tokens)

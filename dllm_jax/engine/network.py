@@ -1,4 +1,4 @@
-"""The network of one step: computed positions, and further canvases beside them, through all layers."""
+"""The network of one step: computed positions, and further canvases with them, through all layers."""
 
 import dataclasses
 import functools

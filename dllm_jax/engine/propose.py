@@ -77,7 +77,7 @@ def propose(
     known = ~any_marked(~jnp.isfinite(unconstrained)) & ~jnp.isnan(proposed.score)
     finite = ~any_marked(candidate & ~known)
 
-    # The answer is looked at, whatever it holds; a sampler sees masks, and what it revises.
+    # All of the answer is looked at; a sampler sees masks, and what it revises.
     committed = None
     if (rule := sampler.early_commit) is not None:
         committed = rule.commits(logits, index, canvas) & finite

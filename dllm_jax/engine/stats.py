@@ -187,7 +187,7 @@ class Record(NamedTuple):
         positions = count_marked(canvas.valid) * canvas.passes
         recomputed = (self.computed_tokens + self.widened_tokens) / jnp.maximum(positions, 1)
 
-        # The answer ends before the first end-of-text, also where positions behind it are decoded.
+        # The answer ends before the first end-of-text, also where positions after it are decoded.
         end = first_eos(canvas) if canvas.stop is None else jnp.minimum(first_eos(canvas), canvas.stop)
         decoded = canvas.decoded
         if canvas.layout.end < canvas.layout.length:
@@ -214,7 +214,7 @@ class Record(NamedTuple):
 
 
 def _accepted(canvas: Canvas) -> Int[Array, "b"]:
-    """How many tokens verifications accepted: those behind the prompt that were, but the pass over it."""
+    """How many tokens verifications accepted: those after the prompt that were, but the pass over it."""
     assert canvas.stored is not None, "a causal context"
     return jnp.maximum(canvas.stored - canvas.layout.prompt, 0)
 

@@ -166,7 +166,7 @@ def step(generation: Generation, variant: Variant, state: State) -> State:
     group_state = _only(gather_state(generation, state, group, axes), part[group], plan)
     after = _step(gather_constants(generation, group), variant, group_state, group)
 
-    # What only fills the group is not written back, whatever a policy's layer does to it.
+    # What only fills the group is not written back, even if a policy's layer changes it.
     return write_back(generation, state, after, jnp.where(part[group], group, len(part)), axes)
 
 

@@ -47,7 +47,7 @@ class Trace(NamedTuple):
     causal: Bool[Array, "t b"] | None = None
 
 
-# A row holds, one behind the other: tokens [l], proposed tokens with two flags in their lowest bits [l], the
+# A row holds, one after the other: tokens [l], proposed tokens with two flags in their lowest bits [l], the
 # bits of the scores [l], and of each layer whether it was widened, with the flag that the step was taken [n].
 # With a causal context that flag has one of its own. The sequences are those of the whole batch, of which a
 # step may take a group.

@@ -102,7 +102,7 @@ def verify(
     plan, canvases, k = generation.plan, drafts.canvases, drafts.real.shape[1]
     (b, q), w, length = rows.index.shape, of_branches.index.shape[1], rows.length
 
-    # All branches in rows of one width, in the place of sequences.
+    # All branches in rows of one width, instead of sequences.
     index = jnp.pad(of_branches.index, ((0, 0), (0, q - w)), constant_values=length)
     index = jnp.concatenate([rows.index, *[index] * (k - 1)], axis=1).reshape(b * k, q)
     later = jnp.pad(hidden[:, q:].reshape(b, k - 1, w, -1), ((0, 0), (0, 0), (0, q - w), (0, 0)))

@@ -42,7 +42,7 @@ class PairStore(NamedTuple):
 
     def slots(self, layer: LayerIndex, width: int) -> tuple[Int[Array, "b k w"], Bool[Array, "b k w"]]:
         """Slots of a layer's heads, padded to a static width, and which are real."""
-        # Padding has the first index behind the store: writes drop it, reads must clip it.
+        # Padding has the first index after the store: writes drop it, reads must clip it.
         order, runs = jnp.arange(width), of_layer(self.runs, layer)
         real = order < runs[..., 1:]
         return jnp.where(real, runs[..., :1] + order, self.k.shape[1]), real

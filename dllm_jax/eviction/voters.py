@@ -194,7 +194,7 @@ def evidence(
     to_masks = jnp.sum(jnp.where(masked[:, None, p:], from_masks[..., p:], 0.0), axis=-1)
     preference = to_prompt / jnp.maximum(to_prompt + to_masks, 1e-30)
 
-    # Padding ranks last, whatever it received.
+    # Padding ranks last, also if it received attention.
     given = from_masks if type(voter) is MaskVotes else received(voters)
     votes = voter.score(given[..., :p], canvas)
     return Evidence(jnp.where(canvas.prompt[:, None, :p], votes, -jnp.inf), preference)

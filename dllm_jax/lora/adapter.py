@@ -101,7 +101,7 @@ def attach_factors(model: Model, lora: LoRA, factors: Callable[[str, int | None]
 
     if model.spec.experts is not None and (of_mlp := [name for name in lora.matrices if name in DENSE]):
         raise ValueError(
-            f"matrices={', '.join(of_mlp)}: the model's layers have experts in the place of an MLP, and "
+            f"matrices={', '.join(of_mlp)}: the model's layers have experts in place of an MLP, and "
             "experts take no updates; expected some of q, k, v, o, head"
         )
 
@@ -222,7 +222,7 @@ def _adapters(model: Model) -> list[LowRankMatrix]:
 
 
 def _replaced(model: Model, of: Callable[[str, LowRankMatrix], Any]) -> Model:
-    """The model with something else in the place of each matrix that has an update."""
+    """The model with something else in place of each matrix that has an update."""
 
     def one(path: tuple[Any, ...], leaf: Any) -> Any:
         return of(path[-1].key, leaf) if is_low_rank(leaf) else leaf

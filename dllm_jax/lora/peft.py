@@ -216,7 +216,7 @@ def _read(file: Path, config: Config) -> dict[str, np.ndarray]:
     """
     with safetensors(file) as opened:
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
-    # What PEFT calls an adapter, "default", stands behind the factor while it is part of a model.
+    # What PEFT calls an adapter, "default", follows the factor while it is part of a model.
     bare = {name: re.sub(WRAPPERS, "", name).removeprefix(PREFIX) for name in tensors}
     split = {name: re.fullmatch(r"(.*\.lora_[AB])\.([^.]+)\.weight", bare[name]) for name in tensors}
     if len(adapters := {match[2] for match in split.values() if match}) > 1:

@@ -28,7 +28,7 @@ PIECE = 2**24  # scalars that are float32 at once while a matrix is quantised
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Int8Matrix:
-    """A matrix in int8, in the place of an array in the parameters.
+    """A matrix in int8, in place of an array in the parameters.
 
     Besides arrays of devices or of the host, it may hold what describes them: shapes, axes, shardings.
 
@@ -75,7 +75,7 @@ def axes_of(leaf: str, weights: Weights | None) -> Any:
     if weights is None or leaf not in OUTPUTS:
         return axes
     # w = values * scale holds per output, so x w = (x values) scale: the scale is applied once to the
-    # product, behind the sum over inputs, and never to the matrix.
+    # product, after the sum over inputs, and never to the matrix.
     return Int8Matrix(axes, "n" * axes.startswith("n") + OUTPUTS[leaf])
 
 

@@ -67,7 +67,7 @@ class Intervention:
         steps: Indices | None = None,
         heads: Indices | None = None,
     ) -> "Intervention":
-        """Puts a value in the place of what was computed.
+        """Puts a value in place of what was computed.
 
         Args:
           place: Name of the place in the network (`Intervention`).
@@ -109,7 +109,7 @@ class Intervention:
         steps: Indices | None = None,
         heads: Indices | None = None,
     ) -> "Intervention":
-        """Puts zeros in the place of what was computed (zero ablation); arguments, errors as of `patch`."""
+        """Puts zeros in place of what was computed (zero ablation); arguments, errors as of `patch`."""
         return _made(place, 0.0, np.zeros((), np.float32), layers, positions, steps, heads)
 
     def __call__(
@@ -169,7 +169,7 @@ class Intervention:
         Raises:
           ValueError: what does not fit, by name, and what would.
         """
-        # The stream has one place more than there are layers: behind the last one, before the final norm.
+        # The stream has one place more than there are layers: after the last one, before the final norm.
         end = spec.layers + (self.place == "residual")
         if self.layers is not None:
             distinct("layers", self.layers)

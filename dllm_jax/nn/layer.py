@@ -98,7 +98,7 @@ class Layer:
           v: Values.
           mask: True where a query may attend; None means everywhere.
           lookahead: Bound on the mask: query i attends to no key from i + lookahead on. A thousand queries
-            and more are then computed in segments, which do not read the keys behind them. None: no bound.
+            and more are then computed in segments, which do not read the keys after them. None: no bound.
           reads_lse: Whether the caller reads the log-sum-exp of many queries, which cuDNN does not return.
         """
         operation = ATTENTION_AND_LSE if reads_lse else ATTENTION
@@ -236,7 +236,7 @@ def embed(
 
     Args:
       params: the model's.
-      tokens: ids; where they are negative, the row of `embeds` stands in the place of an embedding.
+      tokens: ids; where they are negative, the row of `embeds` stands in place of an embedding.
       embeds: Inputs in any float dtype; None if there are no such positions.
     """
     # A negative id reads some row counted from the end of the table: it is computed, and not chosen.

@@ -1,4 +1,4 @@
-"""Matrices with a low-rank update beside them, W + (alpha / rank) A B (LoRA, arXiv:2106.09685, 4.1)."""
+"""Matrices with a low-rank update, W + (alpha / rank) A B (LoRA, arXiv:2106.09685, 4.1)."""
 
 import dataclasses
 from typing import Any
@@ -13,7 +13,7 @@ from dllm_jax.nn.sharding import AXES, OUTPUTS
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LowRankMatrix:
-    """A matrix and its update, in the place of an array in the parameters; products add the update's.
+    """A matrix and its update, in place of an array in the parameters; products add the update's.
 
     The letters are those of the matrix in `dllm_jax.nn.sharding.AXES`: of q [m h d] with rank r, `a` is [m r]
     and `b` [r h d]. Stacked layers have their leading axis in all three. Besides arrays it may hold what

@@ -46,7 +46,7 @@ def block_causal(
     """The mask without keys of blocks after the query's; the mask itself where every position sees all.
 
     With blocks of B positions the query at i attends to the key at j iff floor(j / B) <= floor(i / B), both
-    counted from the first position that is not padding: a prompt's beginning is at 0 whatever stands beside
+    counted from the first position that is not padding: a prompt's beginning is at 0 whatever stands next to
     it (SDAR, arXiv:2510.06303; Fast-dLLM v2, arXiv:2509.26328; LLaDA2, arXiv:2512.15745). Or both are counted
     from where the response begins (`ModelSpec.blocks_from`).
 

@@ -210,7 +210,7 @@ def _over_mesh(
         if out is None:
             return function(*args)
         if abstract.explicit_axes:
-            # Array by array: JAX would rebuild arguments with types of arrays in the place of arrays, which
+            # Array by array: JAX would rebuild arguments with types of arrays instead of arrays, which
             # no class of ours has to accept.
             leaves, structure = jax.tree.flatten(args)
             flat = lambda *leaves: function(*structure.unflatten(leaves))

@@ -144,7 +144,7 @@ def _experts(
     tokens = x.reshape(-1, x.shape[-1])
     chosen, weight = route(weights, tokens, spec)
     matrices = [weights[f"expert_{name}"] for name in ("gate", "up", "down")]
-    if first is not None:  # experts of other devices come behind all of this one's
+    if first is not None:  # experts of other devices come after all of this one's
         count = matrices[0].shape[0]
         chosen = jnp.where((chosen >= first) & (chosen < first + count), chosen - first, count)
     values = [matrix.values if isinstance(matrix, Int8Matrix) else matrix for matrix in matrices]

@@ -136,7 +136,7 @@ def full_pass(
 
 
 def check_embeds(embeds: Any, shape: tuple[int, ...], name: str):
-    """Raises ValueError if inputs in the place of embeddings are no floats of this shape."""
+    """Raises ValueError if inputs in place of embeddings are no floats of this shape."""
     known = isinstance(embeds, jax.Array | np.ndarray) and jnp.issubdtype(embeds.dtype, jnp.floating)
     if not known or embeds.shape != shape:
         given = f"of dtype {embeds.dtype} and shape {embeds.shape}" if hasattr(embeds, "shape") else ""

@@ -19,7 +19,7 @@ class LayerParameters(nnx.Module):
 
     Kernels are stored input-first, with heads apart: q [m h d], k and v [m k d], o [h d m],
     gate and up [m f], down [f m]; norms [m]; with `qkv_bias` also q_bias [h d], k_bias and v_bias [k d], with
-    `qk_norm` q_norm and k_norm [d]. In the place of the MLP a layer of experts has the router [m e], its
+    `qk_norm` q_norm and k_norm [d]. In place of the MLP a layer of experts has the router [m e], its
     router_bias [e] in float32, expert_gate and expert_up [e m i], expert_down [e i m], and the shared
     expert's shared_gate and shared_up [m j], shared_down [j m].
     """

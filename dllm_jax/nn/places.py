@@ -36,7 +36,7 @@ def indices(name: str, value: Any, ndim: int = 1) -> Int[np.ndarray, "..."] | In
         array = value if isinstance(value, Tracer) else np.asarray(value)
     except ValueError as error:
         raise ValueError(rule) from error
-    # Booleans are no integers here: a mask in the place of indices would choose layers 0 and 1.
+    # Booleans are no integers here: a mask instead of indices would choose layers 0 and 1.
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim > ndim or not array.size:
         raise ValueError(rule)
     if isinstance(array, jax.Array):

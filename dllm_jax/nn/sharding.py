@@ -29,7 +29,7 @@ AXES: dict[str, str] = {
     "gate": "nmf",
     "up": "nmf",
     "down": "nfm",
-    # Of layers with experts, in the place of the three above.
+    # Of layers with experts, instead of the three above.
     "router": "nme",
     "router_bias": "ne",
     "expert_gate": "nemi",

@@ -75,13 +75,13 @@ class VisionSpec(Options):
 @accepts_old_names
 @dataclasses.dataclass(frozen=True)
 class ExpertSpec(Options):
-    """Static description of a mixture of experts, which stands in the place of a layer's MLP; hashable.
+    """Static description of a mixture of experts, which stands in place of a layer's MLP; hashable.
 
     Attributes:
       count: experts `e` of a layer.
       per_token: experts `c` that each token is sent to.
       mlp_width: width of an expert, a gated MLP `i`.
-      shared: width of the gated MLP that every token goes through beside its experts `j`; 0 if there is none.
+      shared: width of the gated MLP that every token takes besides its experts `j`; 0 if there is none.
       dense: layers that have an MLP of `ModelSpec.mlp_width` instead.
       sigmoid: a token's scores of experts are sigmoids (LLaDA2) rather than a softmax over all experts.
       renormalised: the weights of a token's experts are divided by their sum.
@@ -181,17 +181,17 @@ class ModelSpec(Options):
       rope_in_f32: rotate in float32 (LLaDA) or in the activation dtype (Dream).
       pad_rows_attend: queries at padding attend to real keys (LLaDA masks keys only) or to nothing
         (Dream takes the outer product of the padding mask with itself).
-      vision: the tower whose features stand in prompts in the place of images (LLaDA-V), None of text models.
+      vision: the tower whose features stand in prompts in place of images (LLaDA-V), None of text models.
       positions: canvas positions that the model was made for, its checkpoint's `max_sequence_length` (LLaDA)
         or `max_position_embeddings`; NTK scaling multiplies it. None if the checkpoint does not say.
       qk_norm: queries and keys of each head are normed (RMSNorm) before they are rotated.
       rope_width: Number of rotated dimensions at the beginning of a head; None for all.
       block_size: positions of a block of block-causal attention (`dllm_jax.nn.mask`); 0 where every position
         attends to every other.
-      experts: the mixture of experts in the place of MLPs, None where all layers have an MLP of `mlp_width`.
+      experts: the mixture of experts in place of MLPs, None where all layers have an MLP of `mlp_width`.
       rope_scaling: scaling of the rotary frequencies for longer contexts, None if there is none.
-      stop_ids: token ids beside `eos_id` that end a response, as a list at `eos_token_id` names them; None if
-        there are no others.
+      stop_ids: token ids besides `eos_id` that end a response, as a list at `eos_token_id` names them; None
+        if there are no others.
       blocks_from: Origin of blocks of `block_size`: "sequence", its first position that is not
         padding, or "response", the first position after the prompt, so that a prompt's first block may be
         shorter.
@@ -313,5 +313,5 @@ class ModelSpec(Options):
         return self.experts is not None and bool(self.experts.dense)
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer has experts in the place of its MLP."""
+        """Whether a layer has experts in place of its MLP."""
         return self.experts is not None and layer not in self.experts.dense

@@ -30,7 +30,7 @@ class NoneMeans:
     meaning: str
 
 
-# Whole numbers end up in int32 arrays. Another value of a traced number compiles nothing anew.
+# Whole numbers end up in int32 arrays. Another value of a traced number compiles nothing again.
 PositiveInt = Annotated[int, Ge(1), Int32()]
 NonNegativeInt = Annotated[int, Ge(0), Int32()]
 PositiveFloat = Annotated[float, Gt(0)]

@@ -88,7 +88,7 @@ def joined(cls: type[Options], static: Static, children: Iterable[Any]) -> Optio
     """The options that `split` took apart, with other numbers; no field is checked."""
     names, rest = static
 
-    # Around `__post_init__`: JAX puts tracers, shapes and labels in the place of numbers.
+    # Around `__post_init__`: JAX puts tracers, shapes and labels instead of numbers.
     options = object.__new__(cls)
     for name, value in (*zip(names, children, strict=True), *rest):
         object.__setattr__(options, name, value)

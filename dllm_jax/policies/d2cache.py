@@ -109,7 +109,7 @@ class D2Cache(Policy):
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
-        """An eighth of the canvas; and a quarter beside the default masks of M*, at most a half.
+        """An eighth of the canvas; and a quarter besides the default masks of M*, at most a half.
 
         Narrower steps of a large model wait for the weights anyhow.
         """

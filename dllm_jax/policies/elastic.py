@@ -194,7 +194,7 @@ class ElasticCache(Policy):
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
         """Four windows, which usually hold the tracked tokens too; else halvings of the canvas.
 
-        None of a small model: a layer that computes the selection alone is one more to compile, beside that
+        None of a small model: a layer that computes the selection alone is one more to compile, besides that
         which computes all positions after drift, and saves little.
         """
         if layout.compiles_longer_than_it_runs(spec):

@@ -101,7 +101,7 @@ class ESDLLM(Policy):
         return (many | self._whole(canvas)[:, 0]).astype(jnp.int32)
 
     def _ratios(self, spec: ModelSpec) -> dict[int, float]:
-        """The proportions by exit: before the layer where one falls, behind it if its output is compared."""
+        """The proportions by exit: before the layer where one falls, after it if its output is compared."""
         of = skipping.proportions(self.ratios, self.depths, spec.layers)
         falls = [i for i in range(spec.layers) if of[i] != (of[i - 1] if i else 1)]
         return {i + (self.compare == "hidden"): of[i] for i in falls}

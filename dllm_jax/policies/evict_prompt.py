@@ -110,7 +110,7 @@ class EvictPrompt(PromptEviction):
             )
 
     def dense_positions(self, spec: ModelSpec, layout: Layout) -> int:
-        """Positions that are stored densely, the last ones: the response and inputs beside it."""
+        """Positions that are stored densely, the last ones: the response and inputs next to it."""
         if not spec.block_size:
             return layout.response_inputs(spec.shifted)
         # A prompt's end may begin the first block that is decoded.

@@ -141,7 +141,7 @@ class SparseDLLM(Policy):
           canvas: state before the step.
           slots: positions of the list, at least as many as are stored.
         """
-        # What is stored whatever its importance comes before all others.
+        # Pairs that are stored at any importance come before all others.
         score = jnp.where(self.always_stored(canvas), jnp.inf, self.importance(q, k, canvas))
         return layer.topk_evict(score[:, None], self._filled(canvas)[:, None], slots)
 
@@ -159,12 +159,12 @@ class SparseDLLM(Policy):
         self, layer: Layer, cache: LayerCache, q: Float[Array, "b l h d"], new: KV, canvas: Canvas
     ) -> LayerCache:
         """Writes the retained pairs in ascending order from slot 0 on, where the step fills the cache."""
-        # Retained pairs are packed to the left; slots behind them hold anything and are never read.
+        # Retained pairs are packed to the left; slots after them hold anything and are never read.
         slots = cache.read().k.shape[1]
         index = self.retained(layer, q, new.k, canvas, slots)
         pairs = KV(*layer.sparse_gather(new.k, new.v, index))
 
-        # A sequence that has finished the block keeps its pairs, whatever step it stopped at.
+        # A sequence that has finished the block keeps its pairs, at whichever step it stopped.
         fills = self._fills(canvas)
         of_layer = marked(index, canvas.layout.length) & fills[:, None]
         return cache._replace(shared=cache.shared | of_layer).replace(fills, pairs)

@@ -92,7 +92,7 @@ def parse(text: str, name: str) -> Mapping[str, Preset]:
     for setting in content["settings"]:
         shared = {k: v for k, v in setting.items() if k not in ("checkpoints", "tasks")}
 
-        # A setting's own tasks stand in the place of the file's, which its other settings share.
+        # A setting's own tasks replace the file's, which its other settings share.
         tasks = setting.get("tasks", content.get("tasks", {}))
         for task, own in tasks.items():
             preset = _preset(content["paper"], shared | own, f"{name}, {task}")

@@ -141,6 +141,6 @@ def _simulate(policy: Policy, spec: ModelSpec, layout: Layout, prompt: Int[Array
         after = write(canvas, chosen, jnp.full_like(canvas.tokens, word))
         return after, jnp.sum(selected & canvas.active[:, None])
 
-    # A causal pass decodes one token, whatever the schedule wants: a block may take a step more.
+    # A causal pass decodes one token, also if the schedule wants more: a block may take a step more.
     most = layout.scheduled_steps + layout.blocks * spec.causal_context
     return jax.lax.scan(step, start, length=most)[1]

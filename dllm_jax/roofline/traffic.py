@@ -243,7 +243,7 @@ def _skipping(policy: p.ESDLLM, at: Setting, step: Step, index: int) -> Step:
     ratios = skipping.proportions(policy.ratios, policy.depths, at.spec.layers)
     runs = [max(int(ratio * step.rows), min(each + 2, block)) for ratio in ratios]
 
-    # The layer before a proportion falls still runs the rows that leave behind it.
+    # The layer before a proportion falls still runs the rows that leave after it.
     late = policy.compare == "hidden"
     runs = [step.rows, *runs[:-1]] if late else runs
     rows = sum(min(now, step.rows) for now in runs) / at.spec.layers

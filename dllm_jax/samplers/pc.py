@@ -101,7 +101,7 @@ class TokenFrequencies(Arrays):
 
     @classmethod
     def tree_unflatten(cls, _, leaves):
-        """A table around anything that JAX puts in the place of its numbers; nothing is checked."""
+        """A table around anything that JAX puts in place of its numbers; nothing is checked."""
         made = object.__new__(cls)
         (made.values,) = leaves
         return made

@@ -110,7 +110,7 @@ class Automaton(Arrays):
 
     @classmethod
     def tree_unflatten(cls, _, leaves):
-        """An automaton around anything that JAX puts in the place of its arrays; nothing is checked."""
+        """An automaton around anything that JAX puts in place of its arrays; nothing is checked."""
         made = object.__new__(cls)
         made.following, made.kinds, made.accepting = leaves
         made.source = ""  # another text is no other program

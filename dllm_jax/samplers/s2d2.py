@@ -127,7 +127,7 @@ class S2D2(UntilDone):
 
     @override
     def read_as(self, canvas: Canvas, memory: Draft) -> Canvas:
-        """The canvas, with the draft in the place of masks where it is verified, and attending causally."""
+        """The canvas, with the draft in place of masks where it is verified, and attending causally."""
         verified, masks = memory.verifying[:, None], canvas.masked
         known = jnp.zeros_like(canvas.step)
         if self.causal_storage:

@@ -30,7 +30,7 @@ def rounded_schedule(canvas: Canvas) -> Int[Array, "b"]:
     Steps that would decode none are left out. The reference implementation rounds what float32 makes of the
     quotient, so that a half may go either way there.
     """
-    # m / s rounds to 0 until s < 2m: such steps are skipped, and each step behind one decodes one token. So
+    # m / s rounds to 0 until s < 2m: such steps are skipped, and each step after one decodes one token. So
     # what is left says how many were skipped, and nothing is remembered.
     masks = jnp.sum(canvas.eligible, axis=1, dtype=jnp.int32)
     steps = canvas.layout.steps_per_block - canvas.schedule_step
@@ -75,7 +75,7 @@ def dream_fractions(steps: int, eps: float) -> np.ndarray:
     times = dream_times(steps, eps)
     fractions = np.float32(1) - times[1:] / times[:-1]
 
-    # The last step decodes whatever is left.
+    # The last step decodes all that is left.
     fractions[-1] = 1
     return fractions
 

@@ -182,7 +182,7 @@ class LayerCache(NamedTuple):
 
     def into(self, cache: Cache, layer: LayerIndex) -> Cache:
         """Returns the cache with a layer's changes to its view."""
-        # The set that is read is the step's, not the cache's: it stays behind with the view.
+        # The set that is read is the step's, not the cache's: it stays with the view.
         layers = self.storage.into(cache.layers, layer)
         return cache._replace(layers=layers, shared=self.shared, no_output=self.no_output)
 
@@ -273,7 +273,7 @@ class LayerCache(NamedTuple):
           scattered: Whether single slots are written (`KV.zeros`).
         """
 
-        # Keys and values keep one order of axes in memory, whatever loop writes them.
+        # Keys and values keep one order of axes in memory in every loop.
         def write(array: Array, new: Array) -> Array:
             new, storage = new.astype(array.dtype), self.storage
             written = storage.put_last(array, new) if rows is None else storage.put(array, rows, new, ahead)

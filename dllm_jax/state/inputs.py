@@ -22,7 +22,7 @@ from dllm_jax.state.host import AnyArray
 
 Ids = ArrayLike | Sequence[int] | Sequence[Sequence[int]] | Sequence[AnyArray]  # Int[b p], Int[p], or lists
 Embeds = Float[AnyArray, "..."]  # Float[b p m], or of one sequence Float[p m]
-EMBEDS_PLACEHOLDER = -1  # in the place of a token id: the input is a row of `prompt_embeds`
+EMBEDS_PLACEHOLDER = -1  # instead of a token id: the input is a row of `prompt_embeds`
 HINTS = {
     EMBEDS_PLACEHOLDER: "; -1 is for inputs of prompt_embeds=, or images= of a Batch",
     -100: "; -100 marks answer tokens that training leaves out. Leave out padding of a prompt by prompt_mask",
@@ -45,7 +45,7 @@ class Prompts(NamedTuple):
 
 
 def prompts(prompt: Ids, mask: ArrayLike | None, embeds: Embeds | None, spec: ModelSpec) -> Prompts:
-    """The prompts of `generate`: padded, checked, and with the inputs that stand in the place of embeddings.
+    """The prompts of `generate`: padded, checked, and with the inputs that stand in place of embeddings.
 
     A prompt without tokens is one of padding alone, as a batch may hold: its response attends to itself.
 
@@ -101,7 +101,7 @@ def padded_ids(
       int32 ids, and False at padding; None if nothing is padded.
 
     Raises:
-      ValueError: no such ids or mask, sequences without tokens, or a mask beside sequences of different
+      ValueError: no such ids or mask, sequences without tokens, or a mask with sequences of different
         lengths.
     """
     tokens, mask = _encoded(tokens, mask, name)
@@ -188,7 +188,7 @@ def token_ids(tokens: Ids, spec: ModelSpec | None, name: str, least: int = 0) ->
       tokens: Token ids of the user.
       spec: the model; None where it is not known.
       name: Name of the argument.
-      least: smallest value that is allowed, `EMBEDS_PLACEHOLDER` where inputs may stand in the place of ids.
+      least: smallest value that is allowed, `EMBEDS_PLACEHOLDER` where inputs may stand in place of ids.
 
     Raises:
       ValueError: wrong rank, dtype, no sequences or positions, or ids outside the vocabulary.

@@ -67,7 +67,7 @@ class Rendered(NamedTuple):
 
     @staticmethod
     def refusal(error: ValueError) -> str:
-        """A string in the place of one of `written`: reading it raises the error."""
+        """A string in place of one of `written`: reading it raises the error."""
         return _written(REFUSED, str(error))
 
 
@@ -85,7 +85,7 @@ class Disguise:
 
     Attributes:
       special: Texts of the tokenizer's special tokens, the longest first.
-      table: Code point in the place of each character, spaces excepted.
+      table: Code point in place of each character, spaces excepted.
     """
 
     special: tuple[str, ...]

@@ -103,7 +103,7 @@ class ChecksumSplit(Options, abc.ABC):
 
         The pixels of an image count in it.
         """
-        # A property of the example itself: whoever draws it, by whatever seed, finds it in the same half.
+        # A property of the example itself: every draw, by any seed, finds it in the same half.
         checksum = zlib.crc32(example.prompt.encode())
         if example.image is not None:
             checksum = zlib.crc32(example.image.tobytes(), checksum)

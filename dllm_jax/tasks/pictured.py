@@ -52,7 +52,7 @@ def picture(
       marks: a digit, its colour, and row and column of its cell, from 0, of each.
     """
     image = np.empty((SIDE, SIDE, 3))
-    # One dark colour behind everything, in which no mark can hide.
+    # One dark colour for the background, in which no mark can hide.
     image[:] = rng.integers(BACKGROUND + 1, size=3)
     for digit, colour, row, column in marks:
         # A glyph is smaller than its cell, and may be anywhere within.

@@ -66,7 +66,7 @@ class Recall(ChecksumSplit):
 
     def _strewn(self, rng: np.random.Generator, pairs: list[str]) -> str:
         """The pairs in order, with filler before, between and after them."""
-        # How much filler goes before, between and behind the pairs; all places are as likely.
+        # How much filler goes before, between and after the pairs; all places are as likely.
         gaps = rng.multinomial(self.filler, np.full(len(pairs) + 1, 1 / (len(pairs) + 1)))
         vowels = "".join(FILLER[i] for i in rng.integers(len(FILLER), size=self.filler))
         ends = np.cumsum(gaps)

@@ -204,7 +204,7 @@ def cache_copies_in_loops(text: str, shape: str) -> list[str]:
 
 
 def batch_mates_change_nothing(of: Subject):
-    """A sequence decodes the same beside another one."""
+    """A sequence decodes the same with another one."""
     prompt, mask = prompts(of.model, LENGTHS)
     others, _ = prompts(of.model, LENGTHS, seed=5)
     for sequence, width in enumerate(mask.sum(axis=1) + LENGTH):
@@ -242,7 +242,7 @@ def padding_is_inert(of: Subject):
 
 def one_program_per_setting(of: Subject):
     """Another object of the same settings, and other prompts, find the program that there is."""
-    # The first run compiles; equal values must find what it has compiled, whatever objects hold them.
+    # The first run compiles; equal values must find what it has compiled, in any objects.
     assert of.batch is not None
     prompt, mask = prompts(of.model, LENGTHS, seed=3)
     same = dict(policy=copy.deepcopy(of.policy), sampler=copy.deepcopy(of.sampler))

@@ -106,7 +106,7 @@ def places(trace: Trace, step: int, sequence: int) -> list[int]:
 def of_sequence(trace: Trace | None, sequence: int, length: int | np.integer) -> Trace:
     """The steps in which a sequence took part, of its last `length` positions, as if it had been alone."""
     assert trace is not None
-    # Behind its last step nothing happens to it.
+    # After its last step nothing happens to it.
     active = np.asarray(trace.active)[:, sequence]
     ours: Any = jax.tree_util.tree_map(np.asarray, trace)
     pick = lambda a: a[active][:, sequence : sequence + 1, -length:]

@@ -140,7 +140,7 @@ def _prompt(batch: Batch, spec: ModelSpec | None, name: str):
         rows = len(prompt)
     if rows and mask is None:
         return np.zeros((rows, 0), np.int32), None
-    # Where inputs stand in the place of embeddings, -1 is no token.
+    # Where inputs stand instead of embeddings, -1 is no token.
     least = 0 if batch.images is None else inputs.EMBEDS_PLACEHOLDER
     prompt, mask = inputs.padded_ids(prompt, mask, spec, name, least=least, empty=True)
     if isinstance(prompt, Tracer):

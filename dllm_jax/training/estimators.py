@@ -32,7 +32,7 @@ Probability = Annotated[float, Interval(ge=0, lt=1)]
 
 
 class Masks(NamedTuple):
-    """Draws of masked tokens; a pytree of arrays, so that they can be stored beside the batch.
+    """Draws of masked tokens; a pytree of arrays, so that they can be stored with the batch.
 
     Attributes:
       prompt: prompt tokens that are masked; None means none.
@@ -216,7 +216,7 @@ def _mean_over_draws(model: Model, batch: Checked, masks: Masks, chunk: int, rem
         prompt = batch.prompt if draw.prompt is None else jnp.where(draw.prompt, mask_id, batch.prompt)
         noised = jnp.concatenate([prompt, jnp.where(draw.answer, mask_id, answer)], axis=1)
         logits = answer_logits(model, noised, answer, valid, remat)
-        # Tokens that are not masked count in no gradient, whatever the head says there.
+        # Tokens that are not masked count in no gradient, for any output of the head.
         logits = jnp.where(draw.answer[..., None], logits, 0.0)
         # The log-softmax of the true tokens alone: the others' [b r v] are never stored.
         log_prob = of_token(logits, answer) - jax.nn.logsumexp(logits, axis=-1)

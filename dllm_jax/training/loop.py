@@ -104,7 +104,7 @@ def train(
                 begun = _begin(model, source, setup)
             else:
                 begun = files.resume(abstract_state(model, setup), allowed)
-        # Entries behind the checkpoint were written before a kill: they come again.
+        # Entries after the checkpoint were written before a kill: they come again.
         files.write_log(begun.entries, "w")
         try:
             return _run(model, source, setup, files, bar, begun)

@@ -221,7 +221,7 @@ def masked_loss(
 def causal_loss(logits: Float[Array, "b r v"], batch: Masked) -> Float[Array, ""]:
     """Mean over examples of the mean cross entropy of their clean answers' tokens."""
     before = batch.tokens.shape[1] - batch.answer.shape[1] - 1
-    # A token behind padding alone has none before it.
+    # A token after padding alone has none before it.
     known = batch.learnt
     if batch.valid is not None:
         known = known & batch.valid[:, before:-1]
@@ -249,7 +249,7 @@ def check_causal(spec: ModelSpec, causal_weight: float):
 
 
 def image_embeddings(model: Model, batch: Masked) -> Float[Array, "b l m"] | None:
-    """The inputs in the place of embeddings where tokens are -1; None of a batch without images."""
+    """The inputs in place of embeddings where tokens are -1; None of a batch without images."""
     if batch.images is None:
         return None
     if model.vision is None or model.spec.vision is None:

@@ -73,8 +73,8 @@ class RunDirectory:
     """The checkpoints of a run, and its log.
 
     A checkpoint holds trained parameters, optimiser's state, step, key, the source's memory, the
-    configuration and the log so far; `log.jsonl` beside them is for people. A context manager. Orbax writes
-    beside the target and renames, so a run killed at any moment leaves complete checkpoints only. With
+    configuration and the log so far; `log.jsonl` next to them is for people. A context manager. Orbax writes
+    next to the target and renames, so a run killed at any moment leaves complete checkpoints only. With
     several processes all call every method, and each writes and reads what its devices hold.
 
     One run at a time has a directory. Its first process holds the lock of `log.jsonl`, which the system takes

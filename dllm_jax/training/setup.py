@@ -151,7 +151,7 @@ def prepare(
 
 
 def _refuse_without_effect(config: TrainConfig):
-    """Refuses options of the built-in optimiser beside one that replaces it."""
+    """Refuses options of the built-in optimiser along with one that replaces it."""
     default = TrainConfig(steps=config.steps)
     for name in OF_THE_OPTIMISER:
         value = getattr(config, name)

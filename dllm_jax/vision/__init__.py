@@ -1,4 +1,4 @@
-"""Images of LLaDA-V: what `dj.chat` takes in the place of a tokenizer, and the functions it is made of."""
+"""Images of LLaDA-V: what `dj.chat` takes in place of a tokenizer, and the functions it is made of."""
 
 from dllm_jax.vision.images import AnyRes, Merge, Pad, Views, open_image
 from dllm_jax.vision.processor import Processor

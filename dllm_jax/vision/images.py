@@ -30,7 +30,7 @@ ASPECT = 200  # longest side over shortest: beyond, a view has no pixel of the i
 MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr")
 LONGEST_PATH, LONGEST_SHOWN = 4096, 300  # characters, as of Linux and in a message
 FIRST_BASE64 = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")  # of PNG, JPEG, GIF and WEBP
-NEWLINE = -1  # in the place of a feature: the newline embedding
+NEWLINE = -1  # instead of a feature: the newline embedding
 GREY = (127, 127, 127)  # of padding to a square, the mean of the normalisation; a canvas of tiles is black
 
 # float32(u8 * (1/255) in float64), then (x - 0.5) / 0.5 in float32, for every value of a byte.
@@ -123,7 +123,7 @@ class AnyRes(Views):
             inner = width, min(math.ceil(h * (width / w)), height)
         else:
             inner = min(math.ceil(w * (height / h)), width), height
-        # Centred on black, cut row by row: the order in which `merge` counts tiles, behind the whole view.
+        # Centred on black, cut row by row: the order in which `merge` counts tiles, after the whole view.
         canvas = Image.new("RGB", (width, height), (0, 0, 0))
         canvas.paste(image.resize(inner), ((width - inner[0]) // 2, (height - inner[1]) // 2))
         corners = [(x, y) for y in range(0, height, side) for x in range(0, width, side)]

@@ -37,7 +37,7 @@ class Encoded(NamedTuple):
     """A prompt with its images, on the host.
 
     Attributes:
-      ids: token ids, `EMBEDS_PLACEHOLDER` in the place of image tokens.
+      ids: token ids, `EMBEDS_PLACEHOLDER` in place of image tokens.
       source: features that image tokens are made of, see `Merge`; of the prompt's own views.
       weight: Weight of each feature; 0 at ids.
       pixels: Pixels of all views.

@@ -7,7 +7,7 @@ from dllm_jax.options import shown
 from dllm_jax.state.text import Rendered, check_text, encode_rendered
 
 IMAGE = "<image>"
-PLACE = -200  # in the place of an id: an image
+PLACE = -200  # instead of an id: an image
 SYSTEM = (
     "You are a helpful language and vision assistant. You are able to understand the visual content that the "
     "user provides, and assist the user with a variety of tasks using natural language."
@@ -64,7 +64,7 @@ def _content(message: Any, index: int) -> tuple[str, list[Any]]:
         raise ValueError(f"{name}={shown(message)} {RULE}; roles: {', '.join(ROLES)}")
     content, images = message["content"], message.get("images", [])
     if isinstance(content, str):
-        # Text with placeholders, and images beside it.
+        # Text with placeholders, and images with it.
         if not isinstance(images, list | tuple):
             raise ValueError(f"{name}: images={shown(images)} must be a list")
         text = content

@@ -196,7 +196,7 @@ def _merged(newline, views, source, weight) -> Float[Array, "b p m"]:
 
 
 def _weighted_sums(newline, views, source, weight) -> Float[Array, "*b p m"]:
-    # The newline is one more feature behind all others, so that `NEWLINE` becomes an index like any.
+    # The newline is one more feature after all others, so that `NEWLINE` becomes an index like any.
     rows = jnp.concatenate([views.reshape(-1, views.shape[-1]), newline[None]])
     source = jnp.where(source == NEWLINE, rows.shape[0] - 1, source)
     parts = (rows[source[..., i]].astype(jnp.float32) * weight[..., i, None] for i in range(4))

@@ -48,7 +48,7 @@ def put_slots(
 def traced_once(through: Callable[..., Any], params: Mapping[str, Any]) -> Callable[..., Any]:
     """`through(layer, ..)`, which Python traces once for all separate layers with arrays of the same shapes.
 
-    XLA puts the function in the place of its calls, so the compiled program is the same.
+    XLA puts the function in place of its calls, so the compiled program is the same.
 
     Symptom: Python traces each of the separate layers again.
     Seen on: Programs of 32 layers for an H100, jaxlib 0.10.2.

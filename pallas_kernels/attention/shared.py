@@ -140,7 +140,7 @@ class OnlineSoftmax(NamedTuple):
           visible: slots that may be attended to.
           v: their values, finite where not visible.
         """
-        # LOWEST in the place of -inf: as long as nothing was visible, -inf - (-inf) would be NaN.
+        # LOWEST instead of -inf: as long as nothing was visible, -inf - (-inf) would be NaN.
         top = jnp.maximum(self.top, jnp.max(jnp.where(visible, scores, LOWEST), axis=-1, keepdims=True))
         rescale = jnp.exp(self.top - top)
         weight = jnp.where(visible, jnp.exp(scores - top), 0.0)

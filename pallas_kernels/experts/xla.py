@@ -41,7 +41,7 @@ def experts(
 
     Args:
       tokens: inputs.
-      chosen: each token's experts; their number in the place of one that is not here.
+      chosen: each token's experts; their number in place of one that is not here.
       weight: theirs, float32.
       gate: Gate matrices of all experts; like `up` and `down` in the tokens' dtype or int8.
       up: Up matrices of all experts.
@@ -170,7 +170,7 @@ def by_tiles(tokens, chosen, weight, gate, up, down, gate_scale=None, up_scale=N
         into, through, back = jax.tree.map(of_expert, matrices)
         x = tokens[jax.lax.dynamic_slice_in_dim(token, first, rows)]
         wide = jax.nn.silu(_product("ti,io->to", x, *into)) * _product("ti,io->to", x, *through)
-        # Rows behind the tile's end are of the next tiles, which write them later, or of no expert.
+        # Rows after the tile's end are of the next tiles, which write them later, or of no expert.
         made = _product("ti,im->tm", wide, *back)
         return jax.lax.dynamic_update_slice_in_dim(out, made, first, axis=0)
 

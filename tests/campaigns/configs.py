@@ -164,7 +164,7 @@ def blocks(case: Drawn, plain: ModelSpec, drawn: random.Random):
 
 def fault(case: Drawn, plain: ModelSpec, drawn: random.Random):
     """A key that is refused."""
-    # All layers of A2D attend everywhere, whatever they did in the model that it is made from.
+    # All layers of A2D attend everywhere, unlike those of the model that it is made from.
     other = "chunked_attention" if plain.family.startswith("a2d") else "sliding_attention"
     faults: dict[str, dict[str, Any]] = {
         "dynamic": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},

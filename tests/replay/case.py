@@ -171,7 +171,7 @@ class Case:
         overrides = self.settings.get("config_overrides") or Settings({})
         overrides.describes("max_sequence_length", "max_position_embeddings")  # no limits here
         dtype = self.settings.get("dtype", "float32")
-        # Recordings of one kind of model may lie beside those that brought its checkpoints.
+        # Recordings of one kind of model may lie next to those that brought its checkpoints.
         here = self.folder.parents[1]
         folders = [here / "models", *sorted(here.parent.glob("*/models"))]
         model = load(next(f / s for f in folders if (f / (s := self.settings["model"])).is_dir()), dtype)

@@ -24,7 +24,7 @@ DESCRIPTION = """
     checks image_grid_pinpoints image_mode image_size_wh image_sizes_wh input inputs_embeds_sha256 kind
     min_argmax_gap numpy pillow pixel_dtype prompt_seed robustness source_function tile_hash tile_shapes
     tokenizer tolerance transformers writes_into_prompt_slots
-"""  # of a recording, beside those of all methods
+"""  # of a recording, besides those of all methods
 SPECIAL = {
     "<|startoftext|>": 126080, "<|start_header_id|>": 126346, "<|end_header_id|>": 126347,
     "<|eot_id|>": 126348,

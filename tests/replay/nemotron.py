@@ -40,7 +40,7 @@ def generate(case: Case):
     out = case.generate(model, **options)
     shown = np.asarray(out.tokens)[0, prompt.shape[1] :]
     exactly("answer", shown[: len(answer)], answer[:length])
-    if s["mode"] != "diffusion":  # whose last block may hold tokens behind its stop
+    if s["mode"] != "diffusion":  # whose last block may hold tokens after its stop
         exactly("behind a stop", shown[len(answer) :] == stop, np.ones(max(0, length - len(answer)), bool))
     {"diffusion": _diffusion, "ar": _autoregressive, "speculation": _speculation}[s["mode"]](case, model, out)
 
@@ -87,14 +87,14 @@ def _speculation(case: Case, model: dj.Model, out: dj.Output):
     exactly("seed", tokens[1, prompt], arrays["seed"][0])
     _compare(case, out, denoises)
 
-    # Behind the answer's end nothing of the canvas is shown.
+    # After the answer's end nothing of the canvas is shown.
     verifies = np.setdiff1d(np.arange(1, len(proposed)), denoises)
     at, end = arrays["starts"][:, None] + np.arange(s["block_length"]), prompt + s["max_new_tokens"]
     exactly("drafts", _taken(tokens[verifies], at), arrays["drafts"], where=at < end)
     exactly("verified", _taken(proposed[verifies], at + 1), arrays["verified"], where=at + 1 < end)
     known = (tokens[verifies + 1][:, prompt:] != case.mask_id).sum(axis=1)
     wanted = np.minimum(arrays["starts"] + 1 + arrays["accepted"], end) - prompt
-    kept = slice(-1 if s["stop_id"] is not None else None)  # the last canvas is cut behind a stop
+    kept = slice(-1 if s["stop_id"] is not None else None)  # the last canvas is cut after a stop
     exactly("accepted", known[kept], wanted[kept])
     exactly("accepted in all", out.stats.accepted_tokens, [arrays["accepted"].sum()])
     if s["draft_adapter"] is None:

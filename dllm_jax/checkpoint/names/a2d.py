@@ -57,7 +57,7 @@ QWEN2 = dataclasses.replace(
     model_type="a2d-qwen2",
     requirements=as_llama.REQUIREMENTS,
     fixed={**QWEN3.fixed, "qkv_bias": True, "qk_norm": False},
-    also_read=("attention_bias",),  # Qwen2's class has biases whatever it says
+    also_read=("attention_bias",),  # Qwen2's class has biases in any case
     adjusted=lambda config: as_llama.with_a_head(_adjusted({151936: 151665}, config)),
     template=functools.partial(as_llama.template, "A2DQwen2LMHeadModel"),
 )

@@ -51,7 +51,7 @@ class Family:
       also_read: Keys of config.json that `adjusted` and `own` read, or judge.
       adjusted: another spelling of a config.json -> the one that `keys` reads.
       own: config.json and what `keys` hold -> the fields that no key holds alone.
-      more: spec -> what it determines beside `keys`.
+      more: spec -> what it determines besides `keys`.
       template: spec -> keys that hold no field, for a model that never had a config.json.
     """
 

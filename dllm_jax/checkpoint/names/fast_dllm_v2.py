@@ -30,7 +30,7 @@ FAMILY = Family(
     fixed={"qkv_bias": True, "shifted": True, "rope_in_f32": False, "pad_rows_attend": True},
     defaults=as_llama.DEFAULTS | {"block_size": 32},
     tokens=dict.fromkeys((152064, 151936), Tokens(151665, 151645, 151645)),
-    also_read=("attention_bias",),  # Qwen2's class has biases whatever it says
+    also_read=("attention_bias",),  # Qwen2's class has biases in any case
     adjusted=_with_a_mask,
     template=functools.partial(as_llama.template, "Fast_dLLM_QwenForCausalLM"),
 )

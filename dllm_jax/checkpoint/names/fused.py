@@ -18,7 +18,7 @@ from dllm_jax.checkpoint.tensors import Tensor
 from dllm_jax.nn.spec import ModelSpec
 
 FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight)?")
-PARTS = {"gate_up_proj": ("gate_proj", "up_proj")}  # of one tensor, one behind the other
+PARTS = {"gate_up_proj": ("gate_proj", "up_proj")}  # of one tensor, one after the other
 
 
 def by_expert(stored: Mapping[str, Tensor], spec: ModelSpec, where: str) -> dict[str, Tensor]:

@@ -184,7 +184,7 @@ def hf_ranges(
     read, rest = [], dict.fromkeys(ours, slice(None))
     before = sum(_merged(group, length) for group in entry.behind)
     for group in entry.axes.split():
-        # A number of the first axis is `inner` rows of the merged one, one behind the other.
+        # A number of the first axis is `inner` rows of the merged one, one after the other.
         inner = _merged(group[1:], length)
         first = ours[group[0]]
         read.append(slice(before + first.start * inner, before + first.stop * inner))

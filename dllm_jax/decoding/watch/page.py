@@ -58,7 +58,7 @@ def page(panels: list[Panel], tokenizer: Any) -> Page:
     style, script = (_part(name) for name in ("page.css", "page.js"))
     data = {"panels": [_panel(panel, tokenizer) for panel in panels]}
 
-    # The page loads nothing and runs its own script alone, whatever a model has written into its text.
+    # The page loads nothing and runs its own script alone, also if a model has written one into its text.
     policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'"
     filled = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": _json(data)}
     document = _part("page.html")

@@ -151,7 +151,7 @@ def pieces(tokenizer: Any, ids: Iterable[int]) -> dict[int, Piece]:
     """
     ids = list(ids)
 
-    # The id in the place of embeddings is no token that a tokenizer could decode.
+    # The id that stands for embeddings is no token that a tokenizer could decode.
     given = {i: Piece(GIVEN, False) for i in ids if i == EMBEDS_PLACEHOLDER}
     ids = [i for i in ids if i != EMBEDS_PLACEHOLDER]
     if tokenizer is None:

@@ -1,4 +1,4 @@
-"""Questions about images: read from a JSONL file beside its images, put, ended and scored as published.
+"""Questions about images: read from a JSONL file next to its images, put, ended and scored as published.
 
 Each line is an object with `id`, `image` (a path, or a list of them, relative to the file's folder and within
 it), `question`, `answer` (a text, or a list of texts that are right) and, where it is one of several,

@@ -53,7 +53,7 @@ class LongBenchTask:
     @property
     def stop(self) -> tuple[str, ...]:
         """Strings that end an answer."""
-        # Behind its summary a few-shot model goes on with the next dialogue.
+        # After its summary a few-shot model goes on with the next dialogue.
         return ("\n",) if self.name == "samsum" else ()
 
     def check(self, references: Sequence[str], classes: Sequence[str]):
@@ -71,7 +71,7 @@ class LongBenchTask:
           references: right answers, of which the best counts.
           classes: names of all classes, for classification.
         """
-        # The first line behind leading newlines is all that counts of a few-shot task's prediction. It is cut
+        # The first line after leading newlines is all that counts of a few-shot task's prediction. It is cut
         # when it is scored, not when it is decoded: the journal keeps the whole answer.
         if self.name in FEW_SHOT:
             prediction = prediction.lstrip("\n").split("\n")[0]

@@ -132,7 +132,7 @@ def haystack(path: Path) -> str:
       FileNotFoundError: no such file, or no .txt file in the folder.
       ValueError: no text, or not UTF-8; names file and line.
     """
-    # In the order of names, whatever order the file system has.
+    # In the order of names, not in that of the file system.
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
     if not files or not files[0].is_file():
         raise FileNotFoundError(f"{path} is no text file and no folder of .txt files")

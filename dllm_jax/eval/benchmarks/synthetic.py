@@ -77,7 +77,7 @@ def grid(
         raise ValueError(f"depths={tuple(depths)} must lie in [0, 100]")
     cells = []
     for length, depth in itertools.product(lengths, depths):
-        rng = np.random.default_rng([seed, length, round(depth * 1_000_000)])  # whatever else is in the grid
+        rng = np.random.default_rng([seed, length, round(depth * 1_000_000)])  # in every grid
         task, pairs = needle(length)
         wanted = round(depth / 100 * (pairs - 1))
         # Examples are drawn until one asks for the pair at the depth: none of them is made to measure.

@@ -186,7 +186,7 @@ def run_images(
       exif: Rotate images by their EXIF orientation, unlike in the reference implementation.
       at_once: Number of views that the vision tower processes at once, which bounds its memory.
     """
-    # The published way of the task, changed by whatever is given beside it.
+    # The published way of the task, changed by the options that are given with it.
     given = {"metric": metric, "template": template, "stop": stop, "behind": behind}
     kind = images.ImageTask() if task is None else images.published(task)
     kind = dataclasses.replace(kind, **{name: value for name, value in given.items() if value is not None})
@@ -204,7 +204,7 @@ def run_images(
         processor = Processor.load(options.checkpoint.path, **own, exif=exif, at_once=at_once)
         return runner.with_images(processor)
 
-    # Whatever of a processor's options changes an answer is in the record.
+    # All of a processor's options that change an answer are in the record.
     settings = dataclasses.asdict(kind) | {"data_sha256": sha256(data), "limit": limit}
     settings |= {"drop_first_id": drop_first_id, "newline": newline, "exif": exif}
     ask = lambda runner: images.requests(runner, kind, samples)

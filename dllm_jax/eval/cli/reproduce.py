@@ -1,4 +1,4 @@
-"""`reproduce`: a published table measured again, beside what is printed there."""
+"""`reproduce`: a published table measured again, compared with what is printed there."""
 
 import functools
 import importlib.util
@@ -45,7 +45,7 @@ def run_reproduce(
     chip: str = "h100",
     prompt: int = 1024,
 ) -> int:
-    """A published table measured again: accuracy and speed beside what is printed.
+    """A published table measured again: accuracy and speed compared with what is printed.
 
     Args:
       table: Table to reproduce: maskkv/1, maskkv/2, dkv-cache/1 to 4, elastic-cache/1 and 2, sparse-dllm/1
@@ -155,7 +155,7 @@ def needs(
 
 
 def beside(rows: Sequence[dict[str, Any]]) -> Iterator[rich.table.Table]:
-    """Printed numbers beside ours, and speeds over the exact decoder's of this run: a table for each task."""
+    """Printed numbers and ours, and speeds over the exact decoder's of this run: a table for each task."""
     columns = ("method", "printed", f"ours [{show.CONFIDENCE:.0%}]", "tokens/s", "ours", "over exact", "ours")
     for task in dict.fromkeys(row["task"] for row in rows):
         lines = []

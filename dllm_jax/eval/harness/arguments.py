@@ -22,7 +22,7 @@ OF_LM_EVAL = ("batch_size", "max_batch_size", "device")  # its own arguments
 class Arguments(Options):
     """Model arguments of lm_eval: checkpoint, decoding, and options of its tasks.
 
-    In `--model_args` the fields of `Checkpoint` and `Decoding` stand beside those below, but `pretrained` is
+    In `--model_args` the fields of `Checkpoint` and `Decoding` stand next to those below, but `pretrained` is
     the checkpoint's `model`, and `batch` is lm_eval's --batch_size, by default 1. `policy` and `sampler` are
     constructor calls, with `;` between their arguments. `preset`, e.g. "llada-8b-instruct/gsm8k", sets
     length, block, steps and sampler to those published for a checkpoint and task, unless they are given too.
@@ -116,7 +116,7 @@ def _with_preset(given: Mapping[str, Any], decoding: Mapping[str, Any]) -> dict[
     Raises:
       ValueError: the preset's steps are not whole for another length; no such preset, policy or sampler.
     """
-    # The preset comes first, then whatever is given beside it.
+    # The preset comes first, then the options that are given with it.
     preset, chosen = given.get("preset"), {}
     if preset is not None:
         if preset.count("/") != 1:

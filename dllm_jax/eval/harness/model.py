@@ -200,7 +200,7 @@ class DllmJax(TemplateLM):
         return self._scored([request.args for request in requests], pairs, disable_tqdm)
 
     def _pair(self, context: str, continuation: str) -> Pair:
-        """A context and its continuation; beginning-of-text stands in the place of an empty context."""
+        """A context and its continuation; beginning-of-text stands in place of an empty context."""
         if context:
             before, answer = self._encode_pair(context, continuation)
             return tuple(before), tuple(answer)

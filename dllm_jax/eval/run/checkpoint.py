@@ -107,7 +107,7 @@ class Checkpoint(Options):
         model = load(
             path, dtype=self.dtype, rope_factor=self.rope_factor, weights=self.weights, vocab=self.vocab
         )
-        # Whatever of the arguments changes an answer; options that are new must be left out where not given,
+        # All arguments that change an answer; options that are new must be left out where not given,
         # so that journals of earlier versions still hold.
         identity = f"sha256:{fingerprint(path)} {model.dtype} rope_factor={self.rope_factor:g}"
         identity += "" if model.weights is None else f" weights={model.weights}"

@@ -105,7 +105,7 @@ class Likelihood(Answering[Pair]):
         answer = np.asarray([[*own, *[eos] * (rung - len(own))] for own in answers], np.int32)
         lengths = np.array([len(own) for own in answers])
         real = np.arange(rung) < lengths[:, None]
-        # Every pair has masks of its own, whatever batch it is in.
+        # Every pair has masks of its own, in every batch.
         masks = np.stack([self.masks(pair) for pair in items], axis=1)
         nats = log_likelihood(
             model,

@@ -158,7 +158,7 @@ class Session:
     ) -> tuple[list[float], list[Entry]]:
         from dllm_jax.eval.harness.model import DllmJax
 
-        # Dream's base model is asked as its authors do: without a chat, behind a beginning of text.
+        # Dream's base model is asked as its authors do: without a chat, after a beginning of text.
         base = self.model.endswith("base-7b")
         own = Arguments(Checkpoint(self.lm.name), runner.decoding, add_bos=base, failures="empty")
         lm = DllmJax.of(own, runner, self.journal)

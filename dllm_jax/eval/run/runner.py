@@ -1,7 +1,7 @@
 """Decodes requests in flight, `decoding.batch` at a time, with costs and a journal; prompts may have images.
 
 Prompts are padded on the left to a multiple of `bucket` tokens, so that few programs are compiled. Every
-sequence has its own random key: an answer does not depend on what is in flight beside it.
+sequence has its own random key: an answer does not depend on what is in flight with it.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ UNREAD = ("tokenizer", "at_once", "longest")  # fields of a processor that no an
 
 
 class Conversation(NamedTuple):
-    """A question about images, of which a prompt with features in the place of ids is made.
+    """A question about images, of which a prompt with features in place of ids is made.
 
     Attributes:
       text: Text of the user, with a placeholder for every image or with none: then the images come first.
@@ -61,7 +61,7 @@ class Request(NamedTuple):
 
     Attributes:
       id: its name in records; unique within its group.
-      prompt: token ids, `dllm_jax.EMBEDS_PLACEHOLDER` in the place of image tokens.
+      prompt: token ids, `dllm_jax.EMBEDS_PLACEHOLDER` in place of image tokens.
       length: Number of tokens to generate.
       stop: the answer is cut at the first of these, and with `stop_at_eos` decoding ends there.
       group: the task it belongs to.

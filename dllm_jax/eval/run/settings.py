@@ -56,7 +56,7 @@ class Decoding(Options):
     def __post_init__(self):
         super().__post_init__()
         if self.length is not None:
-            # Blocks and steps must fit the length, whatever the prompt.
+            # Blocks and steps must fit the length, for every prompt.
             whole = self.whole(self.length)
             Layout.of(1, whole, self.block, self.steps, whole_blocks=self.sampler.whole_blocks)
             if self.steps is not None and self.steps > whole:

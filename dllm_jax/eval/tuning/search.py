@@ -222,7 +222,7 @@ class Search(Options):
             better = [s for s in rivals if bound(setting, s) < 0 and not _failure(answers[s])]
             if failed := _failure(answers[setting]):
                 found[setting] = f"failed: {failed['error']}"
-            # Less accurate by more than the tolerance, whatever it costs: by the upper end of the difference.
+            # Less accurate by more than the tolerance, at any cost: by the upper end of the difference.
             elif self.keep_all:
                 continue
             elif below < -self.accuracy_within:

@@ -204,7 +204,7 @@ class Tuned:
             style |= {"color": colour, "label": label}
             axes.errorbar(cost[0], y, *spread, **style)
 
-        # The front behind them, the tolerance, and a ring around the choice.
+        # The front below them, the tolerance, and a ring around the choice.
         at = lambda rows: ([row.rank[0] for row in rows], [100 * row.accuracy.value for row in rows])
         axes.plot(*at(self.front), "o-", ms=14, lw=4, color="black", alpha=0.15, label="Pareto front")
         floor = 100 * (self.exact.accuracy.value - self.accuracy_within)

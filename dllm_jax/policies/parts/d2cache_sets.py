@@ -80,7 +80,7 @@ def candidates(score: Float[Array, "b l"], canvas: Canvas, k: Count) -> Bool[Arr
     per_step = -(-count_marked(canvas.eligible) // steps_left)
     count = jnp.maximum(k, per_step)
 
-    # Eligible masks go first, whatever the score of the others (the released code adds the largest score to
+    # Eligible masks go first, at any score of the others (the released code adds the largest score to
     # them).
     now = best(jnp.where(canvas.eligible, score, -jnp.inf), count)
     later = canvas.masked & search_range(canvas, count) & ~canvas.eligible

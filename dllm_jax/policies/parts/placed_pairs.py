@@ -14,7 +14,7 @@ from dllm_jax.state.rows import Rows
 
 
 class PlacedPairs(NamedTuple):
-    """Storage of a layer: the kept pairs, and behind them the block's own.
+    """Storage of a layer: the kept pairs, and after them the block's own.
 
     Attributes:
       pairs: Keys and values.
@@ -36,7 +36,7 @@ class PlacedPairs(NamedTuple):
         return PlacedPairs(new, jnp.broadcast_to(rows.index[..., None], new.k.shape[:-1]))
 
     def first(self, slots: int, then: "PlacedPairs") -> "PlacedPairs":
-        """The pairs of the first slots, and others behind them."""
+        """The pairs of the first slots, and others after them."""
         return jax.tree.map(lambda own, new: jnp.concatenate([own[:, :slots], new], axis=1), self, then)
 
     def best(

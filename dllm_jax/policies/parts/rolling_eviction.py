@@ -47,7 +47,7 @@ class RollingEviction(Policy):
         check_voters(self.votes, "with reselect=True on block-causal models")
 
     def slots(self, spec: ModelSpec, layout: Layout) -> int:
-        """Slots of a layer: the kept pairs, and behind them the block's own."""
+        """Slots of a layer: the kept pairs, and after them the block's own."""
         return min(self.budget, layout.length) + spec.block_size
 
     @override
@@ -97,7 +97,7 @@ class RollingEviction(Policy):
             mask = jnp.concatenate([before, inside], axis=3)
             seen, candidates = (jnp.concatenate([kept, some], axis=1) for some in (rows.real, finished))
 
-        # The best candidates stay where a block is entered, and room for its own pairs behind them.
+        # The best candidates stay where a block is entered, and room for its own pairs after them.
         keys, values = placed.pairs
         o, lse = layer.attention(q, keys, values, mask, canvas.lookahead(rows))
         own, mask = rows_of_block(canvas), key_mask(seen)

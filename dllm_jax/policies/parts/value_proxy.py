@@ -75,7 +75,7 @@ class ValueProxy(Arrays):
 
     @classmethod
     def tree_unflatten(cls, _, leaves):
-        """Around anything that JAX puts in the place of the directions."""
+        """Around anything that JAX puts in place of the directions."""
         made = object.__new__(cls)
         (made.directions,) = leaves
         return made
@@ -102,7 +102,7 @@ def _directions(model: Model, rank: int) -> Float[Array, "n k d r"]:
     found = jnp.zeros((spec.layers, spec.kv_heads, spec.head_dim, rank))
 
     def run(layer: Layer, found: Any) -> Any:
-        # The matrix in whatever form it is held: its product with the unit vectors.
+        # The matrix in any form: its product with the unit vectors.
         units = jnp.eye(spec.width, dtype=model.dtype)[None]
         matrix = einsum("bqm,mhd->bqhd", units, layer.weights["v"])[0].astype(jnp.float32)
         matrix = matrix.reshape(spec.width, -1)
