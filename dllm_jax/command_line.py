@@ -19,6 +19,8 @@ from dllm_jax import starting
 from dllm_jax.encoding import SIMILAR_ERRORS
 
 INTERRUPTED, BROKEN_PIPE = starting.STATUS, 141  # exit status of what SIGINT or SIGPIPE ended, as in shells
+# How tyro shows the value of an option that is a text, may be None, or is a list.
+METAVAR = r"--([a-z-]+) (STR|\{None\}\|[A-Z]+|\[([A-Z]+) \[\3 \.\.\.\]\])(?=[ ,]) *"
 PATHS = ConstructorRegistry()  # `registry` of every tyro.cli: a shell leaves the `~` of --out=~/runs as it is
 
 
@@ -96,12 +98,21 @@ def wrapped_help() -> Iterator[None]:
         # A default of None, or of no values, is told by the help text; boxes keep their width.
         hint = r"\(default:(?:\s*│\n│\s*)?(?: ?None)?\s?\)"
         shown = re.sub(hint, lambda found: re.sub(r"[^\s│]", " ", found[0]), text.read())
+        shown = re.sub(METAVAR, _named, shown)
         for line in re.sub(r"\n{3,}", "\n\n", shown).splitlines():
             indent = "  " if line.startswith("usage:") else ""
             wrapper = textwrap.TextWrapper(
                 width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
             )
             print(wrapper.fill(line) if len(line) > width else line)
+
+
+def _named(found: re.Match) -> str:
+    """Names an option's value after the option, as in `--policy POLICY...`, in the width of tyro's name."""
+    kind = re.findall(r"[A-Z]{3,}", found[2])[0]
+    word = found[1].rpartition("-")[2].upper() if kind == "STR" else kind
+    named = f"--{found[1]} {word}{'...' if found[2].startswith('[') else ''}"
+    return named.ljust(len(found[0])) if len(named) < len(found[0]) else found[0]
 
 
 def usable_output():

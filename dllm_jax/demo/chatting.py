@@ -56,9 +56,9 @@ class Arguments(Options):
 
     path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
     """A bundled model (tiny-llada, tiny-dream, tiny-sdar, tiny-sdar-moe), a directory, or a hub id."""
-    policy: str = "Policy"
+    policy: Annotated[str, tyro.conf.arg(metavar="POLICY")] = "Policy"
     """Cache policy, as a constructor call: 'DKVDecode(refresh_every=8)'."""
-    sampler: str = "Confidence"
+    sampler: Annotated[str, tyro.conf.arg(metavar="SAMPLER")] = "Confidence"
     """Sampler (remasking strategy), as a constructor call: 'Threshold(0.9)'."""
     length: PositiveInt = 128
     """Number of tokens to generate."""

@@ -158,7 +158,7 @@ def run_images(
     metric: images.Metric | None = None,
     template: str | None = None,
     stop: tuple[str, ...] | None = None,
-    behind: str | None = None,
+    behind: Annotated[str | None, tyro.conf.arg(aliases=("--answer-after",))] = None,
     limit: int | None = None,
     drop_first_id: bool = True,
     newline: bool = False,

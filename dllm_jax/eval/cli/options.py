@@ -42,9 +42,9 @@ class Options:
     checkpoint: Annotated[Checkpoint, WITHOUT_PREFIX] = Checkpoint()
     decoding: Annotated[Decoding, WITHOUT_PREFIX] = Decoding()
     policy: tuple[str, ...] = ("Policy",)
-    sampler: str = "Confidence"
+    sampler: Annotated[str, tyro.conf.arg(metavar="SAMPLER")] = "Confidence"
     out: Path = Path("runs/eval")
-    part: str = "1/1"
+    part: Annotated[str, tyro.conf.arg(aliases=("--shard",))] = "1/1"
 
     def with_length(self, needed: int) -> "Options":
         """These options, with the given length or else what is needed, rounded up to whole blocks."""
