@@ -28,6 +28,7 @@ LEFT_OUT: dict[str, str] = {
     "Runs a page or an example; what it calls has tests of its own.": """
         test_constraints.py::test_the_page_limits_answers_to_a_pattern_and_a_schema
         test_docs.py::test_pages_on_a_bundled_model_run_as_printed
+        test_docs.py::test_examples_in_docstrings_print_what_they_say
         test_docs.py::test_the_example_of_*
         test_docs.py::test_a_family_from_outside_reads_and_writes_checkpoints
         test_docs.py::test_the_examples_*

@@ -2,8 +2,10 @@
 
 import ast
 import dataclasses
+import doctest
 import functools
 import inspect
+import io
 import json
 import re
 import runpy
@@ -223,6 +225,21 @@ def test_the_site_has_a_page_for_every_policy_with_its_limit_and_options():
         named = f"| `{type(policy).__name__}(" in measured
         assert named != isinstance(policy, dj.policies.SubBlockCache), "which is not measured"
     assert "`dllm-cache-by-d2cache/llada-8b-base`" in policy_pages.page_of(dj.policies.DLLMCache())
+
+
+PUBLIC = (  # functions that people call, whose docstrings have examples
+    *("load", "load_tokenizer", "generate", "generate_many", "chat", "infill", "compare"),
+    *("log_likelihood", "capture", "forward"),
+)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_examples_in_docstrings_print_what_they_say(name):
+    (found,) = doctest.DocTestFinder(recurse=False).find(getattr(dj, name), name, globs={"dj": dj})
+    report = io.StringIO()
+    ran = doctest.DocTestRunner().run(found, out=report.write)
+    assert ran.attempted >= 2
+    assert ran.failed == 0, report.getvalue()
 
 
 def test_the_examples_of_fine_tuning_run(tmp_path, monkeypatch):

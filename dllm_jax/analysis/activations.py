@@ -121,6 +121,12 @@ def capture(
 
     Raises:
       ValueError: an output without a trace, or an argument out of range.
+
+    Examples:
+      >>> model = dj.load(dj.bundled.path("tiny-llada"))
+      >>> seen = dj.capture(model, [[40, 41, 42, 43]], ("attention",), layers=(0,))
+      >>> seen.attention.shape  # step, layer, batch, head, position, key
+      (1, 1, 1, 4, 4, 4)
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
     chunk = check_argument("chunk", chunk, PositiveInt)

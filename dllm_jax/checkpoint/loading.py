@@ -99,6 +99,11 @@ def load(
         a factor that is not positive, an unknown implementation, a mesh without any axis that the rules know,
         other weights than an int8 directory holds, files that are not as written or of which no hash is known
         (verify), or (check_finite, int8) tensors with NaN or infinity; each by name.
+
+    Examples:
+      >>> model = dj.load(dj.bundled.path("tiny-llada"))
+      >>> model.spec.layers, str(model.dtype)
+      (4, 'float32')
     """
     check_names("load", unknown, set(inspect.signature(load).parameters) - {"unknown"})
     verify = check_argument("verify", verify, bool)

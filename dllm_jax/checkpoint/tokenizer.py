@@ -30,6 +30,11 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
     Raises:
       FileNotFoundError: no such directory or hub id, or it holds no tokenizer.
       ValueError: the tokenizer needs code of the checkpoint, or is damaged.
+
+    Examples:
+      >>> tokenizer = dj.load_tokenizer(dj.bundled.path("tiny-llada"))
+      >>> tokenizer.decode(tokenizer("T=211")["input_ids"])
+      'T=211'
     """
     return read_tokenizer(locate(path))
 

@@ -104,6 +104,13 @@ def chat(
     Raises:
       ValueError: An empty or invalid conversation, a tokenizer without a chat template, or
         images that do not go with their message.
+
+    Examples:
+      >>> model = dj.load(dj.bundled.path("tiny-llada"))
+      >>> tokenizer = dj.load_tokenizer(dj.bundled.path("tiny-llada"))
+      >>> question = [{"role": "user", "content": "aob=407;T=211;iez=830;T="}]
+      >>> dj.chat(model, tokenizer, question, length=8, block=4)
+      '211'
     """
     check_names("chat", options, (*ChatOptions.__annotations__, *OWN))
     how = enable_thinking, template, sampler, forbid, buckets

@@ -105,6 +105,13 @@ def compare(
 
     Raises:
       ValueError: Invalid arguments (`generate`), or no policies.
+
+    Examples:
+      >>> model = dj.load(dj.bundled.path("tiny-llada"))
+      >>> policies = [dj.policies.Policy(), dj.policies.DualCache()]
+      >>> found = dj.compare(model, [[40, 41, 42]], policies, repeats=1, length=8, block=4)
+      >>> [row.name for row in found.rows], found.rows[0].equal
+      (['Policy()', 'DualCache()'], 1.0)
     """
     repeats = check_argument("repeats", repeats, PositiveInt)
     check_names("compare", options, (*StreamOptions.__annotations__, "repeats"))

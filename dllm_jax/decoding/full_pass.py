@@ -53,6 +53,11 @@ def forward(
     Raises:
       ValueError: no model, or no such arrays, or ids outside of the vocabulary, or interventions that do not
         fit.
+
+    Examples:
+      >>> model = dj.load(dj.bundled.path("tiny-llada"))
+      >>> dj.forward(model, [[40, 41, 42, 43]]).shape == (1, 4, model.spec.vocab)
+      True
     """
     tokens, valid = _inputs(model, tokens, valid, embeds)
     fitting = checked(interventions, model.spec, *tokens.shape, steps=None)

@@ -88,6 +88,15 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
         nonfinite="ignore".
       dllm_jax.state.inputs.PositionsWarning: Prompt and response exceed the model's context length.
       dllm_jax.state.inputs.IdleStepsWarning: There are more steps than tokens to unmask.
+
+    Examples:
+      >>> model = dj.load(dj.bundled.path("tiny-llada"))
+      >>> policy, sampler = dj.policies.DualCache(), dj.samplers.Threshold(0.9)
+      >>> out = dj.generate(model, [[40, 41, 42]], length=8, block=4, policy=policy, sampler=sampler)
+      >>> out.tokens.shape
+      (1, 11)
+      >>> int(out.stats.nfe[0]) <= 8  # forward passes
+      True
     """
     return _answered(model, prepare(model, prompt, **options), prompt)
 
@@ -126,6 +135,13 @@ def infill(model: Model, tokens: inputs.Ids, **options: Unpack[InfillOptions]) -
     Raises:
       ValueError: An argument breaks a rule, or the template has no masks.
       FloatingPointError: Logits held NaN or infinity, with nonfinite="raise".
+
+    Examples:
+      >>> model = dj.load(dj.bundled.path("tiny-llada"))
+      >>> mask = model.spec.mask_id
+      >>> out = dj.infill(model, [[40, mask, mask, 43]])
+      >>> out.tokens[0, [0, 3]].tolist(), bool((out.tokens == mask).any())
+      ([40, 43], False)
     """
     return _answered(model, prepare_infill(model, tokens, **options), tokens)
 

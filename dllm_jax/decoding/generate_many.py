@@ -114,6 +114,13 @@ def generate_many(
     Raises:
       ValueError: Invalid options, or a call inside of `jit`.
       TypeError: An option that `generate` does not have.
+
+    Examples:
+      >>> model = dj.load(dj.bundled.path("tiny-llada"))
+      >>> prompts = [[40, 41, 42], [43, 44], [45]]
+      >>> answers = dict(dj.generate_many(model, prompts, slots=2, length=8, block=4))
+      >>> [answers[i].tokens.shape[-1] >= 8 for i in range(3)]
+      [True, True, True]
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
     arrays = prompts if isinstance(prompts, list | tuple | jax.Array) else None

@@ -86,6 +86,13 @@ def log_likelihood(
 
     Raises:
       ValueError: An argument is out of range or does not fit the others.
+
+    Examples:
+      >>> import jax
+      >>> model = dj.load(dj.bundled.path("tiny-llada"))
+      >>> found = dj.log_likelihood(model, [[40, 41]], [[42, 43]], draws=16, key=jax.random.key(0))
+      >>> found.shape, bool(found[0] < 0)  # nats
+      ((1,), True)
     """
     terms = _terms("log_likelihood", model, prompt, answer, options)
     with number_modes():

@@ -14,7 +14,7 @@ EVALUATIONS = ("tasks", "longbench", "needle", "recall", "images")
 COMMANDS = {name: getattr(commands, f"run_{name}") for name in EVALUATIONS}
 COMMANDS |= {"tune": run_tune, "reproduce": run_reproduce}
 DESCRIPTION = "Evaluates checkpoints and cache policies, and compares and tunes their settings."
-DESCRIPTION += "\n\nOne more subcommand, lm_eval, runs lm-evaluation-harness with our models (extra: harness); see lm_eval --help."
+DESCRIPTION += "\n\nOne more subcommand, lm_eval, runs lm-evaluation-harness with our models: lm_eval --help."
 COMMANDS |= {"compare": commands.run_compare, "merge": commands.run_merge}
 
 
