@@ -49,7 +49,7 @@ def is_traced(*numbers: Number | Count | None) -> bool:
 def fixed_at(number: Any, value: float) -> bool:
     """Whether a number is `value` in every run of the program; a traced one is not, see `Traced.unless`.
 
-    Neither is whatever else JAX may put in the place of a leaf.
+    Neither is whatever else JAX may put in place of a leaf.
     """
     return isinstance(number, int | float | np.number) and bool(number == value)
 

@@ -1,4 +1,4 @@
-"""DyLLM: rows whose attention output has turned are salient, and alone computed anew (arXiv:2603.08026)."""
+"""DyLLM: rows whose attention output has turned are salient, and alone computed again (arXiv:2603.08026)."""
 
 import dataclasses
 from typing import Any, ClassVar
