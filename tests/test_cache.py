@@ -12,7 +12,7 @@ from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.parameters import layer_of
 from dllm_jax.nn.rope import rope_table
 from dllm_jax.state.cache import KV, Cache, LayerCache
-from dllm_jax.state.rows import compact_rows, full_rows
+from dllm_jax.state.rows import compact_rows, full_rows, last_rows
 from dllm_jax.xla.order import as_named_on_tpu
 from pallas_kernels.evidence import asked_for
 from tests.models import tiny
@@ -56,6 +56,18 @@ def test_a_layer_writes_to_the_next_one_and_the_last_one_nowhere(layer, separate
         keys, values = LayerCache.of(after, i).read()
         np.testing.assert_array_equal(values, 1)
         assert int((keys[:, :, 0, 0] == 2).sum()) == (rows.index.size if i == layer + 1 else 0)
+
+
+def test_the_last_slots_of_a_layer_are_written_by_a_scatter():
+    """A slice would be written once more wherever the layer is read; a whole layer is replaced by one."""
+
+    def program(cache, rows):
+        view = LayerCache.of(cache, 0)
+        return view.update(rows, jax.tree.map(lambda a: a[:, : rows.index.shape[1]], view.read()))[0].storage
+
+    need = jnp.ones((B, S), bool)
+    for rows, scatters in ((last_rows(need, 2), 2), (full_rows(need), 0)):
+        assert jax.jit(program).lower(store(0.0), rows).as_text().count("stablehlo.scatter") == scatters
 
 
 def cache_shape(cache: Cache) -> tuple[int, int]:
