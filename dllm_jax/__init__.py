@@ -73,7 +73,7 @@ from dllm_jax.options import renamed as _renamed
 
 # Applications: loaded at first use
 if TYPE_CHECKING:
-    from dllm_jax import roofline, tasks, testing, training
+    from dllm_jax import nnx, roofline, tasks, testing, training
     from dllm_jax.eval.run.journal import Journal
     from dllm_jax.eval.tuning import tune
 
@@ -117,6 +117,7 @@ __all__ = [
     "log_likelihood",
     "lora",
     "nn",
+    "nnx",
     "policies",
     "prefill",
     "presets",
@@ -138,7 +139,7 @@ __all__ = [
     "warmup",
 ]
 
-_ON_DEMAND = ("roofline", "tasks", "testing", "training")  # packages that are imported at first use
+_ON_DEMAND = ("nnx", "roofline", "tasks", "testing", "training")  # packages that are imported at first use
 
 _FROM = {"Journal": "eval.run.journal", "tune": "eval.tuning"}  # names of modules that wait
 

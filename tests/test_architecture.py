@@ -12,7 +12,7 @@ from pathlib import Path
 import dllm_jax as dj
 
 ROOT = Path(dj.__file__).parent
-APPLICATIONS = {"check", "commands", "demo", "bundled", "eval", "roofline", "tasks", "training"}
+APPLICATIONS = {"check", "commands", "demo", "bundled", "eval", "nnx", "roofline", "tasks", "training"}
 NETWORK = {"traced", "options", "xla", "nn"}
 STATE = NETWORK | {"state"}
 POLICIES = STATE | {"eviction", "policies"}
@@ -72,7 +72,7 @@ def test_layers_import_only_what_lies_below():
 def test_applications_and_what_is_slow_to_import_wait_until_they_are_asked_for():
     waiting = {f"dllm_jax.{name}" for name in APPLICATIONS - {"bundled"}}
     waiting |= {"flax", "optax", "orbax", "transformers", "huggingface_hub", "matplotlib", "lm_eval", "torch"}
-    waiting |= {"rich", "tqdm", "tyro", "PIL"}
+    waiting |= {"rich", "tqdm", "tyro", "PIL", "tunix"}
     code = (
         f"import sys, dllm_jax; print(*sorted({waiting} & set(sys.modules)))\n"
         "print(callable(dllm_jax.tune), 'dllm_jax.eval' in sys.modules, hasattr(dllm_jax, 'no_such_name'))"
