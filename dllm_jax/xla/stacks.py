@@ -35,8 +35,8 @@ def put_slots(
 
     Slots and layers outside of the array are not written.
 
-    Symptom: A slice of fewer slots than the layer has is written once more wherever the layer is read, and the
-      array may be copied for it.
+    Symptom: A slice of fewer slots than the layer has is written once more wherever the layer is read, and
+      the array may be copied for it.
     Seen on: H100 and CPU, jaxlib 0.10.2.
     Cost: A partial step of `PrefixCache` on an H100 with 2 layers, before (by slices) 2.77 GB, after 2.67.
     Test: test_cache.py::test_the_last_slots_of_a_layer_are_written_by_a_scatter
