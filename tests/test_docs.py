@@ -214,6 +214,7 @@ def test_the_site_has_a_page_for_every_policy_with_its_limit_and_options():
         for field in dataclasses.fields(policy):
             row = rf"^\| `{field.name}` \| [^|]+ \| [^|]+ \| `.+` \| .*\|$"
             assert re.search(row, page, re.MULTILINE), (policy, field.name)
+        assert ("```bibtex" in page) == ("Paper: [" in page), f"docs/references.bib lacks a paper of {policy}"
         measured = page.partition("## Accuracy and cost")[2].partition("## Memory")[0]
         assert "| `DualCache()` |" in measured
         assert f"| `{type(policy).__name__}(" in measured
@@ -224,6 +225,7 @@ def test_the_site_has_a_page_for_every_policy_with_its_limit_and_options():
         measured = page.partition("## Accuracy and cost")[2].partition("## Memory")[0]
         named = f"| `{type(policy).__name__}(" in measured
         assert named != isinstance(policy, dj.policies.SubBlockCache), "which is not measured"
+        assert ("```bibtex" in page) == ("Paper: [" in page), f"docs/references.bib lacks a paper of {policy}"
     assert "`dllm-cache-by-d2cache/llada-8b-base`" in policy_pages.page_of(dj.policies.DLLMCache())
 
 

@@ -77,6 +77,10 @@ options); a dense KV cache takes {dense}. {memory}
 
 {settings}
 
+## Cite
+
+{citation}
+
 ## Signature
 
 ::: {package}.{name}
@@ -132,6 +136,7 @@ def page_of(policy: dj.policies.Policy) -> str:
         example=example(policy),
         besides="" if policy.only_sets else BESIDES,
         fields=markdown_table("option | meaning | values | default | published", fields(policy)) or "None.",
+        citation=citation(policy),
         settings=markdown_table("setting | for | source", published(kind)) or "None.",
         measured=rows,
         large="SDAR-8B (with blocks of 32)" if blocks else "LLaDA-8B",
@@ -238,6 +243,14 @@ def published(kind: type) -> list[str]:
         tasks = sorted({name.split("/")[2] for name in names})
         lines.append(f"| `{setting}` | `{'`, `'.join(checkpoints)}`: {', '.join(tasks)} | {source} |")
     return lines
+
+
+def citation(policy: dj.policies.Policy) -> str:
+    """Copies the BibTeX entries of the papers that the policy's file names from docs/references.bib."""
+    entries = (ROOT / "docs" / "references.bib").read_text().split("\n\n")
+    named = re.findall(PAPER, inspect.getdoc(inspect.getmodule(type(policy))) or "")
+    found = [entry.strip() for entry in entries if any(f"eprint = {{{one}}}" in entry for one in named)]
+    return "\n\n".join(f"```bibtex\n{entry}\n```" for entry in found) or "[CITATION.cff](../../CITATION.cff)."
 
 
 def paper(policy: dj.policies.Policy) -> str:

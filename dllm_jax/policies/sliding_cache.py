@@ -1,4 +1,4 @@
-"""DSB's cache: the block and what it has just left are recomputed (released code, lizhuo-luo/DSB)."""
+"""DSB's cache (arXiv:2602.05992): the block and what it has just left are recomputed (lizhuo-luo/DSB)."""
 
 import dataclasses
 
