@@ -208,6 +208,7 @@ def test_pages_have_the_tables_of_what_was_measured(page, row):
 
 
 def test_the_site_has_a_page_for_every_policy_with_its_limit_and_options():
+    chains = policy_pages.measured()["tiny-llada chain"]
     for policy in dj.policies.ALL:
         page = policy_pages.page_of(policy)
         assert re.search(r"^## When it equals exact decoding\n\n[A-Z`]", page, re.MULTILINE), policy
@@ -217,7 +218,8 @@ def test_the_site_has_a_page_for_every_policy_with_its_limit_and_options():
         assert ("```bibtex" in page) == ("Paper: [" in page), f"docs/references.bib lacks a paper of {policy}"
         measured = page.partition("## Accuracy and cost")[2].partition("## Memory")[0]
         assert "| `DualCache()` |" in measured
-        assert f"| `{type(policy).__name__}(" in measured
+        known = any(row["policy"].startswith(type(policy).__name__) for row in chains["rows"])
+        assert (f"| `{type(policy).__name__}(" in measured) == known, policy
     for policy in dj.policies.BLOCK_CAUSAL:
         page = policy_pages.page_of(policy)
         assert "tiny-sdar" in page

@@ -137,8 +137,8 @@ def _by_model(measured: dict[str, Any], models: Sequence[str], setting: Setting,
     return [found(measured[name], setting) for name in asked if name in measured]
 
 
-def _rate(row: dict[str, Any]) -> str:
-    return f"{row['accuracy']:.0%}"
+def _rate(row: dict[str, Any] | None) -> str:
+    return f"{row['accuracy']:.0%}" if row else "-"  # not measured
 
 
 def brief(measured: dict[str, Any], speeds: Mapping[str, str]) -> str:
@@ -162,8 +162,9 @@ def of_policy(measured: dict[str, Any], kind: type[p.Policy]) -> str:
     compared, cells = (EXACT, Setting(p.DualCache())), []
     for line in LINES:
         if line.chain in compared or (type(line.chain.policy) is kind and kind is not p.Policy):
-            rows = [found(workload, line.chain) for workload in asked]
-            cells.append([*_named(rows[0]["policy"], line.note, rows[0]), *map(_rate, rows)])
+            rows = [find(workload, line.chain) for workload in asked]
+            if costs := next(filter(None, rows), None):
+                cells.append([*_named(costs["policy"], line.note, costs), *map(_rate, rows)])
     return _table([f"`{model}`" for model in dj.bundled.TEXT], cells)
 
 
@@ -215,7 +216,7 @@ def later(measured: dict[str, Any], models: Sequence[str]) -> str:
         if costs := next(filter(None, rows["chain"]), None):
             name = f"`{call(setting.policy)}`, `{call(setting.sampler)}`"
             name += f", {setting.variant}" if setting.variant else ""
-            rates = (", ".join(_rate(row) if row else "-" for row in of) for of in rows.values())
+            rates = (", ".join(map(_rate, of)) for of in rows.values())
             cells.append([name, f"{costs['forwards']:.1f}", f"{costs['computed']:.0%}", *rates])
     heads = ("policy, sampler", "forward passes", "computed", *(task.replace("-", " ") for task in tasks))
     return runner.table(heads, "l" + "r" * (len(heads) - 1), cells)
