@@ -17,7 +17,7 @@ import pytest
 
 import dllm_jax as dj
 from bench.pages import policy as policy_pages
-from bench.pages import tables
+from bench.pages import speed, tables
 from dllm_jax import checkpoint, testing
 from dllm_jax.options.renamed import Renamed
 from dllm_jax.testing import checks
@@ -26,6 +26,7 @@ from tests.checkpoints import tiny as tiny_spec
 from tests.checkpoints import weights, write_hf
 from tests.models import FAMILIES
 from tests.policy_cases import EXHAUSTIVE, matrix
+from tests.test_prose import pages, sentences
 
 TEXT = (DOCS / "reference/policy-interface.md").read_text()
 
@@ -181,6 +182,60 @@ def test_pages_on_a_bundled_model_run_as_printed(page, tmp_path, monkeypatch):
 def test_no_table_of_a_page_is_stale():
     """Else run `python -m bench.pages`."""
     assert [page.name for page in tables.stale()] == []
+
+
+def test_numbers_of_tokens_per_second_are_the_measured_ones():
+    """In tables and sentences that are written by hand, too."""
+    measured = speed.tokens_per_s()
+    table = (DOCS / "policies/index.md").read_text().partition("| use case |")[2].partition("\n\n")[0]
+    for row in table.splitlines()[2:]:
+        names, said = re.findall(r"`(\w+)\(", row.split("|")[2]), row.split("|")[3].strip().split(", ")
+        assert said == [measured.get(name, "-") for name in names], row
+    said = f"{measured['Policy']} tokens/s exactly and {measured['DualCache']} with `DualCache`"
+    for page in (DOCS.parent / "README.md", DOCS / "index.md"):
+        assert said in " ".join(page.read_text().split())
+    assert f"decodes {measured['DualCache']} tokens/s with" in (DOCS / "quickstart.md").read_text()
+
+
+def results() -> list[tuple[str, str, str]]:
+    """Platform, policy and date of every row in bench/results that holds seconds."""
+    found = []
+    for path in speed.RESULTS.glob("*.json"):
+        document = json.loads(path.read_text())
+        rows = document.get("rows", []) if isinstance(document, dict) else []
+        for row in rows if isinstance(rows, list) else []:
+            if isinstance(row, dict) and {"seconds", "ms", "partial_ms", "whole_ms"} & row.keys():
+                date = row.get("date", document.get("date", ""))
+                found.append((document.get("platform", ""), str(row.get("policy", "")).split("(")[0], date))
+    return found
+
+
+def denied(sentence: str, measured: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+    """Measurements that a sentence denies: of a platform, of a policy on GPUs, or since a date."""
+    sentence = re.sub(r"(dash|`-`): not measured", "", sentence)  # legends of tables
+    if not re.search(r"\bnot (been )?(measured|timed|run)|Nothing (was timed|has run)", sentence):
+        return []
+    platforms = {"gpu": r"GPU|H100|H200", "tpu": "TPU"}
+    asked = {name for name, word in platforms.items() if re.search(word, sentence)}
+    policies = set(re.findall(r"`(\w+)[`(]", sentence)) & {policy for _, policy, _ in measured}
+    if "again" in sentence:
+        return [one for one in measured if one[1] in policies and one[0] == "gpu" and one[2] > LAST]
+    return [one for one in measured if (one[1] in policies and one[0] == "gpu") or one[0] in asked]
+
+
+LAST = "2026-11-28"  # until then `MAGE` and others were measured; pages say "not measured again" since
+
+
+def test_no_page_denies_what_was_measured():
+    measured = results()
+    assert ("gpu", "MAGE", "2026-11-27T19:31:11+00:00") in measured
+    assert not [one for one in measured if one[0] == "tpu"]
+    assert denied("`DualCache` is not measured.", measured)
+    assert denied("Speed on GPUs and TPUs is predicted, not measured.", measured)
+    assert not denied("Nothing has run on a TPU.", measured)
+    for page in pages():
+        for sentence in sentences(page.read_text().replace("`", "\x00")):
+            assert denied(sentence.replace("\x00", "`"), measured) == [], f"{page.name}: {sentence}"
 
 
 def test_every_old_address_leads_to_a_page_and_heading_of_today():

@@ -45,8 +45,8 @@ Paper: {paper}. Source: [`{module}`](../../{module}).
 
 ![computed and cached tokens by step](../figures/steps-{name}.svg)
 
-*The example above. Columns are positions, with the response after the line; rows are steps. Blue: recomputed.
-Yellow to red: reused KV pairs, redder with age. Blank: not attended to. A dot: unmasked.{besides}*
+*{besides}The example above. Columns are positions, with the response after the line; rows are steps. Blue:
+recomputed. Yellow to red: reused KV pairs, redder with age. Blank: not attended to. A dot: unmasked.*
 
 ## Accuracy and cost
 
@@ -54,7 +54,7 @@ Yellow to red: reused KV pairs, redder with age. Blank: not attended to. A dot: 
 
 *Exact match on 128 held-out chain questions: 32 tokens, block length 4 unless stated otherwise. computed:
 computed tokens relative to exact decoding. K/V pairs: cached per layer and head, on `tiny-llada`. CPU,
-float32. [All results](../background/results.md).*
+float32. [All results](../background/results.md).*{unmeasured}
 
 ## Memory
 
@@ -102,7 +102,11 @@ KV pairs per layer and head that a later step attends to, on average. computed: 
 exact decoding. CPU, float32. [All policies](index.md#long-prompts-on-block-causal-models).*
 
 """
-BESIDES = " Tokens that single layers skip or evict are not drawn."
+BESIDES = "The picture cannot show which tokens a layer updates, skips or evicts; see Accuracy and cost. "
+UNMEASURED = """
+
+The defaults are the paper's, for models of 8B parameters and long answers. No row above has them: `{}` is not
+measured on the bundled models."""
 LABELS = {  # paragraphs of docstrings
     "exact": "Equals exact decoding when",
     "differences": "Differences",
@@ -139,6 +143,7 @@ def page_of(policy: dj.policies.Policy) -> str:
         citation=citation(policy),
         settings=markdown_table("setting | for | source", published(kind)) or "None.",
         measured=rows,
+        unmeasured="" if f"| `{call(policy)}`" in rows or blocks else UNMEASURED.format(call(policy)),
         large="SDAR-8B (with blocks of 32)" if blocks else "LLaDA-8B",
         cache=cache_size(policy, blocks),
         dense=cache_size(dj.policies.DualCache(), blocks),
