@@ -302,11 +302,16 @@ def test_a_relative_of_dream_is_read_as_what_it_is():
     assert passed == read_spec(seed)
 
 
-def test_a_tied_head_may_be_stored_too_if_it_is_equal(tmp_path):
+def test_a_tied_head_may_be_stored_too_if_it_is_equal(tmp_path, caplog):
+    """Both forms load, and the log says which was met."""
+    caplog.set_level("INFO", "dllm_jax.checkpoint.hf")
     source = copied("illada-tiny", tmp_path / "hf")
+    assert "the tied head is not stored" in caplog.text
+    assert "rotary embedding stands in rope_theta" in caplog.text
     tensors = load_file(source / "model.safetensors")
     save_sharded(source, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
     chex.assert_trees_all_equal(dj.load(source).params, dj.load(MODELS / "illada-tiny").params)
+    assert "the tied head is stored too" in caplog.text
     save_sharded(source, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] * 2})
     refuses(r"lm_head\.weight differs from the embedding", dj.load, source)
 

@@ -36,6 +36,19 @@ def test_nothing_to_answer_and_no_template_are_refused(tokenizer):
     refuses("no chat template", chat_ids, tokenizer, [{"role": "user", "content": "ab"}])
 
 
+def test_a_template_without_a_system_role_gets_its_text_in_the_user_message(tokenizer):
+    """As iLLaDA's authors do; two newlines between."""
+    talk = [{"role": "system", "content": "Be brief <|eot_id|>."}, {"role": "user", "content": "ab"}]
+    refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
+    plain = tokenizer.chat_template
+    tokenizer.chat_template = f"{refusal}{{% endif %}}{plain}"
+    merged = [{"role": "user", "content": "Be brief <|eot_id|>.\n\nab"}]
+    assert chat_ids(tokenizer, talk) == chat_ids(tokenizer, merged)
+    refuses("messages have a system message without a user message", chat_ids, tokenizer, talk[:1])
+    tokenizer.chat_template = f"{refusal.replace('System role', 'No role')}{{% endif %}}{plain}"
+    refuses("refused by the chat template: No role not supported", chat_ids, tokenizer, talk)
+
+
 def test_special_tokens_in_messages_are_plain_text(tokenizer):
     """The template's own are special, those that a user writes are not; other conversations are as before."""
     text = " What is <|mdm_mask|> and <|eot_id|>?\n"

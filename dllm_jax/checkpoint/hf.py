@@ -2,9 +2,11 @@
 
 import dataclasses
 import functools
+import logging
 import math
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -32,6 +34,8 @@ from dllm_jax.checkpoint.sharded import Ranges, Source, Stored, StoredParameter
 from dllm_jax.checkpoint.tensors import ADAPTER, Tensor, check_dtypes, tensors_in
 from dllm_jax.nn.sharding import WIDE, shape, sizes
 from dllm_jax.nn.spec import ModelSpec
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +113,8 @@ def open_hf(path: Path, family: Family | None = None) -> Source:
             f"{path}: {ADAPTER} is a LoRA adapter, which load does not apply; lora.load(model, path) does",
             stacklevel=2,
         )
+    for fact in _met(spec, config, any(e.leaf == "head" and e.name in stored for e in names)):
+        LOG.info("%s: %s", path, fact)
     needed = [tensor for unit in units_of(spec, family) for tensor in tensors_of(spec, unit)]
     kinds = {tensor.name: stored[tensor.name].dtype for tensor in needed}
     check_dtypes(kinds, SAFETENSORS, str(path))
@@ -120,6 +126,17 @@ def open_hf(path: Path, family: Family | None = None) -> Source:
         path, spec, frozenset(plain.values()), None, _Tensors(path, spec, stored, names).parameters,
         _of_matrices(plain, stored), described(config), family,
     )  # fmt: skip
+
+
+def _met(spec: ModelSpec, config: Config, has_head: bool) -> Iterator[str]:
+    """Says which of several accepted forms a directory has."""
+    if spec.tied:
+        yield "the tied head is stored too" if has_head else "the tied head is not stored"
+    spellings = [
+        key for key in ("rope_theta", "rope_scaling", "rope_parameters") if config.get(key) is not None
+    ]
+    yield f"rotary embedding stands in {', '.join(spellings)}"
+    yield f"mask {spec.mask_id}, ends {', '.join(map(str, spec.ends))}, block size {spec.block_size}"
 
 
 def _of_matrices(kinds: dict[str, np.dtype], stored: dict[str, Tensor]) -> np.dtype:

@@ -43,6 +43,7 @@ NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 OWN = ("stop", "enable_thinking", "template", "sampler", "buckets", "forbid")
 LITERALS = re.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\"""")  # words in a template
 WITHOUT_THINKING = "a2d-qwen3", "a2d-qwen2", "a2d-llama"  # an empty think block stands before their answers
+NO_SYSTEM = "system role not supported"  # words by which templates refuse it, in lower case
 RULE = 'must be messages {"role": "user", "content": "..."}, or a list of such conversations'
 
 
@@ -86,7 +87,8 @@ def chat(
       tokenizer: Tokenizer of the checkpoint, from `load_tokenizer` or transformers' `AutoTokenizer`. For
         prompts with images, a processor from `dllm_jax.vision.Processor.load`.
       messages: Messages [{"role": "user", "content": "..."}, ...], or a list of such conversations. A message
-        of role "system" comes first. With a processor, messages may hold images:
+        of role "system" comes first; a template without that role gets its text before the first user
+        message (iLLaDA). With a processor, messages may hold images:
         {"content": "<image>\\nWhat is it?", "images": ["cat.png"]}.
       stop: Texts at which the answer ends; they are not part of it. Decoding ends there too (`StopTexts`).
       enable_thinking: Variable of Qwen3-like chat templates. Default: the template's own choice, and False of
@@ -259,9 +261,14 @@ def render(
     """
     _check_template(tokenizer, template)
     check_texts(name, conversation)
-    apply = lambda messages, variables: tokenizer.apply_chat_template(
-        messages, tokenize=False, **variables, **how
-    )
+    conversation = _with_system_in_user(tokenizer, conversation, name)
+
+    def apply(messages: list[Message], variables: Mapping[str, Any]) -> str:
+        try:
+            return tokenizer.apply_chat_template(messages, tokenize=False, **variables, **how)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"{name} are refused by the chat template: {str(error)[:200]}") from None
+
     text = apply(conversation, template)
     variables = {key: value for key, value in template.items() if key not in NAMED}
     given = [each for _, each in texts_of([conversation, variables])]
@@ -282,6 +289,26 @@ def render(
     if find(traced[2]) == find(text):
         return Rendered(text)  # nothing of a message has become a special token
     _refuse_rewritten(name, conversation, disguise, text)
+
+
+def _with_system_in_user(tokenizer: Any, conversation: list[Message], name: str) -> list[Message]:
+    """The conversation with its system text before the first user message, for templates without that role.
+
+    iLLaDA's authors put two newlines between them.
+
+    Raises:
+      ValueError: no user message follows the system message.
+    """
+    if conversation[0]["role"] != "system" or NO_SYSTEM not in str(tokenizer.chat_template).lower():
+        return conversation
+    system, *others = conversation
+    if not others or others[0]["role"] != "user":
+        raise ValueError(
+            f"{name} have a system message without a user message after it: the chat template has no system "
+            "role, so that its text is put there. Add a user message."
+        )
+    user = {**others[0], "content": f"{system['content']}\n\n{others[0]['content']}"}
+    return [user, *others[1:]]
 
 
 def _refuse_rewritten(name: str, conversation: list[Message], disguise: Disguise, result: str) -> NoReturn:

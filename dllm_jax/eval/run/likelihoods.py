@@ -145,6 +145,7 @@ class Likelihood(Answering[Pair]):
         if spec.block_size:
             # Later blocks do not change the earlier ones, and a block is always decoded whole.
             whole = -(-rung // spec.block_size) * spec.block_size if spec.blocks_from == "response" else rung
+            whole += 0 if spec.completes_blocks else spec.block_size - 1
             out = generate(model, prompt, prompt_mask=mask, length=whole, nonfinite="ignore")
             return out, np.asarray(out.tokens)[:, prompt.shape[1] :][:, :rung]
 
