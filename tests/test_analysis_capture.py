@@ -172,5 +172,5 @@ def test_bad_input_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             dj.capture(model, **{"source": np.ones((2, 6), int)} | options)
-    with pytest.raises(ValueError, match="outside of jit"):
+    with pytest.raises(ValueError, match="cannot be called inside jit"):
         jax.jit(lambda t: dj.capture(model, t).k)(jnp.ones((1, 4), jnp.int32))

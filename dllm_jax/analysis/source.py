@@ -64,7 +64,9 @@ def _all(model: Model, source: Any) -> tuple[Int[np.ndarray, "t b l"], Int[np.nd
             raise ValueError("the output has no trace: generate(.., trace=True) records the canvases")
         source = source.trace
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((model, source))):
-        raise ValueError("models and tokens are looked into outside of jit: what is found lies on the host")
+        raise ValueError(
+            "capture cannot be called inside jit, because it returns host arrays. Call it on the result."
+        )
     if isinstance(source, Trace):
         tokens, active = host.everywhere(source.tokens), host.everywhere(source.active)
         if (tokens == inputs.EMBEDS_PLACEHOLDER).any():

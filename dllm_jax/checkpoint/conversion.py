@@ -51,7 +51,7 @@ def convert(
       weights: "int8" writes matrices in int8, half of bfloat16's size; the way back is refused. See
         `dllm_jax.nn.int8`.
       revision: Branch, tag or commit of a hub id; None takes the main branch.
-      family: Layout of one's own, whose model type the library does not read (docs/adding-a-family.md).
+      family: Description of a model type that the library does not know (`Family`, docs/adding-a-family.md).
 
     Returns:
       the destination.

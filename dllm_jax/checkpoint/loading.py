@@ -52,8 +52,7 @@ def load(
     """Loads a checkpoint from a Hugging Face directory, the hub or a converted directory.
 
     No weights are ever initialised, and besides the model only one layer (or the embedding, or the head) is
-    in memory at a time. Each process reads only what its own devices hold (of matrices that become int8 while
-    they are read, all that the channels it holds sum over).
+    in memory at a time. Each process reads only what its own devices hold.
 
     Args:
       path: Hugging Face directory (config.json, safetensors), directory written by `convert`, or hub id
@@ -84,7 +83,7 @@ def load(
       vocab: Truncate the vocabulary to this size (first rows of the embedding and head). LLaDA-V is published
         with `len(tokenizer)` = 126349. None keeps all rows of the checkpoint.
       revision: Branch, tag or commit of a hub id; None takes the main branch.
-      family: Layout of one's own, whose model type the library does not read (docs/adding-a-family.md).
+      family: Description of a model type that the library does not know (`Family`, docs/adding-a-family.md).
 
     Warns:
       dllm_jax.checkpoint.dtypes.DtypeWarning: several stored dtypes, or float16, and `dtype` None.

@@ -138,5 +138,8 @@ def _checked(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     foreign = [key for key in (*named_files, "init_inputs") if settings.get(key)]
     if foreign:
         named = ", ".join(f"{key}={shown(settings[key])}" for key in foreign)
-        raise ValueError(f"{folder / CONFIG}: {named}: files are found by their names in the directory only")
+        raise ValueError(
+            f"{folder / CONFIG}: {named} is not supported: only files of the usual names in the checkpoint's "
+            "directory are read. Remove the key."
+        )
     return parsed.get("config.json", {}), settings

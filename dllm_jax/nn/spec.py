@@ -162,36 +162,35 @@ class ModelSpec(Options):
     """Static description of a decoder as LLaDA, Dream or SDAR have it; hashable, a static jit argument.
 
     Attributes:
-      family: name of the checkpoint layout, a key of `dllm_jax.checkpoint.families.FAMILIES`.
-      layers: number of decoder layers `n`.
-      width: model width `m`.
-      heads: query heads `h`.
-      kv_heads: key/value heads `k`; query head i reads KV head i // (heads // kv_heads).
-      head_dim: head width `d`.
-      mlp_width: width of the gated MLP.
-      vocab: vocabulary size `v` (of the embedding, unused ids included).
-      rope_base: theta of the rotary embedding; NTK scaling multiplies it (LongLLaDA).
-      norm_eps: epsilon inside RMSNorm's square root.
-      mask_id: token id of [MASK].
-      eos_id: token id of end-of-text; also pads.
-      eot_id: token id that ends a turn (LLaDA's <|eot_id|>, Dream's <|im_end|>), None if unknown.
-      qkv_bias: q, k and v projections have a bias (Dream).
-      tied: the head is the transposed embedding.
-      shifted: the output at position i predicts token i + 1 (Dream) rather than i (LLaDA).
-      rope_in_f32: rotate in float32 (LLaDA) or in the activation dtype (Dream).
-      pad_rows_attend: queries at padding attend to real keys (LLaDA masks keys only) or to nothing
+      family: Checkpoint layout, a key of `dllm_jax.checkpoint.families.FAMILIES`.
+      layers: Number of decoder layers `n` (`num_hidden_layers`).
+      width: Model width `m` (`hidden_size`).
+      heads: Number of query heads `h` (`num_attention_heads`).
+      kv_heads: Number of KV heads `k` (`num_key_value_heads`); query head i reads KV head
+        i // (heads // kv_heads).
+      head_dim: Head width `d` (`head_dim`).
+      mlp_width: Width of the gated MLP (`intermediate_size`).
+      vocab: Vocabulary size `v` of the embedding, with unused ids (`vocab_size`).
+      rope_base: Theta of the rotary embedding (`rope_theta`); NTK scaling multiplies it (LongLLaDA).
+      norm_eps: Epsilon inside RMSNorm's square root (`rms_norm_eps`).
+      mask_id: Token id of [MASK] (`mask_token_id`).
+      eos_id: Token id of end-of-text (`eos_token_id`), which also pads.
+      eot_id: Token id that ends a turn (LLaDA's <|eot_id|>, Dream's <|im_end|>); None if unknown.
+      qkv_bias: Whether q, k and v projections have a bias (Dream).
+      tied: Whether the head is the transposed embedding (`tie_word_embeddings`).
+      shifted: Whether the output at position i predicts token i + 1 (Dream) rather than i (LLaDA).
+      rope_in_f32: Whether to rotate in float32 (LLaDA) or in the activation dtype (Dream).
+      pad_rows_attend: Whether queries at padding attend to real keys (LLaDA masks keys only) or to nothing
         (Dream takes the outer product of the padding mask with itself).
-      vision: the tower whose features stand in prompts in place of images (LLaDA-V), None of text models.
-      positions: canvas positions that the model was made for, its checkpoint's `max_sequence_length` (LLaDA)
-        or `max_position_embeddings`; NTK scaling multiplies it. None if the checkpoint does not say.
-      qk_norm: queries and keys of each head are normed (RMSNorm) before they are rotated.
+      vision: Vision tower whose features replace images in prompts (LLaDA-V); None for text models.
+      positions: Context length in tokens, `max_sequence_length` (LLaDA) or `max_position_embeddings`; NTK
+        scaling multiplies it. None if the checkpoint does not say.
+      qk_norm: Whether queries and keys of each head are normed (RMSNorm) before they are rotated.
       rope_width: Number of rotated dimensions at the beginning of a head; None for all.
-      block_size: positions of a block of block-causal attention (`dllm_jax.nn.mask`); 0 where every position
-        attends to every other.
-      experts: the mixture of experts in place of MLPs, None where all layers have an MLP of `mlp_width`.
-      rope_scaling: scaling of the rotary frequencies for longer contexts, None if there is none.
-      stop_ids: token ids besides `eos_id` that end a response, as a list at `eos_token_id` names them; None
-        if there are no others.
+      block_size: Block length of block-causal attention (`dllm_jax.nn.mask`); 0 for full attention.
+      experts: Mixture of experts that replaces MLPs; None where all layers have an MLP of `mlp_width`.
+      rope_scaling: Scaling of the rotary frequencies for longer contexts; None without.
+      stop_ids: Token ids besides `eos_id` that end a response (a list at `eos_token_id`); None without.
       blocks_from: Origin of blocks of `block_size`: "sequence", its first position that is not
         padding, or "response", the first position after the prompt, so that a prompt's first block may be
         shorter.

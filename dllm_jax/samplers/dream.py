@@ -63,8 +63,8 @@ class DreamSchedule(Sampler):
         super().check_model(spec)
         if spec.shifted and spec.block_size:
             raise ValueError(
-                "DreamSchedule may decode nothing in the first step of a block, the only one that predicts "
-                f"its first token in {spec.family}, whose head is shifted: use another, such as Threshold"
+                f"DreamSchedule is not supported with blocks on {spec.family}: its first step may unmask "
+                "nothing, and only that step predicts a block's first token. Use Threshold()."
             )
 
     @property

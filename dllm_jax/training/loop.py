@@ -50,39 +50,39 @@ def train(
     allow_changes: Collection[str] = (),
     progress: bool = True,
 ) -> Run:
-    """Trains a model, e.g. fine-tunes a loaded one:
+    """Trains a model and returns it with its log.
 
         config = TrainConfig(steps=1000)
         run = train(dj.load(path), Batches(lambda step: ...), config, directory="runs/a")
 
-    Killed and called again with the same arguments it goes on from its last checkpoint, and ends with the
-    same parameters, bit for bit, as if it had not been interrupted (on the same devices and software; on
-    another mesh up to rounding).
+    Call it again with the same arguments after a kill: it continues from its last checkpoint. On the same
+    devices and software the parameters are those of a run without interruption, bit for bit; on another mesh
+    up to rounding.
 
     Args:
       model: Initial model; not changed.
-      source: the batches, see `Source`; `Batches` wraps a function of the step.
-      config: options.
+      source: Batches by step, `Batches(function)`, or your own `Source`.
+      config: Steps, learning rate, batch and other numbers. Default: `TrainConfig()`.
       directory: Directory of checkpoints and the log, of one run at a time; None keeps everything in memory.
-      optimizer: any transformation of optax, in place of the one that `config` describes; it sees what is
-        trained, in float32 for bfloat16 models. Or a mapping from names in `trainable` to transformations,
-        None for what is frozen.
-      trainable: Parameters to train: a tree of True and False (or of names) that the parameters extend, such
-        as `{"embed": False, "layers": True, "norm": True, "head": False}`, or a function that gives one from
-        the parameters; None is the whole decoder, True also the vision tower and projector of LLaDA-V, which
-        stand under "vision" in the tree. What is frozen has no gradient, no state and is in no checkpoint.
-      mesh: devices to train on: axes "dp", "data" or "batch" split the batch, "fsdp" batch and parameters,
-        "tp", "model" or "tensor" each layer (`dllm_jax.training.placement`). None is the mesh that the model
-        lies on, or that of `jax.set_mesh`, or one device. With several processes all call `train` with the
-        same arguments, and the source gives all of them the whole batch.
-      allow_changes: options whose values may differ from those the directory's run was begun with, by
-        name: fields of `TrainConfig`, "optimizer", "trainable", ...
-      progress: show a progress bar.
+      optimizer: Transformation of optax. Default: AdamW as `config` describes it. It receives the trained
+        parameters only, in float32 for bfloat16 models. Or a mapping from names in `trainable` to
+        transformations, None for frozen parameters.
+      trainable: Parameters to train: a tree of True and False (or of names), such as
+        `{"embed": False, "layers": True, "norm": True, "head": False}`, or a function that returns one for
+        the parameters. Default: the whole decoder. True also trains the vision tower and projector of LLaDA-V
+        ("vision" in the tree). Frozen parameters have no gradient and no state, and are in no checkpoint.
+      mesh: Devices to train on: axes "dp", "data" or "batch" split the batch, "fsdp" batch and parameters,
+        "tp", "model" or "tensor" each layer (`dllm_jax.training.placement`). Default: the model's mesh, that
+        of `jax.set_mesh`, or one device. Several processes all call `train` with the same arguments, and the
+        source gives each of them the whole batch.
+      allow_changes: Names of options that may differ from those of the directory's run: fields of
+        `TrainConfig`, "optimizer", "trainable", ...
+      progress: Whether to show a progress bar.
 
     Raises:
       ValueError: another run trains in the directory, or it holds a run of another model, of more steps or
         with another configuration; options that do not go together; a batch that the mesh does not divide.
-      TypeError: an optimizer that is none.
+      TypeError: `optimizer` is not a transformation of optax.
       FloatingPointError: the loss is not finite.
       KeyboardInterrupt: Ctrl-C, with a message that says which step the directory holds. A checkpoint that is
         being written is finished first.

@@ -229,8 +229,8 @@ def assigned(
     if found and found != given.keys():
         known, wanted = (sorted(map(str, names)) for names in (given, found))
         raise ValueError(
-            f"trainable= has the names {wanted}, optimizer= has {known}: it must be a mapping with the same "
-            "ones, and False is what is frozen"
+            f"optimizer has the names {known}, trainable has {wanted}: both must have the same names. Use "
+            "False in trainable for frozen parameters."
         )
     # A name whose transformation is None is frozen, like False.
     used: dict[Hashable, optax.GradientTransformation] = {
