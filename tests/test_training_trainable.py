@@ -126,9 +126,9 @@ def test_any_transformation_of_optax_trains(make):
         ({"trainable": {"embed": True}}, "trainable= must be a tree that the parameters extend"),
         ({"trainable": False}, "leaves nothing to train"),
         ({"trainable": 1}, "trainable=1 must be True, False or a name"),
-        ({"trainable": "all"}, r"names \['all'\], optimizer= has \['True'\]: it must be a mapping"),
-        ({"trainable": "a", "optimizer": {"b": SGD}}, r"names \['a'\], optimizer= has \['b'\]"),
-        ({"optimizer": {"a": SGD}}, r"names \['True'\], optimizer= has \['a'\]"),
+        ({"trainable": "all"}, r"names \['True'\], trainable has \['all'\]: both must have the same"),
+        ({"trainable": "a", "optimizer": {"b": SGD}}, r"names \['b'\], trainable has \['a'\]"),
+        ({"optimizer": {"a": SGD}}, r"names \['a'\], trainable has \['True'\]"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_refused(options, message):
