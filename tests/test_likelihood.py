@@ -32,6 +32,12 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 def brute_force(family: str, b: int, mask: np.ndarray, cfg_scale: float = 0.0) -> float:
     """One draw for one row: the row alone, its padding cut off, float64 after the network."""
+    truth = brute_force_terms(family, b, mask, cfg_scale)
+    return float(truth[mask].sum() * ANSWER / mask.sum())
+
+
+def brute_force_terms(family: str, b: int, mask: np.ndarray, cfg_scale: float = 0.0) -> np.ndarray:
+    """The log-probabilities of a row's answer tokens under a mask."""
     model, (prompt, answer) = tiny(family), map(np.asarray, texts(family))
     prompt = prompt[b, PADS[b] :]
     answer = answer[b]
@@ -46,8 +52,7 @@ def brute_force(family: str, b: int, mask: np.ndarray, cfg_scale: float = 0.0) -
     if cfg_scale:
         unconditional = logits(np.full_like(prompt, model.spec.mask_id))
         guided = unconditional + (cfg_scale + 1) * (guided - unconditional)
-    truth = log_softmax(guided)[np.arange(ANSWER), answer]
-    return float(truth[mask].sum() * ANSWER / mask.sum())
+    return log_softmax(guided)[np.arange(ANSWER), answer]
 
 
 def masks_for(draws: int) -> np.ndarray:
@@ -70,6 +75,29 @@ def test_given_masks_equal_brute_force_of_each_row_alone(family, cfg_scale):
     expected = [np.mean([brute_force(family, b, m[b], cfg_scale) for m in masks]) for b in range(B)]
     assert ours.dtype == jnp.float32
     np.testing.assert_allclose(ours, expected, rtol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+def test_by_confidence_the_most_probable_true_token_is_revealed_first(family):
+    """Of each row alone: a loop over plain passes; padding at either end changes nothing."""
+    prompt, answer = texts(family)
+    expected = []
+    for b in range(B):
+        mask, total = np.ones(ANSWER, bool), 0.0
+        while mask.any():
+            alone = {i: brute_force_terms(family, b, mask)[i] for i in np.flatnonzero(mask)}
+            best = max(alone, key=alone.get)
+            mask[best], total = False, total + alone[best]
+        expected.append(total)
+    options = dict(prompt_mask=PADDING, order="confidence")
+    ours = dj.log_likelihood(tiny(family), prompt, answer, **options)
+    np.testing.assert_allclose(ours, expected, rtol=2e-5)
+    padded, real = jnp.pad(answer, ((0, 0), (0, 2))), jnp.arange(ANSWER + 2)[None] < jnp.full((B, 1), ANSWER)
+    if family == "llada":
+        again = dj.log_likelihood(tiny(family), prompt, padded, answer_mask=real, **options)
+        np.testing.assert_allclose(again, expected, rtol=2e-5)
+    with pytest.raises(ValueError, match="key has no effect with order='confidence'"):
+        dj.log_likelihood(tiny(family), prompt, answer, **options, key=jax.random.key(0))
 
 
 def test_draws_average_to_the_expectation_over_all_masks():

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from dllm_jax.state import host, inputs
 from dllm_jax.state.host import AnyArray
 from dllm_jax.traced import Number, argument, fixed_at
 
+Order = Literal["random", "confidence"]
+
 
 class LikelihoodOptions(TypedDict, total=False):
     """The keyword arguments of `log_likelihood`, for type checkers."""
@@ -35,6 +37,7 @@ class LikelihoodOptions(TypedDict, total=False):
     key: Key[Array, ""] | None
     masks: ArrayLike | None
     chunk: int
+    order: Order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +52,15 @@ class Estimator:
     key: Key[Array, ""] | None = None
     masks: ArrayLike | None = None
     chunk: int = 16
+    order: Order = "random"
 
     def __post_init__(self):
+        check_argument("order", self.order, Order)
+        if self.order == "confidence" and not (self.key is None and self.masks is None):
+            given = "key" if self.masks is None else "masks"
+            raise ValueError(
+                f"{given} has no effect with order='confidence': nothing is drawn. Leave it out."
+            )
         scale = check_argument("cfg_scale", self.cfg_scale, TracedUnlessZero)
         object.__setattr__(self, "cfg_scale", scale)
         check_argument("chunk", self.chunk, PositiveInt)
@@ -80,6 +90,9 @@ def log_likelihood(
       key: Random key of the masks.
       masks: Recorded masks Bool[draws b r] instead of a key; `draws` and `strata` are then not used.
       chunk: Number of draws evaluated at once; memory grows with b * chunk.
+      order: "random" estimates by draws. "confidence" takes r passes instead, from an answer that is all
+        masked: each reveals the true token with the highest probability, whose log-probability is added
+        (iLLaDA's scoring of multiple choice, arXiv:2606.25331). Nothing is drawn; it is no bound.
 
     Returns:
       Log-likelihoods in nats, float32 [b].
@@ -135,7 +148,7 @@ def _terms(
     arrays = by_sequence(model, mesh, arrays, axes)
     guidance = None if fixed_at(estimator.cfg_scale, 0) else argument(estimator.cfg_scale, float)
     with uninterrupted():  # while XLA may be compiling
-        terms = _estimate(model, arrays, numbers(guidance, mesh), estimator.chunk)
+        terms = _estimate(model, arrays, numbers(guidance, mesh), estimator.chunk, estimator.order)
     return part(terms, slice(batch), batch=0)
 
 
@@ -174,7 +187,9 @@ def _asked(model: Model, prompt: Any, answer: Any, estimator: Estimator) -> Aske
             f"prompt has {prompt.shape[0]} sequences, answer has {answer.shape[0]}; they must be equal"
         )
     inputs.warn_of_length(prompt.shape[1] + answer.shape[1], spec, stacklevel=5)
-    if estimator.masks is None:
+    if estimator.order == "confidence":
+        masks = np.ones((1, *answer.shape), bool) if real is None else real[None]
+    elif estimator.masks is None:
         with number_modes():
             masks = _drawn(estimator, answer.shape, real)
     else:
@@ -267,11 +282,30 @@ def _all_masks(
     return jnp.swapaxes(masks, 1, 2).reshape(draws, batch, length)
 
 
-@functools.partial(jax.jit, static_argnames="chunk")
-def _estimate(model: Model, asked: Asked, guidance: Number | None, chunk: int) -> Float[Array, "b r"]:
-    mean = functools.partial(_mean_over_draws, chunk=chunk)
+@functools.partial(jax.jit, static_argnames=("chunk", "order"))
+def _estimate(
+    model: Model, asked: Asked, guidance: Number | None, chunk: int, order: Order
+) -> Float[Array, "b r"]:
+    mean = functools.partial(_mean_over_draws, chunk=chunk) if order == "random" else _by_confidence
     out = model.rules.of_results((model, asked.prompt), "b", b=len(asked.prompt))
     return over_mesh(mean, model, asked, guidance, out=out)
+
+
+def _by_confidence(model: Model, asked: Asked, guidance: Number | None) -> Float[Array, "b r"]:
+    """Log-probabilities of the answer's tokens, each when those that are more probable are revealed."""
+    prompt, answer = (constrain(tokens, model.rules, "bl") for tokens in (asked.prompt, asked.answer))
+    cfg_scale = 0.0 if guidance is None else guidance
+
+    def reveal(_, state: tuple[Bool[Array, "b r"], Float[Array, "b r"]]):
+        masked, terms = state
+        entropy = token_cross_entropy(model, prompt, answer, asked.padding, masked, cfg_scale, asked.real)
+        surest = jnp.argmin(jnp.where(masked, entropy, jnp.inf), axis=1)
+        chosen = masked & (jnp.arange(answer.shape[1]) == surest[:, None])
+        return masked & ~chosen, terms - jnp.where(chosen, entropy, 0.0)
+
+    masked = jnp.asarray(asked.masks[0])
+    begin = masked, jnp.zeros(masked.shape, jnp.float32)
+    return jax.lax.fori_loop(0, answer.shape[1], reveal, begin)[1]
 
 
 def _mean_over_draws(model: Model, asked: Asked, guidance: Number | None, chunk: int) -> Float[Array, "b r"]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from dllm_jax import presets, provenance
 from dllm_jax.decoding.chat import template_variables
+from dllm_jax.decoding.likelihood import Order
 from dllm_jax.eval.run.checkpoint import Checkpoint
 from dllm_jax.eval.run.settings import Decoding, rescaled
 from dllm_jax.options import NoneMeans, NonNegativeFloat, Options, PositiveInt, shown
@@ -37,6 +38,8 @@ class Arguments(Options):
       strata: draws among which the number of masked tokens is stratified.
       cfg_scale: guidance of log-likelihoods.
       greedy_check: decode to find out whether answers are the greedy ones; without it none is.
+      order: "confidence" scores an answer by revealing its most probable tokens first, without draws
+        (iLLaDA's scoring of multiple choice).
       failures: "raise" at the end, or "empty": a failed request scores as an empty answer or as -inf.
       journal: file of answers and log-likelihoods, from which an interrupted run resumes.
     """
@@ -49,6 +52,7 @@ class Arguments(Options):
     strata: PositiveInt = 32
     cfg_scale: NonNegativeFloat = 0.0
     greedy_check: bool = True
+    order: Order = "random"
     failures: Literal["raise", "empty"] = "raise"
     journal: Annotated[str | None, NoneMeans("no journal")] = None
 

@@ -227,7 +227,7 @@ class DllmJax(TemplateLM):
         arguments = self.arguments
         sampling = (arguments.draws, arguments.strata, arguments.cfg_scale)
         progress, check = not disable_tqdm, arguments.greedy_check
-        scorer = Likelihood(self.lm, arguments.decoding, progress, *sampling, check)
+        scorer = Likelihood(self.lm, arguments.decoding, progress, *sampling, check, arguments.order)
         entries = self._run("loglikelihood", scorer, [*pairs], texts, "impossible answers")
         return [(nats, greedy) for nats, greedy in (e["answer"] or (-math.inf, False) for e in entries)]
 

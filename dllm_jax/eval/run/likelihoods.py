@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from dllm_jax.decoding.buckets import Ladder
 from dllm_jax.decoding.generate import generate, infill
-from dllm_jax.decoding.likelihood import log_likelihood, stratified_masks
+from dllm_jax.decoding.likelihood import Order, log_likelihood, stratified_masks
 from dllm_jax.decoding.output import Output
 from dllm_jax.eval.results.schema import Entry
 from dllm_jax.eval.run.answering import NOT_FINITE, Answering
@@ -59,16 +59,20 @@ class Likelihood(Answering[Pair]):
       cfg_scale: Scale of classifier-free guidance (`log_likelihood`).
       greedy_check: Whether to decode the greedy answer for comparison; False reports that no answer is
         greedy.
+      order: "confidence" reveals the answer's most probable tokens first instead of drawing masks
+        (`log_likelihood`).
     """
 
     draws: int = 128
     strata: int = 32
     cfg_scale: float = 0.0
     greedy_check: bool = True
+    order: Order = "random"
 
     @override
     def key(self, item: Pair) -> str:
-        chosen = [self.draws, self.strata, self.cfg_scale, self.greedy_check, self.decoding.seed]
+        chosen: list[Any] = [self.draws, self.strata, self.cfg_scale, self.greedy_check, self.decoding.seed]
+        chosen += [] if self.order == "random" else [self.order]
         # Bucket lengths count: masks are drawn at them.
         asked = ["log-likelihood", LENGTHS.rungs, self.lm.identity, self.decoding.max_positions]
         parts = [*asked, *chosen, *item]
@@ -106,7 +110,8 @@ class Likelihood(Answering[Pair]):
         lengths = np.array([len(own) for own in answers])
         real = np.arange(rung) < lengths[:, None]
         # Every pair has masks of its own, in every batch.
-        masks = np.stack([self.masks(pair) for pair in items], axis=1)
+        drawn = self.order == "random"
+        masks = np.stack([self.masks(pair) for pair in items], axis=1) if drawn else None
         nats = log_likelihood(
             model,
             prompt,
@@ -116,9 +121,11 @@ class Likelihood(Answering[Pair]):
             masks=masks,
             cfg_scale=self.cfg_scale,
             chunk=self.strata,
+            order=self.order,
         )
         # Guidance is a second pass for each draw.
-        forwards = np.full(len(items), len(masks) * (2 if self.cfg_scale > 0 else 1))
+        passes = rung if masks is None else len(masks)
+        forwards = np.full(len(items), passes * (2 if self.cfg_scale > 0 else 1))
         computed = forwards * (np.asarray(mask).sum(axis=1) + lengths)
         greedy = np.zeros(len(items), bool)
         # LLaDA's check: is the answer what exact decoding gives, one token per step?
