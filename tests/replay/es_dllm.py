@@ -9,9 +9,12 @@ from typing_extensions import override
 
 import dllm_jax as dj
 from dllm_jax.policies.parts import skipping
+from dllm_jax.state.cache import KV
 from dllm_jax.state.rows import scatter
+from dllm_jax.state.selection import best, fraction_of, max_pool, mean_query_score
+from dllm_jax.xla.reductions import count_marked
 from tests.replay.case import Case
-from tests.replay.compare import Skipped, closely, exactly
+from tests.replay.compare import closely, exactly
 from tests.replay.stepping import states, trace_of
 
 
@@ -23,12 +26,16 @@ class Log(NamedTuple):
       importance: Score of each row at the exit before each layer or, after the last one, the end.
       remembered: Confidences that the scores used.
       delayed: Candidates that `Sampler.delay_eos` delays.
+      chosen: Positions that the block's later steps attend to in each layer, with Sparse-dLLM.
+      kept: Positions that the rows of each layer attend to, with it.
     """
 
     layers: Bool[Array, "b n l"]
     importance: Float[Array, "b n_1 l"]
     remembered: Float[Array, "b l"]
     delayed: Bool[Array, "b l"]
+    chosen: Bool[Array, "b n l"]
+    kept: Bool[Array, "b n l"]
 
 
 class Logged(dj.policies.ESDLLM):
@@ -39,7 +46,7 @@ class Logged(dj.policies.ESDLLM):
         cache, places = super().init(spec, layout, batch, dtype), (batch, spec.layers, layout.length)
         importance = jnp.zeros((batch, spec.layers + 1, layout.length))
         nothing = jnp.zeros(places, bool)
-        log = Log(nothing, importance, importance[:, 0], nothing[:, 0])
+        log = Log(nothing, importance, importance[:, 0], nothing[:, 0], nothing, nothing)
         return cache._replace(shared=(cache.shared, log))
 
     @override
@@ -71,6 +78,38 @@ class Logged(dj.policies.ESDLLM):
         return cache._replace(shared=(cache.shared, log._replace(delayed=delayed)))
 
 
+class WithSparseDLLM(Logged):
+    """The released combination: the second step of a block evicts, later ones attend to what it kept.
+
+    Nothing is freed: the dense pairs are masked. So it is no policy of the library.
+    """
+
+    keep, kernel, delay = 0.5, 3, 1
+
+    @override
+    def _whole(self, canvas):
+        return super()._whole(canvas) | (canvas.block_step == self.delay)[:, None]
+
+    @override
+    def layer(self, layer, x, cache, rows, canvas):
+        q, k = layer.qk(x, rows.positions)
+        cache, now = cache.update(rows, KV(k, layer.value(x)))
+        own, log = cache.shared
+
+        # The step that evicts reads everything; it scores keys by the mean query of the block.
+        block = canvas.predicting_positions(canvas.block)
+        outside, step = canvas.valid & ~block, canvas.block_step[:, None]
+        score = mean_query_score(q, now.k, rows.take(block) & rows.real)
+        count = fraction_of(count_marked(outside), self.keep, canvas.layout.length)
+        chosen = block | best(max_pool(score, outside, self.kernel), count)
+        chosen = jnp.where(step == self.delay, chosen, log.chosen[:, layer.index])
+        kept = jnp.where(step > self.delay, chosen, canvas.valid)
+        o, _ = layer.attention(q, now.k, now.v, canvas.attends(rows, kept))
+        put = lambda array, new: array.at[:, layer.index].set(new)
+        log = log._replace(chosen=put(log.chosen, chosen), kept=put(log.kept, kept))
+        return layer.finish(x, o), cache._replace(shared=(own, log))
+
+
 COMPARED = {"HiddenState": "hidden", "Key": "key", "Value": "value", "Query": "query"}
 
 
@@ -89,7 +128,8 @@ def es_dllm(case: Case):
         s.describes("kernel_size", "delay_steps")
         policy = Logged(*settings)
     else:
-        raise Skipped("the combination with Sparse-dLLM is not in this library")
+        assert (s["retention_ratio"], s["kernel_size"], s["delay_steps"]) == (0.5, 3, 1)
+        policy = WithSparseDLLM(*settings)
     sampler = dj.samplers.Confidence(delay_eos=True)
     if s["threshold"] is not None:
         sampler = dj.samplers.Threshold(s["threshold"], delay_eos=True)
@@ -115,6 +155,8 @@ def es_dllm(case: Case):
     closely("confidence", score, arrays["confidence"], where=candidate)
     exactly("proposed", trace.proposed[:, 0], arrays["proposed"], where=candidate)
     exactly("suppressed", of_steps["delayed"], arrays["suppressed"])
+    if "kept" in arrays:
+        exactly("kept", of_steps["kept"], arrays["kept"])
     if s["equals_exact_decoder"]:
         exact = dj.generate(model, arrays["prompt"], sampler=dj.samplers.Confidence(), **shape)
         exactly("exact decoder", exact.tokens, arrays["tokens"][-1])
