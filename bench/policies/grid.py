@@ -191,7 +191,7 @@ SLIDING = Setting(blocks=Sliding(4), variant="sliding block")
 LATER: tuple[Setting, ...] = (  # of 2026, one setting of each; to be compared with `DualCache`, above
     Setting(p.SPACache(prompt_every=32, response_every=4)),
     Setting(p.DyLLM(full_steps=4)),
-    Setting(p.ESDLLM(prompt_every=16, block_every=4), blocks=2, variant="two blocks"),
+    Setting(p.ESDLLM(prompt_every=32, block_every=4), blocks=1, variant="one block"),
     Setting(p.WindowDiffusion(window=8, active=4, refresh_every=8), blocks=1, variant="one block"),
     Setting(p.SuffixDropout(keep=p.NearAndLast(near=4))),
     dataclasses.replace(SLIDING, policy=p.SlidingCache(window=4)),

@@ -36,7 +36,8 @@ class DyLLM(Policy):
     Memory: Dense keys and values, attention outputs in float32 and MLP outputs, for all positions.
 
     Limits: Queries, scores and projections run for the whole response. Nothing is computed exactly again
-      after the first steps.
+      after the first steps. Steps with the prompt, and at small batch all of them, run the other rows too and
+      take what is stored in place of their results, as a step waits for weights.
 
     Equals exact decoding when: full_steps is at least the number of steps. tau=1 is not exact.
     Differences: On Dream the position before the response is computed while it predicts a mask; the reference
@@ -94,7 +95,7 @@ class DyLLM(Policy):
     ) -> tuple[Float[Array, "b q m"], LayerCache]:
         old, full, some = cache.read(), self._full(canvas), rows.take(cache.shared) & rows.real
         run = lambda marked, body, carry: run_narrowest(
-            marked, widths(rows), rows, body, carry, skips=rows.full or rows.phase == NARROW
+            marked, widths(rows), rows, body, carry, skips=rows.phase == NARROW
         )
 
         # Keys and values of the salient rows, and what the new values change; of all other rows nothing.

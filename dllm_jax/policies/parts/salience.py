@@ -40,7 +40,7 @@ class SalienceStore(NamedTuple):
 def widths(rows: Rows) -> tuple[int, ...]:
     """Returns the widths that salient rows run in: a quarter of the step's too, where that saves time."""
     every = rows.index.shape[1]
-    return (every // 4, every) if (rows.full or rows.phase == NARROW) and every >= 4 else (every,)
+    return (every // 4, every) if rows.phase == NARROW and every >= 4 else (every,)
 
 
 def stored(cache: LayerCache, rows: Rows, **parts: Float[Array, "b q *d"]) -> LayerCache:
