@@ -12,7 +12,8 @@ import dllm_jax as dj
 from dllm_jax.nn.int8 import quantise
 from dllm_jax.nn.sharding import AXES, OUTPUTS
 from dllm_jax.samplers import Candidates
-from dllm_jax.state.canvas import Canvas, begin
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.contexts import begin
 from dllm_jax.state.layout import Layout
 from dllm_jax.testing.models import FAMILIES as KINDS
 from dllm_jax.testing.models import cast as cast

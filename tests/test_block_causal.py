@@ -17,7 +17,7 @@ from dllm_jax.eviction.profile import importance
 from dllm_jax.nn.layer import Layer, embed
 from dllm_jax.nn.mask import block_causal, key_mask, segments
 from dllm_jax.nn.rope import grown, rope_of
-from dllm_jax.policies.in_blocks import for_model
+from dllm_jax.policies.base import for_model
 from dllm_jax.policies.parts.block_votes import queries_of_block, rows_of_block
 from dllm_jax.state.rows import compact_rows, full_rows
 from dllm_jax.testing import check_policy, checks

@@ -15,7 +15,8 @@ from dllm_jax import policies, samplers
 from dllm_jax.decoding.placement import place, with_auto_axes
 from dllm_jax.decoding.request import prepare
 from dllm_jax.engine.group import choose_group, full_step_batch
-from dllm_jax.engine.loop import begin, denoise
+from dllm_jax.engine.loop import denoise
+from dllm_jax.engine.pieces import begin
 from dllm_jax.nn.mesh import ReplicationWarning
 from dllm_jax.testing.runs import compilations
 from dllm_jax.training import Batch, masked_diffusion_loss

@@ -10,7 +10,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import presets
 from dllm_jax.decoding.request import prepare
-from dllm_jax.engine.loop import begin
+from dllm_jax.engine.pieces import begin
 from dllm_jax.nn.parameters import abstract, abstract_vision, count
 from dllm_jax.published import expressions
 from dllm_jax.published.preset import read

@@ -11,8 +11,8 @@ from jax.sharding import AxisType
 import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.decoding.request import prepare
-from dllm_jax.engine.loop import begin, resume
 from dllm_jax.engine.nonfinite import NonFiniteWarning
+from dllm_jax.engine.pieces import begin, resume
 from dllm_jax.testing.checks import SEVERAL_AT_ONCE
 from tests.models import FAMILIES, prompts, tiny
 from tests.policy_cases import EVERY, EXHAUSTIVE, KEY, daily, matrix, short, suited

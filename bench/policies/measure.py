@@ -13,7 +13,7 @@ import dllm_jax as dj
 from bench.policies.grid import EXACT, Setting, find
 from bench.policies.workloads import Workload
 from dllm_jax import roofline
-from dllm_jax.policies.in_blocks import for_model
+from dllm_jax.policies.base import for_model
 
 SAVED = 16  # settings until results are written, for which the exact decoders run again
 PROGRAMS = 8  # settings until compiled programs are dropped: they use up the process's memory maps

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import dllm_jax as dj
-from dllm_jax.policies.in_blocks import for_model
+from dllm_jax.policies.base import for_model
 from dllm_jax.published import expressions
 
 TINY = dict(layers=2, width=64, heads=4, kv_heads=4, head_dim=16, mlp_width=128, vocab=512)

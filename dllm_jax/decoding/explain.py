@@ -11,19 +11,19 @@ from jaxtyping import Array, Bool, Int
 from typing_extensions import override
 
 from dllm_jax.decoding.compare import text_table
+from dllm_jax.engine.beginning import empty_cache
 from dllm_jax.engine.generation import Generation
+from dllm_jax.engine.network import computed_rows, network
 from dllm_jax.engine.plan import Inputs, Plan
-from dllm_jax.engine.step import computed_rows, empty_cache, network
 from dllm_jax.engine.widths import Variant, step_widths
 from dllm_jax.nn.kernels import Kernels
 from dllm_jax.nn.layer import embed
 from dllm_jax.nn.mesh import number_modes, over_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument
-from dllm_jax.policies.base import Policy
-from dllm_jax.policies.in_blocks import for_model
+from dllm_jax.policies.base import Policy, for_model
 from dllm_jax.samplers import Confidence
-from dllm_jax.state.canvas import begin
+from dllm_jax.state.contexts import begin
 from dllm_jax.state.layout import Layout
 from pallas_kernels import OPERATIONS, Operation, experts
 

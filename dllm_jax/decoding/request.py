@@ -17,30 +17,27 @@ from annotated_types import MinLen
 from jaxtyping import Array, Bool, Int, Key
 
 from dllm_jax.decoding import buckets as ladders
+from dllm_jax.decoding.blocks import blocks_of, ends_within_a_block, is_cut_short, scheduled_by
+from dllm_jax.decoding.checks import CHECKS, Case, check_interventions, warn_of
 from dllm_jax.decoding.constraints import allowed_tokens, constraints_of
 from dllm_jax.decoding.options import Asked, GenerateOptions, InfillOptions, Stops
 from dllm_jax.decoding.prefill import with_prefix
 from dllm_jax.decoding.stops import StopTexts
-from dllm_jax.engine.block_schedule import check_schedule
-from dllm_jax.engine.branches import check_policy
 from dllm_jax.engine.closures import constants
-from dllm_jax.engine.drafting import check_drafting, drafting_widths
+from dllm_jax.engine.drafting import drafting_widths
 from dllm_jax.engine.nonfinite import NonFinite
 from dllm_jax.engine.plan import Inputs, Plan
 from dllm_jax.engine.widths import step_widths
 from dllm_jax.nn.intervention import checked, moved
 from dllm_jax.nn.keys import Keys, typed_key
-from dllm_jax.nn.low_rank import adapted, is_low_rank
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument, check_names, check_numbers, shown
-from dllm_jax.policies.base import Policy
-from dllm_jax.policies.in_blocks import for_model
-from dllm_jax.samplers import KeyNoise, Noise, RecordedNoise, Sampler
+from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument, check_names, shown
+from dllm_jax.policies.base import for_model
+from dllm_jax.samplers import KeyNoise, Noise, RecordedNoise
 from dllm_jax.state import host, inputs
 from dllm_jax.state.host import AnyArray
 from dllm_jax.state.layout import Layout
-from dllm_jax.state.sliding import AdaBlock, BlockSchedule
 from dllm_jax.traced import fixed_at
 from dllm_jax.xla.order import aligned
 
@@ -127,74 +124,6 @@ def prepare_infill(model: Model, tokens: inputs.Ids, **options: Unpack[InfillOpt
     return _planned(model, Inputs(tokens, valid), layout, asked, extra=0)
 
 
-def blocks_of(
-    block: int | BlockSchedule | None,
-    spec: ModelSpec,
-    suffix: int = 0,
-    infilled: bool = False,
-    sampler: Sampler | None = None,
-) -> tuple[int | BlockSchedule | None, int]:
-    """Positions decoded together, by default those of the model's own blocks; and the layout's tail.
-
-    Args:
-      block: the user's.
-      spec: the model, whose blocks begin where a sequence does: the last one may reach beyond an answer.
-      suffix: positions given after the response.
-      infilled: whether there is no prompt, so that blocks are counted from a sequence's beginning.
-      sampler: may decode in blocks of its own.
-
-    Raises:
-      ValueError: the model is block-causal, and the block does not divide its blocks, or something is given
-        after it.
-    """
-    if isinstance(block, AdaBlock):
-        block.check(spec.vocab, spec.mask_id)
-    if not (size := spec.block_size):
-        return block, 0
-    if suffix:
-        raise ValueError(
-            f"suffix= is not supported by block-causal models ({spec.family}): a block attends to "
-            "nothing after it. Put the text into the prompt."
-        )
-    own = None if sampler is None else sampler.own_block
-    if own is not None and block not in (None, own):
-        raise ValueError(
-            f"block={shown(block)} must be left out, or {own}: {sampler!r} decodes in blocks of its own"
-        )
-    if isinstance(block, BlockSchedule):
-        raise ValueError(
-            f"block={shown(block)} is not supported by {spec.family}: it is trained in blocks "
-            f"of its own. Use an integer that divides block_size={size}."
-        )
-    if spec.causal_context and infilled:
-        raise ValueError(f"infill does not support {spec.family}: its blocks follow a prompt. Use generate")
-    size = size if own is None else own
-    block = size if block is None else block
-    if spec.causal_context:
-        return check_argument("block", block, PositiveInt), size - 1 if sampler and sampler.drafts else 0
-    if size % check_argument("block", block, PositiveInt):
-        raise ValueError(f"block={block} must divide the blocks of {spec.family}, block_size={size}")
-    within = ends_within_a_block(spec) and not infilled
-    return block, 0 if within or is_cut_short(spec) else size - 1
-
-
-def scheduled_by(sampler: Sampler, layout: Layout) -> Layout:
-    """The layout of a sampler that may decode in blocks of its own."""
-    if sampler.own_block is None:
-        return layout
-    return dataclasses.replace(layout, own_blocks=True, drafts=sampler.drafts)
-
-
-def ends_within_a_block(spec: ModelSpec) -> bool:
-    """Whether a response's last block has only the positions that are left: blocks begin where it does."""
-    return spec.block_size > 0 and spec.blocks_from == "response"
-
-
-def is_cut_short(spec: ModelSpec) -> bool:
-    """Whether the canvas ends with the response, wherever that is in a block of the model."""
-    return spec.block_size > 0 and spec.blocks_from == "sequence" and not spec.completes_blocks
-
-
 def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: int) -> Request:
     """The request of a canvas: policy and sampler go together, and fit it.
 
@@ -208,90 +137,57 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: 
     Raises:
       ValueError: they do not go together.
     """
-    spec, batch, sampler = model.spec, arrays.tokens.shape[0], asked.sampler
-    policy = for_model(asked.policy, spec)
+    spec, batch = model.spec, arrays.tokens.shape[0]
+    own = constraints_of(asked.constraints, asked.sampler, spec, layout)
+    case = Case(asked, model, for_model(asked.policy, spec), own, layout, arrays, extra)
+    warn_of(case, stacklevel=4)
+    for check in CHECKS:
+        check(case)
+    plan = plan_of(case)
 
-    # What a bucket adds is padding, no part of the length that a model was made for.
-    inputs.warn_of_length(layout.end - extra, spec, stacklevel=4)
-    if sampler.max_steps(layout) > layout.response and not spec.block_size:  # it follows the schedule
-        positions = max(layout.end - layout.prompt, layout.blocks * layout.block)
-        inputs.warn_of_idle_steps(layout.steps, positions, stacklevel=4)
-    if asked.logprobs is not None and asked.logprobs > spec.vocab:
-        raise ValueError(f"logprobs={asked.logprobs} must be at most the vocabulary's size, {spec.vocab}")
-    if asked.logprobs is not None and sampler.verifies_causally:
-        raise ValueError(
-            f"logprobs={asked.logprobs} is not supported by {type(sampler).__name__}: a token is drafted "
-            "from one distribution and accepted by another. Use Dynamic()."
-        )
-    own = constraints_of(asked.constraints, sampler, spec, layout)
-    for options in (policy, sampler, *own):
-        check_numbers(options)
-    sampler.check_model(spec)
-    check_policy(sampler, policy)
-    check_blocks(sampler, asked.policy, arrays, layout)
-    if sampler.draft_adapter and (not adapted(model.params["layers"]) or is_low_rank(model.params["head"])):
-        raise ValueError(
-            "draft_adapter=True needs a model with LoRA adapters in its layers, and none in its head, which "
-            "verifies drafts too. Use lora.load(model, folder)"
-        )
-    check_drafting(asked.drafting, asked.policy, spec, layout)
-    check_schedule(layout, policy, sampler)
-    named = {"policy": (policy,), "sampler": (sampler,), "constraints": own}
-    found = tuple(c for name, several in named.items() for one in several for c in constants(one, name))
-    prefix = None if asked.prefix is None else asked.prefix.stored
-    widths = step_widths(policy, spec, layout, asked.widths)
-    if prefix is not None and asked.widths is None:
-        widths = tuple(sorted({*widths, prefix.first_width(policy, spec, layout)}))
-    if asked.drafting is not None:
-        widths = tuple(sorted({*widths, *drafting_widths(policy, spec, layout, asked.drafting)}))
-    plan = Plan(
-        policy=policy,
-        sampler=sampler,
-        layout=layout,
-        widths=widths,
-        phases=policy._phases,
-        group=asked.group,
-        stop_at_eos=asked.stop_at_eos,
-        trace=asked.trace,
-        constants=found,
-        stop=stop_sequences(asked.stop, spec),
-        stop_texts=asked.stop.table(spec.vocab) if isinstance(asked.stop, StopTexts) else None,
-        constraints=own,
-        logprobs=asked.logprobs,
-        prefix=prefix,
-        drafting=asked.drafting,
-    )
-
-    # Positions as the user counts them, without what a bucket adds on the left; then moved after that.
+    # Positions as the user counts them, without what a bucket adds on the left; then moved past that.
     fitting = checked(asked.interventions, spec, batch, layout.length - extra, plan.step_limit)
-    if fitting and (sampler.verifies or sampler.verifies_causally or asked.drafting is not None):
-        what, by = ("FreeDave", "drafts") if asked.drafting else (type(sampler).__name__, "a shadow block")
-        raise ValueError(
-            f"interventions= is not supported by {what}: it verifies tokens by {by}, where they would not "
-            "act. Use Threshold()."
-        )
+    check_interventions(case, fitting)
     plan = dataclasses.replace(plan, interventions=moved(fitting, extra))
     noise = noise_for(plan, batch, asked.key, asked.noise, spec.vocab)
-    allowed = allowed_tokens(asked.forbid, asked.allow, own, arrays, layout, sampler, spec)
+    allowed = allowed_tokens(asked.forbid, asked.allow, own, arrays, layout, asked.sampler, spec)
     arrays = arrays._replace(noise=noise, allowed=allowed)
     return Request(arrays, plan, extra, asked.nonfinite, asked.progress)
 
 
-def check_blocks(sampler: Sampler, policy: Policy, arrays: Inputs, layout: Layout):
-    """Raises ValueError if a sampler with blocks of its own lacks a first token, or exact keys and values."""
-    if sampler.own_block is None:
-        return
-    name = type(sampler).__name__
-    if policy.reuses:
-        raise ValueError(
-            f"policy={type(policy).__name__}() is not supported by {name}: each token follows from exact "
-            "keys and values. Use Policy()."
-        )
-    known = host.readable(arrays.valid)
-    if known is not None and layout.prompt and not known[:, : layout.prompt].any(axis=1).all():
-        raise ValueError(
-            f"prompt is empty, which {name} does not support: a token predicts the next. Pass one."
-        )
+def plan_of(case: Case) -> Plan:
+    """The plan of a checked request, without interventions."""
+    asked, policy, layout, spec = case.asked, case.policy, case.layout, case.model.spec
+    named = {"policy": (policy,), "sampler": (asked.sampler,), "constraints": case.constraints}
+    read = tuple(c for name, several in named.items() for one in several for c in constants(one, name))
+    return Plan(
+        policy=policy,
+        sampler=asked.sampler,
+        layout=layout,
+        widths=widths_of(case),
+        phases=policy._phases,
+        group=asked.group,
+        stop_at_eos=asked.stop_at_eos,
+        trace=asked.trace,
+        constants=read,
+        stop=stop_sequences(asked.stop, spec),
+        stop_texts=asked.stop.table(spec.vocab) if isinstance(asked.stop, StopTexts) else None,
+        constraints=case.constraints,
+        logprobs=asked.logprobs,
+        prefix=None if asked.prefix is None else asked.prefix.stored,
+        drafting=asked.drafting,
+    )
+
+
+def widths_of(case: Case) -> tuple[int, ...]:
+    """Widths of the partial steps: the policy's or the user's, and what a prefix and drafts need."""
+    asked, policy, layout, spec = case.asked, case.policy, case.layout, case.model.spec
+    widths = set(step_widths(policy, spec, layout, asked.widths))
+    if asked.prefix is not None and asked.widths is None:
+        widths.add(asked.prefix.stored.first_width(policy, spec, layout))
+    if asked.drafting is not None:
+        widths |= drafting_widths(policy, spec, layout, asked.drafting)
+    return tuple(sorted(widths))
 
 
 def _suffix_ids(suffix: inputs.Ids, batch: int, spec: ModelSpec) -> Int[AnyArray, "b s"]:

@@ -6,12 +6,11 @@ all of it: canvas, cache, what the sampler remembers, random keys, statistics an
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Int, Shaped
 
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.placement import (
@@ -22,6 +21,7 @@ from dllm_jax.decoding.placement import (
     with_auto_axes,
 )
 from dllm_jax.decoding.request import Request, repeated
+from dllm_jax.engine.beginning import initial_state, split_cache
 from dllm_jax.engine.generation import Generation, State
 from dllm_jax.engine.group import (
     axes_of_sequences,
@@ -30,35 +30,16 @@ from dllm_jax.engine.group import (
     scatter_sequences,
     stream_index,
 )
-from dllm_jax.engine.logprobs import LogProbs
-from dllm_jax.engine.loop import final_logprobs, final_stats, final_tokens, run
+from dllm_jax.engine.pieces import Piece, run_piece
 from dllm_jax.engine.plan import Inputs, Plan
-from dllm_jax.engine.stats import Stats
-from dllm_jax.engine.step import initial_state, split_cache
+from dllm_jax.engine.recorders import final_trace
 from dllm_jax.engine.trace import Trace
 from dllm_jax.nn.mesh import constrain, over_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.state import host
 from dllm_jax.state.cache import Cache
-from dllm_jax.state.host import AnyArray
 
 NOTHING = Cache((), (), None)  # instead of a cache that is not looked at
-
-
-class Seen(NamedTuple):
-    """State for the host when a sequence has ended, equal on all devices.
-
-    Attributes:
-      goes_on: slots whose sequences have not ended.
-      tokens: Tokens as left by an ended sequence.
-      stats: so far.
-      logprobs: so far; None if none are recorded.
-    """
-
-    goes_on: Bool[AnyArray, "b"]
-    tokens: Int[AnyArray, "b l"]
-    stats: Stats
-    logprobs: LogProbs | None = None
 
 
 class Slots:
@@ -75,7 +56,7 @@ class Slots:
         self._run = with_auto_axes(place(model, repeated(request, count)))
         self._inputs = self._run.inputs
         self._state: State | None = None
-        self._seen: Seen | None = None  # once the steps under way are done
+        self._seen: Piece | None = None  # once the steps under way are done
         self.count, self.prompt = len(self._inputs.tokens), self._run.plan.layout.prompt
 
     def enter(self, slot: int, request: Request):
@@ -95,16 +76,17 @@ class Slots:
                 self._run.model, self._inputs, self._run.plan, self._state
             )
 
-    def ended(self) -> Seen | None:
+    def ended(self) -> Piece | None:
         """Waits for the running steps and returns their results on the host; None if nothing ran."""
         if self._seen is None:
             return None
         seen, self._seen = jax.tree.map(host.everywhere, self._seen), None
         return seen
 
-    def output(self, slot: int, request: Request, seen: Seen) -> Output:
+    def output(self, slot: int, request: Request, seen: Piece) -> Output:
         """The output of a sequence that has ended, in arrays on the host."""
-        one = jax.tree.map(lambda array: array[slot : slot + 1], seen)
+        own = lambda array: array[slot : slot + 1]
+        tokens, stats, logprobs = jax.tree.map(own, (seen.tokens, seen.stats, seen.logprobs))
         trace = None
         if self._run.plan.trace:
             assert self._state is not None, "enter"
@@ -114,7 +96,7 @@ class Slots:
                     host.everywhere, traced(self._run.model, self._run.plan, self._state, where)
                 )
         placed = self._run._replace(batch=1, extra=request.extra)
-        return collect(placed, one.tokens, one.stats, trace, one.logprobs)
+        return collect(placed, tokens, stats, trace, logprobs)
 
     def program(self) -> jax.stages.Compiled:
         """The program of the steps."""
@@ -179,7 +161,7 @@ def enter(
 
 
 @functools.partial(jax.jit, donate_argnames="state")
-def until_one_ends(model: Model, inputs: Inputs, plan: Plan, state: State) -> tuple[State, Seen]:
+def until_one_ends(model: Model, inputs: Inputs, plan: Plan, state: State) -> tuple[State, Piece]:
     """Steps until one of the sequences that were active ends; a state without any stays as it is.
 
     Args:
@@ -189,15 +171,12 @@ def until_one_ends(model: Model, inputs: Inputs, plan: Plan, state: State) -> tu
       state: State of all slots, donated.
     """
 
-    def piece(model: Model, inputs: Inputs, plan: Plan, state: State) -> tuple[State, Seen]:
+    def piece(model: Model, inputs: Inputs, plan: Plan, state: State) -> tuple[State, Piece]:
         before = state.canvas.active
-        together = lambda s: jnp.all(s.canvas.active == before)
-        after = run(Generation.of(model, inputs, plan), state, together)
+        unchanged = lambda s: jnp.all(s.canvas.active == before)
+        after, seen = run_piece(Generation.of(model, inputs, plan), state, unchanged, together=False)
 
         # Arrays of their own: the next piece overwrites the state's while the host still reads these.
-        tokens = final_tokens(plan, after)
-        stats, logprobs = final_stats(plan, after, tokens), final_logprobs(after, tokens)
-        seen = Seen(after.canvas.active, tokens, stats, logprobs)
         everywhere = lambda array: jnp.copy(constrain(array, model.rules, ""))
         return _split(model, plan, after), jax.tree.map(everywhere, seen)
 
@@ -214,7 +193,7 @@ def traced(model: Model, plan: Plan, state: State, slot: Int[Array, "1"]) -> Tra
             cache=NOTHING, need=state.canvas.valid, memory=()
         )  # nothing of them is looked at
         one = map_arrays(of_one, plan, NOTHING, small)
-        return one.record.completed(one.canvas)
+        return final_trace(one.record, one.canvas)
 
     return over_mesh(of_slot, model, plan, state, slot, out=None)
 

@@ -16,7 +16,7 @@ from dllm_jax.decoding.placement import Placed, collect, numbers, on_mesh, place
 from dllm_jax.decoding.report import report
 from dllm_jax.decoding.request import prepare
 from dllm_jax.engine.logprobs import LogProbs
-from dllm_jax.engine.loop import Piece, begin, recorded_steps, resume
+from dllm_jax.engine.pieces import Piece, begin, recorded_steps, resume
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument, check_names
 from dllm_jax.state import host, inputs
@@ -126,7 +126,7 @@ def _snapshots(placed: Placed, every: int) -> Generator[Snapshot, None, None]:
     while running:
         with runs_on(run):
             state, next_piece = resume(*arguments, state, steps)
-        running = bool(host.everywhere(piece.running))
+        running = bool(host.everywhere(piece.goes_on).any())
         snapshot = _seen(piece, before, own)
         if not running:
             # A finished generation takes no more steps: the trace after the next piece is that of this one.
@@ -139,6 +139,7 @@ def _snapshots(placed: Placed, every: int) -> Generator[Snapshot, None, None]:
 
 
 def _seen(piece: Piece, before: Int[np.ndarray, "b l"], own: tuple[slice, slice]) -> Snapshot:
+    assert piece.confidence is not None, "plan.confidence"
     tokens, confidence = (host.everywhere(array)[own] for array in (piece.tokens, piece.confidence))
     confidence = np.where(np.isposinf(confidence), np.float32(np.nan), confidence)
 

@@ -18,7 +18,7 @@ from dllm_jax.nn.mesh import current_mesh, number_modes, over_mesh
 from dllm_jax.nn.model import Model, encode
 from dllm_jax.options import NoneMeans, PositiveInt, TracedPositiveFloat, check_argument, shown
 from dllm_jax.state import host, inputs
-from dllm_jax.state.canvas import begin
+from dllm_jax.state.contexts import begin
 from dllm_jax.state.host import AnyArray
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import compact, gather, scatter

@@ -88,7 +88,6 @@ def slid(canvas: Canvas) -> Canvas:
 
 def at_verified(canvas: Canvas) -> Canvas:
     """The canvas with its blocks at their last verified token, from which the next draft begins."""
-    assert canvas.stored is not None, "a causal context"
     moves = canvas.stored > canvas.block_start
     start = jnp.where(moves, canvas.stored, canvas.block_start)
     return dataclasses.replace(canvas, block_start=start, block_step=jnp.where(moves, 0, canvas.block_step))

@@ -125,6 +125,13 @@ def place_in_shadow(canvas: Canvas, index: Int[Array, "b c"]) -> Int[Array, "b c
     return jnp.clip(index - canvas.block_start[:, None], 0, canvas.layout.block - 1)
 
 
+def shadow_of(sampler: Sampler, canvas: Canvas) -> Branches | None:
+    """The shadow block of a sampler that verifies tokens by one; None for others."""
+    if sampler.verifies or (sampler.verifies_causally and not canvas.spec.shifted):
+        return shadow_block(canvas, sampler.verifies_causally)
+    return None
+
+
 def shadow_block(canvas: Canvas, causal: bool = False) -> Branches:
     """The current block of each sequence, masked, as its one branch."""
     # After the last block, where no sequence is active any more, positions would leave the canvas.

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from dllm_jax.engine.block_schedule import end_step, offered_positions
+from dllm_jax.engine.decide import Decided, apply
 from dllm_jax.engine.generation import Generation
 from dllm_jax.engine.logprobs import LogProbs
 from dllm_jax.engine.plan import Plan
@@ -82,26 +83,6 @@ class Accepted(NamedTuple):
     logprobs: LogProbs | None
 
 
-class Verified(NamedTuple):
-    """Decisions of the sampler on all branches, each as if the branch were the canvas: [b k ...].
-
-    Attributes:
-      chosen: Positions that it unmasks.
-      proposal: Candidates of all positions.
-      finite: Whether their logits are finite.
-      found: Log-probabilities of its candidates [b k c ..], and their places; None if none are recorded.
-    """
-
-    chosen: Bool[Array, "b k l"]
-    proposal: Proposal
-    finite: Bool[Array, "b k"]
-    found: tuple[LogProbs, Int[Array, "b k l"]] | None
-
-    def of(self, branch: Int[Array, "b"]) -> "Verified":
-        """The decision on one branch of each sequence."""
-        return jax.tree.map(lambda a: a[jnp.arange(len(branch)), branch], self)
-
-
 def branch_count(plan: Plan, width: int | None, spec: ModelSpec) -> int:
     """Number of branches of a step: one where none of its sequences has predictions (static)."""
     if plan.drafting is None:
@@ -139,13 +120,13 @@ def further_positions(plan: Plan, canvas: Canvas) -> Bool[Array, "b l"]:
 
 def drafted_block(drafting: Drafting, canvas: Canvas) -> Int[Array, "b 1"]:
     """Where the block begins in which drafts begin: the current one, or the finished one before it."""
-    start = canvas.block_start[:, None] if canvas.stored is None else canvas.model_block
-    return jnp.where(goes_on(canvas), start - canvas.spec.block_size, start) if drafting.eager else start
+    if not drafting.eager:
+        return canvas.model_block if canvas.spec.block_size else canvas.block_start[:, None]
+    return jnp.where(goes_on(canvas), canvas.model_block - canvas.spec.block_size, canvas.model_block)
 
 
 def goes_on(canvas: Canvas) -> Bool[Array, "b 1"]:
     """Whether eager drafts go on from a block that the last step has finished, as its pairs get stored."""
-    assert canvas.stored is not None, "a block-causal model"
     return canvas.block_begins & ~canvas.first_step & (canvas.stored[:, None] == canvas.model_block)
 
 
@@ -164,7 +145,7 @@ def draft(generation: Generation, canvas: Canvas, predictions: Predictions, bran
     unknown = canvas.block_begins
     if canvas.spec.causal_context:
         unknown |= canvas.causal
-    elif canvas.stored is not None:
+    elif canvas.spec.block_size:
         enters = canvas.enters_model_block
         unknown = enters & ~goes_on(canvas) if plan.drafting.eager else enters | unknown
     score = jnp.where(unknown, -jnp.inf, score)
@@ -200,7 +181,7 @@ def accept(
     generation: Generation,
     canvas: Canvas,
     drafts: Drafts,
-    verified: Verified,
+    verified: Decided,
     logprobs: LogProbs | None,
 ) -> Accepted:
     """Follows the chain of drafts that are the steps of the sampler.
@@ -209,7 +190,7 @@ def accept(
       generation: Constants of the loop.
       canvas: Canvas before the step.
       drafts: Branches of the step.
-      verified: Decisions on them.
+      verified: Decisions on them, [b k ..].
       logprobs: Log-probabilities so far.
     """
     plan, batch = generation.plan, jnp.arange(len(canvas.step))
@@ -226,12 +207,9 @@ def accept(
     def taken(
         before: Canvas, at: Int[Array, "b"], logprobs: LogProbs | None
     ) -> tuple[Canvas, LogProbs | None]:
-        decided = verified.of(at)
-        after = write(before, decided.chosen, decided.proposal.token)
-        after = end_step(plan, after, decided.finite)
-        if logprobs is not None and decided.found is not None:
-            logprobs = logprobs.add(before, after, *decided.found)
-        return after, logprobs
+        decided = verified.of_branch(at)
+        after = apply(plan, before, decided)
+        return after, decided.added_to(logprobs, before, after)
 
     def following(chain: Accepted) -> tuple[Int[Array, "b"], Bool[Array, "b"]]:
         # A subset may be accepted of a step that has finished the sequence, as in the reference.
@@ -247,13 +225,13 @@ def accept(
         after, logprobs = taken(before, at, chain.logprobs)
         earlier = before.tokens != canvas.tokens
         keep = lambda new, old: jnp.where(earlier, old, new)
-        proposal = jax.tree.map(keep, verified.of(at).proposal, chain.proposal)
+        proposal = jax.tree.map(keep, verified.of_branch(at).proposal, chain.proposal)
         choose = lambda new, old: jnp.where(some.reshape(-1, *[1] * (old.ndim - 1)), new, old)
         return jax.tree.map(choose, Accepted(after, at, proposal, logprobs), chain)
 
     first = jnp.zeros_like(canvas.step)
     after, logprobs = taken(canvas, first, logprobs)
-    chain = Accepted(after, first, verified.of(first).proposal, logprobs)
+    chain = Accepted(after, first, verified.of_branch(first).proposal, logprobs)
     return jax.lax.while_loop(lambda chain: jnp.any(following(chain)[1]), follow, chain)
 
 

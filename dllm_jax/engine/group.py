@@ -15,6 +15,8 @@ from jaxtyping import Array, Bool, Int, Shaped
 
 from dllm_jax.engine.generation import Generation, State
 from dllm_jax.engine.plan import Plan
+from dllm_jax.engine.recorders import recorders_of
+from dllm_jax.engine.stats import Record
 from dllm_jax.engine.widths import Variant, exceeds, last_phase, narrowest
 from dllm_jax.nn.intervention import of_sequences as interventions_of
 from dllm_jax.nn.model import Model
@@ -105,21 +107,20 @@ def gather_constants(generation: Generation, index: Int[Array, "g"]) -> Generati
         model,
         dataclasses.replace(plan, interventions=interventions_of(plan.interventions, both)),
         None if noise is None else noise.of_sequences(index),
-        None if embeds is None else gather_sequences(embeds, both, 0, plan.shares),
+        jax.tree.map(lambda array: gather_sequences(array, both, 0, plan.shares), embeds),
         rope,
-        None
-        if allowed is None
-        else jax.tree.map(lambda a: gather_sequences(a, index, 0, plan.shares), allowed),
+        jax.tree.map(lambda array: gather_sequences(array, index, 0, plan.shares), allowed),
     )
 
 
 def gather_state(generation: Generation, state: State, index: Int[Array, "g"], axes: Cache) -> State:
-    """The state of the group's sequences; the trace is that of all, which a step writes to by sequence."""
+    """The state of the group's sequences; a step writes to the record of all by sequence (`of_group`)."""
     plan = generation.plan
     places = {1: index, plan.streams: stream_index(index, plan)}
     of_group = lambda copies, axis, array: gather_sequences(array, places[copies], axis, plan.shares)
-    group_state = map_arrays(of_group, plan, axes, without_trace(state))
-    return group_state._replace(record=group_state.record._replace(trace=state.record.trace))
+    whole, state = record_of_all(plan, state)
+    group_state = map_arrays(of_group, plan, axes, state)
+    return group_state._replace(record=group_state.record | whole)
 
 
 def write_back(
@@ -129,13 +130,17 @@ def write_back(
     plan = generation.plan
     places = {1: index, plan.streams: stream_index(index, plan)}
     back = lambda copies, axis, array, part: scatter_sequences(array, part, places[copies], axis, plan.shares)
-    whole = map_arrays(back, plan, axes, without_trace(state), without_trace(group_state))
-    return whole._replace(record=whole.record._replace(trace=group_state.record.trace))
+    (_, state), (of_all, group_state) = (record_of_all(plan, one) for one in (state, group_state))
+    whole = map_arrays(back, plan, axes, state, group_state)
+    return whole._replace(record=whole.record | of_all)
 
 
-def without_trace(state: State) -> State:
-    """Returns the state without its trace."""
-    return state._replace(record=state.record._replace(trace=None))
+def record_of_all(plan: Plan, state: State) -> tuple[Record, State]:
+    """What recorders keep of all sequences in steps of any group, and the state without it."""
+    recorders = recorders_of(plan, state.canvas.spec)
+    of_all = {name: kept for name, kept in state.record.items() if not recorders[name].of_group}
+    rest = {name: kept for name, kept in state.record.items() if name not in of_all}
+    return of_all, state._replace(record=rest)
 
 
 def map_arrays(function: Callable[..., Array], plan: Plan, axes: Cache, *states: State) -> State:
@@ -150,10 +155,11 @@ def map_arrays(function: Callable[..., Array], plan: Plan, axes: Cache, *states:
     """
     own = lambda *trees, axis=0: jax.tree.map(functools.partial(function, 1, axis), *trees)
     of_streams = functools.partial(function, plan.streams)
-    records = [state.record for state in states]
-    record = own(*(record._replace(trace=None) for record in records))
-    if records[0].trace is not None:  # [t b ..]
-        record = record._replace(trace=own(*(record.trace for record in records), axis=1))
+    recorders = recorders_of(plan, states[0].canvas.spec)
+    record = {
+        name: own(*(state.record[name] for state in states), axis=recorders[name].axis)
+        for name in states[0].record
+    }
     return State(
         own(*(state.canvas for state in states)),
         jax.tree.map(of_streams, axes, *(state.cache for state in states)),

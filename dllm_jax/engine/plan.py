@@ -93,6 +93,11 @@ class Plan:
         return *(Variant(width, phase) for width in self.widths for phase in self.phases), Variant(None)
 
     @property
+    def drafts_eagerly(self) -> bool:
+        """Whether drafts reach into further blocks, which steps compute too."""
+        return self.drafting is not None and self.drafting.eager
+
+    @property
     def step_limit(self) -> int:
         """Upper bound on denoising steps: the sampler's, and one for each position a policy offers late."""
         return self.sampler.max_steps(self.layout) + self.layout.response

@@ -20,9 +20,7 @@ from dllm_jax.nn.mesh import current_mesh, over_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.rope import Rope, rope_of, rotate
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.policies.base import Policy
-from dllm_jax.policies.dense_pairs import dense_pairs
-from dllm_jax.policies.in_blocks import for_model
+from dllm_jax.policies.base import Policy, for_model
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
@@ -141,7 +139,7 @@ def refusal(model: Model, policy: Policy, sampler: Sampler) -> str | None:
         return reason
     runs = for_model(policy, model.spec)
     layers = jax.eval_shape(lambda: runs.init(model.spec, Layout.of(8, 8), 1, model.dtype)).layers
-    if dense_pairs(runs, layers) is None:
+    if runs.dense_pairs(layers) is None:
         return (
             f"prefix= is not supported by {type(policy).__name__}: it does not keep the KV pairs of all "
             "positions as the default layer does. Use Policy() or MAGE()"
@@ -212,7 +210,7 @@ def reuse(
     position = jnp.where(slot < count[:, None], first[:, None] + slot, canvas.layout.length)
 
     def filled(storage: PyTree, new: KV) -> PyTree:
-        own = dense_pairs(policy, storage)
+        own = policy.dense_pairs(storage)
         assert own is not None, "a policy that `refusal` lets pass"
         every = lambda a: jnp.broadcast_to(a[None], (len(first), *a.shape))
         keys = rotate(every(new.k), rope, position, spec.rope_in_f32)
@@ -231,7 +229,6 @@ def reuse(
 def reused_of(canvas: Canvas, model: Model) -> tuple[Int[Array, "b"], Float[Array, "b"]]:
     """Tokens of each sequence whose keys and values are there before the first step, and their bytes."""
     spec, begun = model.spec, 0 if model.spec.causal_context else canvas.spec.block_size
-    assert canvas.stored is not None, "a block-causal model"
     known = canvas.valid & (canvas.position < canvas.stored[:, None] - begun)
     count = jnp.sum(known, axis=1, dtype=jnp.int32)
     per_token = 2.0 * spec.layers * spec.kv_heads * spec.head_dim * np.dtype(model.dtype).itemsize

@@ -1,5 +1,7 @@
 """The candidates of a step: which positions meet the vocabulary, and the token and score of each."""
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -19,19 +21,33 @@ from dllm_jax.state.rows import Rows, compact, gather
 from dllm_jax.xla.reductions import any_marked
 
 
+class Proposed(NamedTuple):
+    """The candidates of a step, and what is known of them.
+
+    Attributes:
+      candidates: Scored positions whose predictor was computed, with tokens, scores and logits.
+      finite: Sequences all of whose logits are finite, and no confidence NaN, which no sampler would decode.
+        Those of padding may be anything.
+      commits: Sequences that commit to all of their masks now; None without such a rule (`EarlyCommit`).
+      logprobs: Log-probabilities of the candidates; None if none are recorded.
+      block_end: End of each sequence's block, if the step sets it (`engine.adaptive`); else None.
+    """
+
+    candidates: Candidates
+    finite: Bool[Array, "b"]
+    commits: Bool[Array, "b"] | None = None
+    logprobs: LogProbs | None = None
+    block_end: Int[Array, "b"] | None = None
+
+
 def propose(
     generation: Generation,
     canvas: Canvas,
     rows: Rows,
     hidden: Float[Array, "streams_b q m"],
     verifying: Bool[Array, "b"] | None = None,
-) -> tuple[Candidates, Bool[Array, "b"], Bool[Array, "b"] | None, LogProbs | None, Int[Array, "b"] | None]:
-    """The candidates: scored positions whose predictor was computed, with tokens, scores and logits.
-
-    And whether all logits of the sequence's candidates are finite, and no confidence is NaN, which no sampler
-    would decode; those of padding may be anything. And whether it commits to all of its masks now, None if
-    the sampler has no such rule (`EarlyCommit`). And the log-probabilities, None if none are asked for.
-    And the block's end, if this step sets it (`engine.adaptive`).
+) -> Proposed:
+    """The candidates: each scored position gets its logits, a token and a score.
 
     Args:
       generation: the constants.
@@ -41,62 +57,75 @@ def propose(
         the sampler verifies tokens, which are then candidates too, or a draft.
       verifying: Sequences whose draft is verified (`Canvas.verifying`); None if the sampler makes none.
     """
-    plan, spec, layout = generation.plan, canvas.spec, canvas.layout
-    sampler = plan.sampler
+    plan, sampler, length = generation.plan, generation.plan.sampler, canvas.layout.length
     index = _positions(plan, canvas, rows, verify=sampler.verifies)
-
-    # Logits of each candidate are computed from its predictor's entry in `hidden`.
-    predictor = index
-    if not predicts_itself(spec):
-        padded = jnp.pad(canvas.predictor, ((0, 0), (0, 1)), constant_values=layout.length)
-        predictor = jnp.take_along_axis(padded, index, axis=1)
-    slot = rows.slot(predictor)
 
     # A token to be verified takes its logits from its shadow: a position is a mask or holds one, never both.
     holds_token = jnp.zeros_like(index, bool)
     if sampler.revises:
-        holds_token = gather(decoded_in_block(canvas), index) & (index < layout.length)
-    if sampler.verifies:
-        slot = jnp.where(holds_token, rows.index.shape[1] + place_in_shadow(canvas, index), slot)
-    elif verifying is not None and not spec.shifted:
-        slot = jnp.where(verifying[:, None], rows.index.shape[1] + place_in_shadow(canvas, index), slot)
-    logits = unembed(generation.model.params, spec, gather(hidden, repeat(slot, plan.streams)))
-
-    # Classifier-free guidance: the two streams' logits are combined before anything looks at them.
-    if plan.streams == 2:
-        conditional, unconditional = (stream(logits.astype(jnp.float32), i, 2) for i in range(2))
-        logits = guided(conditional, unconditional, sampler.cfg_scale)
-    unconstrained, end = logits, delimited_end(canvas, index, logits)
-    logits, waits = constrain_logits(generation, canvas, index, logits)
+        holds_token = gather(decoded_in_block(canvas), index) & (index < length)
+    shadowed = holds_token if sampler.verifies else None
+    if verifying is not None and not canvas.spec.shifted:
+        shadowed = verifying[:, None]
+    unconstrained = _logits(generation, canvas, rows, hidden, index, shadowed)
+    logits, waits = constrain_logits(generation, canvas, index, unconstrained)
     proposed = sampler.propose(logits, index, canvas, generation.noise)
-    count = plan.logprobs
-    found = None if count is None else of_candidates(sampler, proposed, logits, canvas, count)
-    candidate = index < layout.length
+    found = None
+    if plan.logprobs is not None:
+        found = of_candidates(sampler, proposed, logits, canvas, plan.logprobs)
 
     # No sampler would decode a NaN; what stands at entries that are no candidates may be anything.
+    candidate = index < length
     known = ~any_marked(~jnp.isfinite(unconstrained)) & ~jnp.isnan(proposed.score)
     finite = ~any_marked(candidate & ~known)
 
-    # All of the answer is looked at; a sampler sees masks, and what it revises.
-    committed = None
+    # The answer is looked at, whatever it holds; a sampler sees masks, and what it revises.
+    commits = None
     if (rule := sampler.early_commit) is not None:
-        committed = rule.commits(logits, index, canvas) & finite
+        commits = rule.commits(logits, index, canvas) & finite
         seen = gather(canvas.masked, index) | holds_token
-        proposed = proposed._replace(index=jnp.where(seen, index, layout.length))
         candidate &= seen
-        committed = (
-            committed if waits is None else committed & ~jnp.any(waits & candidate & ~holds_token, axis=1)
-        )
+        proposed = proposed._replace(index=jnp.where(seen, index, length))
 
     # What no token is allowed to waits: it is no candidate of this step, and a token there stays.
     if waits is not None:
+        if commits is not None:
+            commits &= ~jnp.any(waits & candidate & ~holds_token, axis=1)
         holds_token, candidate = holds_token & ~waits, candidate & ~waits
-        proposed = proposed._replace(index=jnp.where(candidate, index, layout.length))
+        proposed = proposed._replace(index=jnp.where(candidate, index, length))
 
     # What holds a token has no score, and unless it may be edited it is offered no other.
     score = jnp.where(candidate & ~holds_token, proposed.score, -jnp.inf)
-    token = proposed.token if sampler.edits else jnp.where(holds_token, spec.mask_id, proposed.token)
-    return proposed._replace(score=score, token=token), finite, committed, found, end
+    token = proposed.token if sampler.edits else jnp.where(holds_token, canvas.spec.mask_id, proposed.token)
+    ends = delimited_end(canvas, index, unconstrained)
+    return Proposed(proposed._replace(score=score, token=token), finite, commits, found, ends)
+
+
+def _logits(
+    generation: Generation,
+    canvas: Canvas,
+    rows: Rows,
+    hidden: Float[Array, "streams_b q m"],
+    index: Int[Array, "b c"],
+    shadowed: Bool[Array, "b #c"] | None,
+) -> Float[Array, "b c v"]:
+    """Logits of the positions, each from its predictor's entry in `hidden`, or from that of its shadow.
+
+    With classifier-free guidance those of the two streams are combined.
+    """
+    plan, spec = generation.plan, canvas.spec
+    predictor = index
+    if not predicts_itself(spec):
+        padded = jnp.pad(canvas.predictor, ((0, 0), (0, 1)), constant_values=canvas.layout.length)
+        predictor = jnp.take_along_axis(padded, index, axis=1)
+    slot = rows.slot(predictor)
+    if shadowed is not None:
+        slot = jnp.where(shadowed, rows.index.shape[1] + place_in_shadow(canvas, index), slot)
+    logits = unembed(generation.model.params, spec, gather(hidden, repeat(slot, plan.streams)))
+    if plan.streams == 1:
+        return logits
+    conditional, unconditional = (stream(logits.astype(jnp.float32), i, 2) for i in range(2))
+    return guided(conditional, unconditional, plan.sampler.cfg_scale)
 
 
 def predicts_itself(spec: ModelSpec) -> bool:
@@ -115,7 +144,7 @@ def _positions(plan: Plan, canvas: Canvas, rows: Rows, verify: bool) -> Int[Arra
         predicted = jnp.take_along_axis(predicted, canvas.predictor, axis=1)
     rule = sampler.early_commit
     response_scored = "response" in (policy.scored, sampler.scored) or rule is not None
-    response_scored |= plan.drafting is not None and plan.drafting.eager
+    response_scored |= plan.drafts_eagerly
     scored = canvas.masked if response_scored else offered_positions(policy, canvas)
     scored = scored if layout.adaptive is None else scored | in_window(canvas)
 

@@ -27,8 +27,19 @@ class StopTable:
     follows: Int[AnyArray, "states kinds"]
 
 
-def begin_reading(canvas: Canvas) -> Canvas:
-    """The canvas with the automaton in front of each response."""
+def begin_stops(canvas: Canvas, sequences: bool, texts: bool) -> Canvas:
+    """The canvas before anything is looked for.
+
+    Args:
+      canvas: Canvas before the first step.
+      sequences: Whether answers end at sequences of token ids.
+      texts: Whether they end at texts: the automaton is then in front of each response.
+    """
+    if sequences or texts:
+        nowhere = jnp.full(len(canvas.tokens), canvas.layout.length, jnp.int32)
+        canvas = dataclasses.replace(canvas, stop=nowhere)
+    if not texts:
+        return canvas
     at = jnp.full(len(canvas.tokens), canvas.layout.prompt, jnp.int32)
     return dataclasses.replace(canvas, read=(at, jnp.full_like(at, BEGIN)))
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.policies.base import Policy
-from dllm_jax.policies.evicted import evicted
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.proposal import Proposal
@@ -64,7 +63,7 @@ def attended(policy: Policy, cache: Cache, canvas: Canvas, rows: Rows) -> Bool[A
       rows: Positions that the step computes.
     """
     read = policy.reads(cache, canvas) & canvas.valid
-    if (gone := evicted(policy, cache, canvas)) is not None:
+    if (gone := policy.evicted(cache, canvas)) is not None:
         read &= ~gone | rows.mask()
     # Masks of blocks and causal ones leave the last position the most.
     last = jnp.max(jnp.where(rows.real, rows.index, 0), axis=1, keepdims=True)

@@ -4,14 +4,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
-from dllm_jax.engine.block_schedule import offered_positions
 from dllm_jax.engine.branches import Branches
+from dllm_jax.engine.decide import Decided, decide
+from dllm_jax.engine.denoising import denoise_once, executed_positions
 from dllm_jax.engine.drafting import (
     Drafts,
     Predictions,
-    Verified,
     accept,
     branch_count,
     by_branch,
@@ -21,32 +21,41 @@ from dllm_jax.engine.drafting import (
 )
 from dllm_jax.engine.generation import Generation, State
 from dllm_jax.engine.network import computed_rows, network
-from dllm_jax.engine.propose import propose
-from dllm_jax.engine.stats import Record
+from dllm_jax.engine.plan import Plan
+from dllm_jax.engine.recorders import Taken
 from dllm_jax.engine.trace import attended
 from dllm_jax.engine.widths import Variant
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas, repeat
-from dllm_jax.state.proposal import Proposal
-from dllm_jax.state.rows import Rows, compact_rows, gather, places, spread
+from dllm_jax.state.rows import Rows, compact_rows
 
 
-def verify_drafts(
-    generation: Generation, variant: Variant, state: State, sequences: Int[Array, "b"] | None
-) -> tuple[Canvas, Cache, Record, Predictions]:
-    """Takes as many steps of the sampler as its drafts foresaw, in one forward pass.
+def take_drafted_step(
+    generation: Generation, variant: Variant, state: State
+) -> tuple[Taken, Cache, Predictions]:
+    """Takes one step of the sampler, or as many as its drafts foresaw, in one forward pass.
 
     Args:
       generation: Constants of the loop.
       variant: Kind of step, static.
-      state: State before the step.
-      sequences: Places of its sequences in the trace; None if they are all.
+      state: State before the step; its memory holds the predictions of the last pass.
 
     Returns:
-      The canvas, the cache, the statistics and the predictions after the step.
+      what the step did, the cache, and the predictions after it.
     """
-    canvas, plan, width = state.canvas, generation.plan, variant.width
-    count = branch_count(plan, width, canvas.spec)
+    count = branch_count(generation.plan, variant.width, state.canvas.spec)
+    if count == 1:
+        taken, cache, _ = denoise_once(generation, variant, state._replace(memory=()))
+        proposal = taken.proposal._replace(delayed=None)
+        return taken, cache, Predictions(proposal, jnp.zeros_like(state.canvas.step))
+    return verify_drafts(generation, variant, state, count)
+
+
+def verify_drafts(
+    generation: Generation, variant: Variant, state: State, count: int
+) -> tuple[Taken, Cache, Predictions]:
+    """Computes the canvas and `count - 1` drafts of its next steps, and takes those that agree."""
+    canvas, plan = state.canvas, generation.plan
     drafts = draft(generation, canvas, state.memory, count)
 
     # The network runs over the canvas and, at the same positions, over the drafts.
@@ -59,25 +68,31 @@ def verify_drafts(
 
     # The sampler decides on each; what it would have decided step by step is accepted.
     verified = verify(generation, drafts, rows, others, hidden)
-    accepted = accept(generation, canvas, drafts, verified, state.record.logprobs)
-    after, last = accepted.canvas, verified.of(accepted.branch)
-    memory = Predictions(last.proposal, accepted.branch)
-    after = dataclasses.replace(after, forwards=canvas.passes + canvas.active)
-    if plan.drafting.eager and canvas.stored is not None:
-        # Of a block that a draft has finished no keys and values are stored yet.
-        stored = drafted_block(plan.drafting, canvas)[:, 0] + canvas.spec.block_size
-        after = dataclasses.replace(after, stored=jnp.where(canvas.active, stored, canvas.stored))
-
-    positions = jnp.sum(canvas.valid) if width is None else width * len(canvas.tokens)
-    ran = positions + (count - 1) * (positions if others is rows else others.index.size)
-    read = attended(plan.policy, state.cache, canvas, rows)
-    record = state.record.add(
-        canvas, after, rows.mask(), ran, read, None, last.finite, accepted.proposal, sequences
+    accepted = accept(generation, canvas, drafts, verified, state.record.get("logprobs"))
+    last = verified.of_branch(accepted.branch)
+    positions = executed_positions(variant, canvas)
+    taken = Taken(
+        before=canvas,
+        after=stored_eagerly(plan, canvas, accepted.canvas),
+        computed=rows.mask(),
+        executed=positions + (count - 1) * (positions if others is rows else others.index.size),
+        read=attended(plan.policy, state.cache, canvas, rows),
+        extra=None,
+        finite=last.finite,
+        proposal=accepted.proposal,
+        branches=jnp.sum(drafts.real, axis=1, dtype=jnp.int32),
+        logprobs=accepted.logprobs,
     )
-    assert record.branches is not None, "of a run that drafts"
-    computed = record.branches + jnp.sum(drafts.real, axis=1, dtype=jnp.int32)
-    record = record._replace(branches=computed, logprobs=accepted.logprobs)
-    return after, cache, record, memory
+    return taken, cache, Predictions(last.proposal, accepted.branch)
+
+
+def stored_eagerly(plan: Plan, before: Canvas, after: Canvas) -> Canvas:
+    """The canvas after a step; of a block that an eager draft has finished nothing is stored yet."""
+    if not plan.drafts_eagerly:
+        return after
+    assert plan.drafting is not None, "drafts"
+    stored = drafted_block(plan.drafting, before)[:, 0] + before.spec.block_size
+    return dataclasses.replace(after, stored=jnp.where(before.active, stored, after.stored))
 
 
 def branch_rows(rows: Rows, need: Bool[Array, "b l"], drafts: Drafts, width: int) -> Rows:
@@ -89,7 +104,7 @@ def branch_rows(rows: Rows, need: Bool[Array, "b l"], drafts: Drafts, width: int
 
 def verify(
     generation: Generation, drafts: Drafts, rows: Rows, of_branches: Rows, hidden: Float[Array, "b q_n_w m"]
-) -> Verified:
+) -> Decided:
     """Decisions of the sampler on all branches.
 
     Args:
@@ -99,7 +114,7 @@ def verify(
       of_branches: Computed positions of the other ones.
       hidden: Residual stream after the last layer, of the canvas and of one branch after the other.
     """
-    plan, canvases, k = generation.plan, drafts.canvases, drafts.real.shape[1]
+    canvases, k = drafts.canvases, drafts.real.shape[1]
     (b, q), w, length = rows.index.shape, of_branches.index.shape[1], rows.length
 
     # All branches in rows of one width, instead of sequences.
@@ -111,16 +126,7 @@ def verify(
     noise = None if noise is None else noise.of_sequences(jnp.repeat(jnp.arange(b), k))
     every = generation._replace(noise=noise, allowed=allowed)
 
-    candidates, finite, _, found, _ = propose(every, canvases, dataclasses.replace(rows, index=index), hidden)
-    index, token, score, _ = candidates
-    offered = gather(offered_positions(plan.policy, canvases), index)
-    masks = candidates._replace(score=jnp.where(offered, score, -jnp.inf))
-    masks, _ = plan.sampler.delay(masks, canvases)
-    chosen = plan.sampler.transfer(masks, canvases, noise)
-    place = places(index, length)
-    proposal = Proposal(
-        spread(token, place, canvases.spec.mask_id), spread(score.astype(jnp.float32), place, -jnp.inf)
-    )
-    chosen = spread(chosen & finite[:, None], place, False)
-    verified = Verified(chosen, proposal, finite, None if found is None else (found, place))
-    return jax.tree.map(lambda a: by_branch(a, k), verified)
+    # Each branch is the canvas of a sequence of its own.
+    decided = decide(every, canvases, dataclasses.replace(rows, index=index), hidden, ())
+    decided = decided._replace(proposal=decided.proposal._replace(delayed=None))
+    return jax.tree.map(lambda a: by_branch(a, k), decided)

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, ClassVar, Literal, final
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax.nn.layer import Layer, LayerIndex
 from dllm_jax.nn.model import Model
@@ -25,8 +25,8 @@ class Policy(Options):
 
     A cache policy is a frozen dataclass that overrides the members in which it differs. Its fields are the
     method's hyper-parameters, and their annotations define the allowed values (`dllm_jax.options`). Methods
-    are pure and traced once; state between steps is in the `Cache`. The ten members follow in the order in
-    which a generation uses them.
+    are pure and traced once; state between steps is in the `Cache`. The members follow in the order in which
+    a generation uses them.
     """
 
     # -- what is stored -----------------------------------------------------------------------------
@@ -197,6 +197,33 @@ class Policy(Options):
         """
         raise NotImplementedError(f"{type(self).__name__} lets no position leave")
 
+    # -- what other features ask --------------------------------------------------------------------
+
+    def in_blocks(self, spec: ModelSpec) -> "Policy":
+        """Returns the policy that runs on a block-causal model: itself, unless the method is another there.
+
+        Finished blocks are final on such models, so that a method may have nothing to refresh or to evict.
+
+        Raises:
+          ValueError: the method, or one of its options, means nothing on the model.
+        """
+        return self
+
+    def evicted(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"] | None:
+        """Marks positions without a stored pair in any layer, for traces; None if nothing is evicted.
+
+        A step attends to such a position only if it computes it.
+        """
+        return None
+
+    def dense_pairs(self, storage: PyTree) -> KV | None:
+        """Finds the rotated keys and values of all positions in a layer's storage; None if there are none.
+
+        A run can begin with those of a computed prefix if layers attend to them wherever a step does not
+        compute a position, the first step included. Default layers do so.
+        """
+        return storage if self.only_sets and isinstance(storage, KV) else None
+
     # -- derived ------------------------------------------------------------------------------------
 
     @property
@@ -228,6 +255,11 @@ class Policy(Options):
         """Returns `reads` without padding, for `LayerCache`; None if that is everything but padding."""
         read = self.reads(cache, canvas)
         return None if read is canvas.valid else read & canvas.valid
+
+
+def for_model(policy: Policy, spec: ModelSpec) -> Policy:
+    """Returns the policy that runs on a model (`Policy.in_blocks`)."""
+    return policy.in_blocks(spec) if spec.block_size else policy
 
 
 def halvings(length: int, smallest: int = 8) -> tuple[int, ...]:

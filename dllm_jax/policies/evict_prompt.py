@@ -14,11 +14,13 @@ from typing_extensions import override
 from dllm_jax import eviction
 from dllm_jax.eviction.pair_store import PairStore
 from dllm_jax.nn.layer import Layer
+from dllm_jax.nn.mask import require_blocks
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
 from dllm_jax.policies.fast_dllm import DualCache
 from dllm_jax.policies.parts.prompt_eviction import PromptEviction
+from dllm_jax.policies.parts.rolling_eviction import rolling
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
@@ -174,6 +176,18 @@ class EvictPrompt(PromptEviction):
     def packed(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Positions that are kept as pairs or evicted; the others are stored densely."""
         return self.evictable(canvas) if canvas.spec.block_size else self._evictable(canvas)
+
+    @override
+    def in_blocks(self, spec: ModelSpec) -> Policy:
+        """`RollingEviction`, which goes on selecting: its budget is of all earlier blocks; else the same."""
+        require_blocks(spec, "EvictPrompt", "Use Policy()")
+        if not (self.reselect and type(self.policy) is Policy):
+            return self
+        return rolling(self.budget, self.layers, self.heads, self.votes)
+
+    @override
+    def evicted(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+        return self.packed(canvas) & ~cache.shared.pairs.positions(canvas.layout.length)
 
     @override
     def before_layers(self, cache: Cache, canvas: Canvas, rows: Rows) -> Cache:

@@ -103,6 +103,10 @@ class FOCUS(DelayedCache):
         stays = rows.take(cache.shared.stays) & rows.real
         return run_narrowest(stays, widths, rows, run, (x, cache), skips=narrow)
 
+    @override
+    def dense_pairs(self, storage: Any) -> KV:
+        return storage
+
     def _survey(
         self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
     ) -> LayerCache:

@@ -7,11 +7,13 @@ from jaxtyping import Array, Bool, Float
 from typing_extensions import override
 
 from dllm_jax.nn.layer import Layer
-from dllm_jax.nn.mask import require_full_attention
+from dllm_jax.nn.mask import require_blocks, require_full_attention
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import TracedPositiveInt
+from dllm_jax.policies.base import Policy
 from dllm_jax.policies.dllm_cache import DLLMCache
+from dllm_jax.policies.evict_prompt import EvictPrompt
 from dllm_jax.policies.parts.branches import BranchStore
 from dllm_jax.policies.parts.prompt_eviction import PromptEviction
 from dllm_jax.state.cache import KV, Cache, LayerCache
@@ -71,6 +73,17 @@ class MaskKV(PromptEviction, DLLMCache):
         branches = BranchStore.zeros(spec, layout, batch, layout.response, dtype)
         pairs = self.empty_pairs(spec, layout, batch, dtype)
         return self.counting(Cache(branches, pairs), spec, batch)
+
+    @override
+    def in_blocks(self, spec: ModelSpec) -> Policy:
+        """`EvictPrompt` over exact decoding: nothing refreshes prompt or response there."""
+        require_blocks(spec, "MaskKV", "Use Policy()")
+        budgets = self.budget, self.layers, self.heads, self.votes
+        return EvictPrompt(*budgets, policy=Policy(), reselect=self.reselect).in_blocks(spec)
+
+    @override
+    def evicted(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+        return canvas.prompt & ~cache.shared.positions(canvas.layout.length)
 
     @override
     def before_first_step(

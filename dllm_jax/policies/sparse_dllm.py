@@ -9,10 +9,11 @@ from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from dllm_jax.nn.layer import Layer
-from dllm_jax.nn.mask import Mask, key_mask, require_full_attention
+from dllm_jax.nn.mask import Mask, key_mask, require_blocks, require_full_attention
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, Odd, PositiveInt, TracedNonNegativeInt
 from dllm_jax.policies.base import Policy
+from dllm_jax.policies.parts.sparse_blocks import SparseBlocks
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
@@ -108,6 +109,16 @@ class SparseDLLM(Policy):
         return cache._replace(shared=cache.shared & ~self._fills(canvas)[:, None])
 
     # -- sets of positions: recomputed, always stored, stored if important --------------------------
+
+    @override
+    def in_blocks(self, spec: ModelSpec) -> Policy:
+        """`SparseBlocks`: nothing is stale there, so what would be evicted stays stored and is not read."""
+        require_blocks(spec, "SparseDLLM", "Use Policy()")
+        return SparseBlocks(float(self.keep), self.kernel, self.delay)
+
+    @override
+    def evicted(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+        return canvas.valid & ~cache.shared
 
     def recomputed(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Positions recomputed in every step, so never stored."""

@@ -9,20 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dllm_jax.decoding.request import blocks_of
+from dllm_jax.decoding.blocks import blocks_of
 from dllm_jax.engine.block_schedule import advance
 from dllm_jax.engine.drafting import drafted_width
 from dllm_jax.nn.mesh import number_modes
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies import D2Cache, Policy
-from dllm_jax.policies.in_blocks import for_model
+from dllm_jax.policies.base import for_model
 from dllm_jax.policies.parts.prompt_eviction import PromptEviction
 from dllm_jax.roofline.steps import Assumed, Setting, Step
 from dllm_jax.roofline.traffic import assumed_statistics, drift_widens, extra_traffic
 from dllm_jax.samplers import Confidence
 from dllm_jax.samplers.free_dave import Drafting
 from dllm_jax.samplers.transfer import even_schedule
-from dllm_jax.state.canvas import Canvas, begin, write
+from dllm_jax.state.canvas import Canvas, write
+from dllm_jax.state.contexts import begin
 from dllm_jax.state.layout import Layout
 
 MOST = 32  # traced numbers of a policy

@@ -18,7 +18,7 @@ from dllm_jax.nn.kernels import BY_DEFAULT, Kernels
 from dllm_jax.nn.layer import LayerIndex
 from dllm_jax.nn.mask import Mask
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.canvas import Canvas, stream
 from dllm_jax.state.rows import Rows, full_rows
 from dllm_jax.xla.order import same_in_all_loops
 from dllm_jax.xla.stacks import of_layer, put_of_layer, put_slots
@@ -42,6 +42,18 @@ class Cache(NamedTuple):
     shared: PyTree
     extra_positions: Float[Array, "b n"] | None = None
     no_output: Bool[Array, "b l"] | None = None
+
+    def with_output(self, rows: Rows, streams: int) -> Rows:
+        """The rows of the conditional stream that have an output in this step."""
+        if self.no_output is None:
+            return rows
+        return rows.where(~rows.take(stream(self.no_output, 0, streams)))
+
+    def take_extra_positions(self, streams: int) -> tuple[Float[Array, "b n"] | None, "Cache"]:
+        """The extra positions of the conditional stream, and the cache with their count at zero."""
+        extra = self.extra_positions
+        taken = jax.tree.map(lambda counts: stream(counts, 0, streams), extra)
+        return taken, self._replace(extra_positions=jax.tree.map(jnp.zeros_like, extra))
 
     def separate(self) -> "Cache":
         """The same with a list of layers, as `Policy.layer` finds it in a model with separate layers."""

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
 from dllm_jax.nn import shift
-from dllm_jax.nn.mask import Mask, block_causal, block_start, in_front_of, key_mask, padding_mask
+from dllm_jax.nn.mask import Mask, key_mask, padding_mask
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options.renamed import Renamed
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows
 from dllm_jax.traced import Count
-from dllm_jax.xla.reductions import any_marked, count_marked
+from dllm_jax.xla.reductions import count_marked
 
 Streamed = TypeVar("Streamed")  # an array or a pytree of them
 
@@ -53,7 +53,7 @@ class Canvas:
         None if there are none.
       stored: end of the model's own block that the sequence's last step was in, or that follows a shared
         prefix: keys and values in front of that block are final. With a causal context, end of the positions
-        whose keys and values are final. None if the model attends everywhere.
+        whose keys and values are final. 0 if the model attends everywhere: nothing is ever final.
       keeps_block: sequences that stay in their block even if nothing in it is masked, as its tokens are still
         edited. None if the sampler does not edit.
       forwards: network forwards each sequence has taken part in, of which one may verify several steps; None
@@ -76,10 +76,10 @@ class Canvas:
     done: Bool[Array, "b"]
     spec: ModelSpec = dataclasses.field(metadata={"static": True})
     layout: Layout = dataclasses.field(metadata={"static": True})
+    stored: Int[Array, "b"]
     planned_order: Int[Array, "b l"] | None = None
     stop: Int[Array, "b"] | None = None
     read: tuple[Int[Array, "b"], Int[Array, "b"]] | None = None
-    stored: Int[Array, "b"] | None = None
     keeps_block: Bool[Array, "b"] | None = None
     forwards: Int[Array, "b"] | None = None
     causal_before: Int[Array, "b"] | None = None
@@ -92,6 +92,15 @@ class Canvas:
     def passes(self) -> Int[Array, "b"]:
         """Network forwards each sequence has taken part in."""
         return self.step if self.forwards is None else self.forwards
+
+    def counting_forward(self, before: "Canvas") -> "Canvas":
+        """The canvas after a forward pass of the sequences that were active; steps are counted by `write`."""
+        counted = jax.tree.map(lambda forwards: forwards + before.active, before.forwards)
+        return dataclasses.replace(self, forwards=counted)
+
+    def before_stop(self, position: Int[Array, "b"]) -> Int[Array, "b"]:
+        """The position, or that of the stop if it comes first."""
+        return position if self.stop is None else jnp.minimum(position, self.stop)
 
     # -- sets of positions --------------------------------------------------------------------------
 
@@ -155,12 +164,13 @@ class Canvas:
 
         Masks left in earlier blocks are among them, as in LLaDA's reference.
         """
-        eligible = self.masked & (self.position < self.block_end) & self.active[:, None]
-        if self.stored is not None and self.spec.shifted:
-            eligible &= ~self.opens_model_block | (self.position == self.model_block)
-        if self.spec.causal_context:
-            eligible = jnp.where(self.causal, self.predicted_causally & self.active[:, None], eligible)
+        eligible = self._predicted & self.active[:, None]
         return eligible if self.stop is None else eligible & (self.position < self.stop[:, None])
+
+    @property
+    def _predicted(self) -> Bool[Array, "b l"]:
+        """Masks that the coming step predicts."""
+        return self.masked & (self.position < self.block_end)
 
     @property
     def unanswered(self) -> Bool[Array, "b l"]:
@@ -184,8 +194,7 @@ class Canvas:
     @property
     def predictor(self) -> Int[Array, "b l"]:
         """The position whose output predicts each position (`dllm_jax.nn.shift`); the left one, if causal."""
-        own = shift.predictors(self.valid, self.spec)
-        return jnp.maximum(own - self.causal, 0) if self.spec.causal_context else own
+        return shift.predictors(self.valid, self.spec)
 
     def predicting_positions(self, positions: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
         """The positions whose output predicts these positions, see `predictor`."""
@@ -207,100 +216,53 @@ class Canvas:
         """Whether the coming step's index, counted over the generation, is a multiple of `every`."""
         return (jnp.fmod(self.step, every) == 0)[:, None]
 
-    # -- block-causal models --------------------------------------------------------------------------
+    # -- the model's own blocks: one that holds everything, unless the model is block-causal ---------------
 
     @property
     def model_block(self) -> Int[Array, "b 1"]:
         """Where the model's own block begins that holds the current block."""
-        return block_start(self.block_start[:, None], self.valid, self.spec, self.layout.response_start)
+        return jnp.zeros_like(self.block_start)[:, None]
 
     @property
     def in_model_block(self) -> Bool[Array, "b l"]:
         """Positions of the model's own block that holds the current block."""
-        start = self.model_block
-        return (self.position >= start) & (self.position < start + self.spec.block_size)
+        return self.everything
 
     @property
     def before_model_block(self) -> Bool[Array, "b l"]:
         """Positions of earlier blocks of the model, without padding: their keys and values are final."""
-        return self.valid & (self.position < self.model_block)
+        return ~self.everything
 
     @property
     def enters_model_block(self) -> Bool[Array, "b 1"]:
         """Whether the coming step is the first in a block of the model, or follows `opens_model_block`."""
-        assert self.stored is not None, "a block-causal model"
-        first = self.first_step | (self.stored[:, None] != self.model_block + self.spec.block_size)
-        return first | self._at_first(self.just_decoded)
+        return self.first_step
 
     @property
     def opens_model_block(self) -> Bool[Array, "b 1"]:
-        """Whether the coming step unmasks only the first token of a model's block.
-
-        Where the head is shifted, the block before predicts it, and the rest of the block needs it.
-        """
-        return self.enters_model_block & self._at_first(self.masked)
+        """Whether the coming step unmasks only the first token of a model's block."""
+        return jnp.zeros_like(self.first_step)
 
     @property
     def causal(self) -> Bool[Array, "b 1"]:
-        """Whether the coming step is a causal pass: it stores what is finished, and predicts what follows.
-
-        Of models with a causal context. A block is finished when the next one begins; a draft is to be
-        verified when nothing in it is masked.
-        """
-        assert self.stored is not None, "a causal context"
-        finished = (self.stored < self.block_start)[:, None]
-        if not self.layout.drafts:
-            return finished
-        return finished | ~jnp.any(self.masked & self.block, axis=1, keepdims=True)
-
-    @property
-    def predicted_causally(self) -> Bool[Array, "b l"]:
-        """The positions that a causal pass predicts: a block's first one, or a draft's and one more."""
-        assert self.stored is not None, "a causal context"
-        begins, position = self.block_start[:, None], self.position
-        first = self.masked & (position == begins)
-        if not self.layout.drafts:
-            return first
-        drafted = (position > begins) & (position <= self.block_end)
-        return jnp.where((self.stored < self.block_start)[:, None], first, drafted)
+        """Whether the coming step is a causal pass of a model with a causal context."""
+        return jnp.zeros_like(self.first_step)
 
     @property
     def drafted(self) -> Bool[Array, "b"]:
         """Sequences with decoded tokens that no causal pass has verified yet."""
-        assert self.stored is not None, "a causal context"
-        verified = jnp.maximum(self.stored, self.block_start)[:, None]
-        return jnp.any(self.decoded & (self.position > verified), axis=1)
-
-    def _at_first(self, positions: Bool[Array, "b l"]) -> Bool[Array, "b 1"]:
-        """Whether the set has the first position of the model's block, if the head is shifted."""
-        if not self.spec.shifted:
-            return jnp.zeros_like(self.first_step)
-        return jnp.any(positions & (self.position == self.model_block), axis=1, keepdims=True)
+        return jnp.zeros_like(self.done)
 
     def without_final(self, selected: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
-        """The selected positions whose keys and values are not final; all if the model attends everywhere.
+        """What a step computes: of the selected positions, those whose keys and values are not final.
 
-        In a block-causal model a finished block never changes again: its final keys and values are computed
-        together with the first step of the next one, which computes all of that too.
+        The selection itself, if the model attends everywhere.
         """
-        if self.stored is None:
-            return selected
-        if self.spec.causal_context:
-            return self._without_final_causally(selected)
-        size = self.spec.block_size
-        end = self.model_block + jnp.where(self.opens_model_block, 0, size)
-        open_ = self.position >= self.stored[:, None] - size
-        return open_ & (self.first_step | ((self.position < end) & (selected | self.enters_model_block)))
+        return selected
 
-    def _without_final_causally(self, selected: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
-        """The same with a causal context: everything that a causal pass stores, or positions of the block."""
-        assert self.stored is not None, "a causal context"
-        begins = self.block_start[:, None]
-        end = jnp.where((self.stored < self.block_start)[:, None], begins, self.block_end)
-        unstored = (self.position >= self.stored[:, None]) & (self.position < end)
-        # Nothing in the block has keys and values of its own before its first denoising pass.
-        seeded = jnp.any(self.just_decoded & (self.position == begins), axis=1, keepdims=True)
-        return unstored & (self.causal | selected | self.block_begins | seeded)
+    def stored_after(self, chosen: Bool[Array, "b l"]) -> Int[Array, "b"]:
+        """The value of `stored` after a step that decodes the chosen positions."""
+        return self.stored
 
     # -- geometry -----------------------------------------------------------------------------------
 
@@ -338,61 +300,15 @@ class Canvas:
         """
         keys = self.valid if readable is None else readable
         if self.layout.padded:
-            mask = padding_mask(keys, rows.take(self.valid), self.spec)
-        else:
-            mask = None if readable is None else key_mask(keys)
-        real = self.valid if self.layout.padded else None
-        if self.spec.causal_context:
-            end = jnp.where(self.causal, rows.index + 1, self.block_end)
-            return in_front_of(end, mask, self.layout.length)
-        response = self.layout.response_start
-        if self.causal_before is not None:
-            end = block_start(rows.index, real, self.spec, response) + self.spec.block_size
-            end = jnp.where(rows.index < self.causal_before[:, None], rows.index + 1, end)
-            return in_front_of(end, mask, self.layout.length)
-        # Padding, whose index is the length, may stand before the first row (`Rows.where`).
-        first = jnp.min(rows.index, axis=1, keepdims=True) if rows.in_one_block else rows.index
-        return block_causal(mask, self.spec, first, real, self.layout.length, response)
+            return padding_mask(keys, rows.take(self.valid), self.spec)
+        return None if readable is None else key_mask(keys)
 
     def lookahead(self, rows: Rows) -> int | None:
         """Bounds what the rows attend to: row i to no position from i + lookahead on; None without a bound.
 
-        It holds for rows that are computed in place on the canvas of a block-causal model. In a causal
-        context they may all attend to the current block.
+        It holds for rows that are computed in place on the canvas of a block-causal model.
         """
-        if not rows.full or self.spec.causal_context:
-            return None
-        return self.spec.block_size or None
-
-
-def begin(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec, layout: Layout) -> Canvas:
-    """The canvas before its first step; a sequence of padding alone is done and never computes anything."""
-    batch, spec = tokens.shape[0], layout.fitted(spec)
-    zeros = jnp.zeros((batch,), jnp.int32)
-    start = jnp.full((batch,), layout.prompt, jnp.int32)
-    if spec.block_size:
-        # What a prompt has beyond whole blocks begins the first block.
-        start = block_start(start[:, None], valid, spec, layout.response_start)[:, 0]
-    stored = zeros if spec.block_size else None
-    if spec.causal_context:
-        stored = jnp.argmax(valid, axis=1).astype(jnp.int32)
-    canvas = Canvas(
-        tokens=tokens.astype(jnp.int32),
-        decoded_at=jnp.full(tokens.shape, -1, jnp.int32),
-        valid=valid,
-        block_start=start,
-        step=zeros,
-        block_step=zeros,
-        block_masks=zeros,
-        active=jnp.ones((batch,), bool),
-        done=~any_marked(valid),
-        spec=spec,
-        layout=layout,
-        stored=stored,
-    )
-    if layout.adaptive is not None:
-        canvas = dataclasses.replace(canvas, block_until=jnp.minimum(start + layout.widest_block, layout.end))
-    return dataclasses.replace(canvas, block_masks=masks_in_block(canvas))
+        return None
 
 
 def masks_in_block(canvas: Canvas) -> Int[Array, "b"]:
@@ -405,19 +321,13 @@ def write(canvas: Canvas, chosen: Bool[Array, "b l"], token: Int[Array, "b l"]) 
     """Decodes the chosen positions; active sequences count one more step."""
     # A sequence that a step leaves out counts no step: its refreshes and draws are what they are alone.
     took_part = canvas.active.astype(jnp.int32)
-    if canvas.stored is not None:
-        stores, stored = canvas.active, canvas.model_block[:, 0] + canvas.spec.block_size
-        if canvas.spec.causal_context:
-            # What a causal pass stores reaches to the last token that it predicts.
-            stores &= canvas.causal[:, 0]
-            stored = jnp.maximum(jnp.max(jnp.where(chosen, canvas.position, 0), axis=1), canvas.block_start)
-        canvas = dataclasses.replace(canvas, stored=jnp.where(stores, stored, canvas.stored))
     return dataclasses.replace(
         canvas,
         tokens=jnp.where(chosen, token, canvas.tokens),
         decoded_at=jnp.where(chosen, canvas.step[:, None], canvas.decoded_at),
         step=canvas.step + took_part,
         block_step=canvas.block_step + took_part,
+        stored=canvas.stored_after(chosen),
     )
 
 
@@ -428,6 +338,18 @@ def revoke(canvas: Canvas, revoked: Bool[Array, "b l"]) -> Canvas:
         tokens=jnp.where(revoked, canvas.spec.mask_id, canvas.tokens),
         decoded_at=jnp.where(revoked, -1, canvas.decoded_at),
     )
+
+
+def keep_block(canvas: Canvas, stays: Bool[Array, "b"]) -> Canvas:
+    """Sequences stay in their block while its tokens are edited, or may leave it."""
+    if canvas.keeps_block is None:
+        return canvas
+    return dataclasses.replace(canvas, keeps_block=jnp.where(canvas.active, stays, canvas.keeps_block))
+
+
+def end(canvas: Canvas, ends: Bool[Array, "b"]) -> Canvas:
+    """Finishes these sequences."""
+    return dataclasses.replace(canvas, done=canvas.done | ends)
 
 
 def repeat(tree: Streamed, streams: int) -> Streamed:

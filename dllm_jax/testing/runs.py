@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.request import prepare
-from dllm_jax.engine.loop import begin
+from dllm_jax.engine.pieces import begin
 from dllm_jax.engine.stats import Stats
 from dllm_jax.engine.trace import Trace
 from dllm_jax.nn.model import Model

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 import dllm_jax as dj
-from dllm_jax.engine.step import State
+from dllm_jax.engine.generation import State
 from dllm_jax.policies.parts import d2cache_sets as sets
 from dllm_jax.policies.parts import rollout
 from dllm_jax.state.canvas import Canvas

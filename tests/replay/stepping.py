@@ -12,15 +12,16 @@ from jaxtyping import Array, Bool, Float
 
 import dllm_jax as dj
 from dllm_jax.decoding.request import prepare
-from dllm_jax.engine.generation import Generation
-from dllm_jax.engine.loop import begin, next_variant, recorded_steps
+from dllm_jax.engine.generation import Generation, State
+from dllm_jax.engine.group import next_variant
+from dllm_jax.engine.network import computed_rows, network
+from dllm_jax.engine.pieces import begin, recorded_steps
 from dllm_jax.engine.plan import Inputs, Plan
-from dllm_jax.engine.step import State, computed_rows, network, step
+from dllm_jax.engine.step import step
 from dllm_jax.engine.trace import Trace
 from dllm_jax.engine.widths import Variant
 from dllm_jax.nn.arithmetic import cosine
 from dllm_jax.nn.layer import unembed
-from dllm_jax.policies.evicted import evicted
 from dllm_jax.state.rows import scatter
 
 
@@ -51,6 +52,9 @@ class _Logging:
         )  # fmt: skip
         return cache._replace(shared=(cache.shared, log))
 
+    def evicted(self, cache, canvas):
+        return super().evicted(cache._replace(shared=cache.shared[0]), canvas)
+
     def before_first_step(self, cache, canvas, model, x):
         own, log = cache.shared
         cache = super().before_first_step(cache._replace(shared=own), canvas, model, x)
@@ -71,12 +75,6 @@ class _Logging:
         x, cache = super().layer(layer, x, cache, rows, canvas)
         log = log._replace(fed=rows.mask(), hidden=scatter(log.hidden, rows.index, x))
         return x, cache._replace(shared=(cache.shared, log))
-
-
-@evicted.register
-def _(policy: _Logging, cache, canvas):
-    of_policy = evicted.dispatch(type(policy).__bases__[1])
-    return of_policy(policy, cache._replace(shared=cache.shared[0]), canvas)
 
 
 def logged(policy: dj.policies.Policy) -> dj.policies.Policy:

@@ -108,7 +108,7 @@ def _compare_drafts(
     inputs, plan, *_ = prepare(model, case.arrays["prompt"], sampler=sampler, **options)
     made = _drafts(model, inputs, plan, before, branches)
     tokens, real = np.asarray(made.tokens())[0], int(made.real.sum())
-    start = int(arrays["rows"][step][0] if before.canvas.stored is not None else before.canvas.block_start[0])
+    start = int(arrays["rows"][step][0] if before.canvas.spec.block_size else before.canvas.block_start[0])
     recorded = arrays["drafts"][step][: arrays["branches"][step]]
     recorded = recorded[:, recorded[0] >= 0]
     # A draft without masks is no branch of ours. Where the reference predicts [MASK], drafts repeat others.

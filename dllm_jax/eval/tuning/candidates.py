@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from dllm_jax import policies as p
 from dllm_jax.decoding.request import prepare
-from dllm_jax.engine.loop import begin
+from dllm_jax.engine.pieces import begin
 from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.nn.keys import seeded
 from dllm_jax.nn.model import Model

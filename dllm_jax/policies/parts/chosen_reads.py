@@ -108,6 +108,10 @@ class ChosenReads(ChoosingSteps, BlockScores):
         reading = cache.shared._replace(read=cache.shared.read | chosen)
         return o, cache._replace(shared=reading).replace(chooses[:, 0], pairs, part="chosen")
 
+    @override
+    def dense_pairs(self, storage: Any) -> KV:
+        return storage.dense
+
     def choice(
         self, layer: Layer, score: Float[Array, "b #k l"], canvas: Canvas, slots: int
     ) -> Int[Array, "b #k {slots}"]:

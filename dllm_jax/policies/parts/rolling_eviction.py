@@ -116,6 +116,27 @@ class RollingEviction(Policy):
         before = jnp.sum(canvas.before_model_block, axis=1) - finished
         return jnp.arange(room) < jnp.minimum(before, self.budget)[:, None]
 
+    @override
+    def evicted(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+        return canvas.before_model_block & ~cache.shared
+
+
+def rolling(
+    budget: int, layers: eviction.LayerBudgets, heads: eviction.HeadBudgets, votes: eviction.Voters
+) -> RollingEviction:
+    """The policy of these budgets, which are equal in all layers and heads.
+
+    Raises:
+      ValueError: they differ.
+    """
+    if not isinstance(heads, eviction.EvenHeads) or layers != eviction.UniformLayers():
+        raise ValueError(
+            "reselect=True on block-causal models keeps as many KV pairs in every layer and head: "
+            f"heads={heads!r}, layers={layers!r} are not supported. Use heads=EvenHeads() and "
+            "layers=UniformLayers(), or reselect=False."
+        )
+    return RollingEviction(budget, votes)
+
 
 def _enters(canvas: Canvas) -> Bool[Array, "b 1"]:
     """Whether the coming step of a sequence chooses."""

@@ -1,0 +1,114 @@
+"""The state before the first step: the canvas, the policy's storage, and what the recorders keep."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from dllm_jax.engine import recorders
+from dllm_jax.engine.block_schedule import advance
+from dllm_jax.engine.drafting import Predictions
+from dllm_jax.engine.generation import Generation, State
+from dllm_jax.engine.network import network_inputs
+from dllm_jax.engine.plan import Inputs, Plan
+from dllm_jax.engine.prefix import reuse
+from dllm_jax.engine.select import select_positions
+from dllm_jax.engine.stops import begin_stops
+from dllm_jax.nn.layer import embed
+from dllm_jax.nn.mesh import constrain
+from dllm_jax.nn.model import Model
+from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.policies.base import Policy
+from dllm_jax.state.cache import Cache
+from dllm_jax.state.canvas import Canvas, repeat
+from dllm_jax.state.contexts import begin
+from dllm_jax.state.layout import Layout
+
+
+def initial_state(generation: Generation, inputs: Inputs) -> State:
+    """The state before the first step."""
+    model, plan = generation.model, generation.plan
+    canvas = initial_canvas(generation, inputs)
+    cache, canvas = initial_cache(generation, canvas)
+    extra, cache = cache.take_extra_positions(plan.streams)
+    record = recorders.begin(generation, canvas, extra)
+    remembered = plan.sampler.init(canvas) if plan.drafting is None else Predictions.none(canvas)
+    memory = jax.tree.map(lambda array: constrain(array, model.rules, "b"), remembered)
+    return State(canvas, cache, select_positions(generation, cache, canvas), record, memory)
+
+
+def initial_canvas(generation: Generation, inputs: Inputs) -> Canvas:
+    """The canvas at the first block that has something to do."""
+    model, plan = generation.model, generation.plan
+    tokens, valid = (constrain(array, model.rules, "bl") for array in (inputs.tokens, inputs.valid))
+    canvas = begin(tokens, valid, model.spec, plan.layout)
+    canvas = begin_stops(canvas, bool(plan.stop), plan.stop_texts is not None)
+    if plan.sampler.edits:
+        canvas = dataclasses.replace(canvas, keeps_block=jnp.zeros_like(canvas.done))
+    if plan.drafting is not None:
+        canvas = dataclasses.replace(canvas, forwards=canvas.step)
+    return advance(canvas, plan.policy, plan.sampler, plan.stop_at_eos)
+
+
+def initial_cache(generation: Generation, canvas: Canvas) -> tuple[Cache, Canvas]:
+    """The policy's storage, and the canvas, after what is computed or reused before the first step.
+
+    With classifier-free guidance the network and the cache see both streams, the sampler one canvas.
+    """
+    model, plan = generation.model, generation.plan
+    streams = repeat(canvas, plan.streams)
+    batch = len(streams.tokens)
+    cache = empty_cache(model, plan.policy, plan.layout, batch)
+    if cache.no_output is not None:
+        check_outputs(plan, model.spec)
+    if plan.prefix is not None:
+        cache, canvas = reuse(cache, canvas, plan.prefix, model, generation.rope, plan.policy)
+        streams = canvas
+    x = embed(model.params, network_inputs(plan, streams), generation.embeds)
+    cache = plan.policy.before_first_step(cache, streams, model, x)
+    return split_cache(cache, model, batch), canvas
+
+
+def check_outputs(plan: Plan, spec: ModelSpec):
+    """Raises ValueError for options that need the output of every computed position.
+
+    Layers of the policy let some positions go, which then have none (`Cache.no_output`).
+    """
+    name = type(plan.policy).__name__
+    for option, unsupported, reason in (
+        (
+            type(plan.sampler).__name__,
+            plan.sampler.edits,
+            "it edits tokens by their outputs",
+        ),
+        ("cfg_scale", plan.streams == 2, "the two streams may let different positions go"),
+        ("early_commit", plan.sampler.early_commit is not None, "it needs the outputs of all masks"),
+        ("constraints", bool(plan.constraints), "the positions that they wait for may be let go"),
+    ):
+        if unsupported:
+            other = "DelayedCache()" if spec.block_size else "DualCache()"
+            raise ValueError(f"{option} is not supported by {name}: {reason}. Use {other}.")
+
+
+def split_cache(cache: Cache, model: Model, batch: int) -> Cache:
+    """The cache as a mesh splits it: by sequence and KV head; unchanged without a mesh."""
+    stacked = "" if model.layers_are_separate else "n"
+
+    def of_layers(array: Array) -> Array:
+        # Keys and values have heads; what else is stored has the axes of the sequences and slots alone.
+        has_heads = array.ndim == len(stacked) + 4 and array.shape[-2] == model.spec.kv_heads
+        return constrain(array, model.rules, f"{stacked}bskd" if has_heads else f"{stacked}b")
+
+    def shared(array: Array) -> Array:
+        of_sequences = array.ndim > 0 and array.shape[0] == batch
+        return constrain(array, model.rules, "b") if of_sequences else array
+
+    layers = jax.tree.map(of_layers, cache.layers)
+    return Cache(layers, *jax.tree.map(shared, (cache.shared, cache.extra_positions, cache.no_output)))
+
+
+def empty_cache(model: Model, policy: Policy, layout: Layout, batch: int) -> Cache:
+    """The policy's storage before the first step, stacked or as a list of layers like the parameters."""
+    cache = policy.init(model.spec, layout, batch, model.dtype)
+    return cache.separate() if model.layers_are_separate else cache

@@ -1,0 +1,140 @@
+"""The loop in pieces, for a generation that is watched or whose slots are filled while it runs.
+
+One program begins it, and another is the same loop with one more condition to stop on. Numbers in that
+condition are arguments, so that one program serves pieces of all lengths. What the loop carries stays on the
+devices and is donated from piece to piece.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dllm_jax.engine.beginning import initial_state, split_cache
+from dllm_jax.engine.block_schedule import final, slowest
+from dllm_jax.engine.generation import Generation, State
+from dllm_jax.engine.logprobs import LogProbs
+from dllm_jax.engine.loop import final_stats, final_tokens, run
+from dllm_jax.engine.plan import Inputs, Plan
+from dllm_jax.engine.recorders import final_logprobs, final_trace
+from dllm_jax.engine.stats import Stats
+from dllm_jax.engine.trace import Trace
+from dllm_jax.nn.mesh import over_mesh
+from dllm_jax.nn.model import Model
+from dllm_jax.state.canvas import Canvas, first_of
+
+
+class Piece(NamedTuple):
+    """State of a generation for the host, after some steps.
+
+    Attributes:
+      tokens: after them; those of the finished generation where sequences have ended (`run_piece`).
+      goes_on: Sequences for which further steps follow.
+      stats: so far.
+      steps: Number of steps of each sequence.
+      block: index of the block that the slowest sequence was in.
+      settled: Position up to which the tokens of each sequence stay as they are.
+      logprobs: Log-probabilities so far; None if none are recorded.
+      confidence: Confidence at which each position was unmasked, infinity elsewhere (NaN would end a
+        program under `jax_debug_nans`); None if none is recorded.
+    """
+
+    tokens: Int[Array, "b l"]
+    goes_on: Bool[Array, "b"]
+    stats: Stats
+    steps: Int[Array, "b"]
+    block: Int[Array, ""]
+    settled: Int[Array, "b"]
+    logprobs: LogProbs | None = None
+    confidence: Float[Array, "b l"] | None = None
+
+
+def run_piece(
+    generation: Generation, state: State, wanted: Callable[[State], Bool[Array, ""]], together: bool
+) -> tuple[State, Piece]:
+    """Runs steps while they are wanted; a finished state stays as it is.
+
+    Args:
+      generation: Constants of the run.
+      state: State before the piece.
+      wanted: Whether another step is wanted.
+      together: Whether ended sequences are shown as they were decoded until all have ended.
+    """
+    plan, start = generation.plan, slowest(state.canvas)
+    after = run(generation, state, wanted)
+    after = after._replace(cache=split_cache(after.cache, generation.model, after.need.shape[0]))
+    canvas, record = after.canvas, after.record
+    tokens, running = final_tokens(plan, after), jnp.any(canvas.active)
+    tokens = jnp.where(running, canvas.tokens, tokens) if together else tokens
+    confidence = record.get("confidence")
+    if confidence is not None and canvas.stop is not None:
+        # What stands in the place of a stop and after it was decoded by no step.
+        confidence = jnp.where(tokens == canvas.tokens, confidence, jnp.inf)
+    piece = Piece(
+        tokens=tokens,
+        goes_on=canvas.active,
+        stats=final_stats(plan, after, tokens),
+        steps=canvas.passes,
+        # A block that a prompt's end shares is the first one too.
+        block=jnp.maximum(-((plan.layout.prompt - start) // plan.layout.block), 0),
+        settled=jnp.where(running, settled_positions(plan, canvas), plan.layout.length),
+        logprobs=final_logprobs(record, canvas, tokens),
+        confidence=confidence,
+    )
+    return after, piece
+
+
+def settled_positions(plan: Plan, canvas: Canvas) -> Int[Array, "b"]:
+    """The position of each sequence's first mask, or of its block while tokens of that may be revised."""
+    first = first_of(canvas.masked & canvas.response, canvas.layout.length)
+    stays = canvas.done | final(canvas, plan.sampler)
+    return jnp.where(stays, first, jnp.minimum(first, canvas.block_start))
+
+
+@jax.jit
+def begin(model: Model, inputs: Inputs, plan: Plan) -> State:
+    """The state before the first step; arguments as in `loop.denoise`, on a mesh with Auto axes."""
+
+    def start(model: Model, inputs: Inputs, plan: Plan) -> State:
+        state = initial_state(Generation.of(model, inputs, plan), inputs)
+        # An argument that is returned as it is would be the caller's array, which the next piece overwrites.
+        return state._replace(canvas=jax.tree.map(jnp.copy, state.canvas))
+
+    return over_mesh(start, model, inputs, plan, out=None)
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def resume(
+    model: Model, inputs: Inputs, plan: Plan, state: State, steps: Int[Array, ""]
+) -> tuple[State, Piece]:
+    """Goes on until no sequence is in the block of the slowest, or one has taken `steps` denoising steps.
+
+    A finished state stays as it is.
+
+    Args:
+      model: the model.
+      inputs: Inputs given to `begin`.
+      plan: Options of the run, with `confidence`.
+      state: State returned by `begin` or by the last piece; it is donated.
+      steps: int32.
+    """
+
+    def piece(model: Model, inputs: Inputs, plan: Plan, state: State, steps) -> tuple[State, Piece]:
+        start, before = slowest(state.canvas), state.canvas.passes
+        made = lambda s: jnp.max(s.canvas.passes - before)
+        wanted = lambda s: (slowest(s.canvas) == start) & (made(s) < steps)
+        after, seen = run_piece(Generation.of(model, inputs, plan), state, wanted, together=True)
+
+        # Arrays of their own: the next piece overwrites the state's while the host still reads these.
+        return after, jax.tree.map(jnp.copy, seen)
+
+    return over_mesh(piece, model, inputs, plan, state, steps, out=None)
+
+
+@jax.jit
+def recorded_steps(state: State) -> Trace | None:
+    """The trace of a state's steps so far; None if none is recorded."""
+    return final_trace(state.record, state.canvas)

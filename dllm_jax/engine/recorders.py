@@ -1,0 +1,324 @@
+"""Recorders: what a run counts or keeps of its steps. Each begins, adds every step, and finishes.
+
+A plan has those that it needs (`recorders_of`); the loop calls them all and asks for none. A new statistic is
+a class here and an entry there.
+"""
+
+import dataclasses
+from typing import ClassVar, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from dllm_jax.engine import trace
+from dllm_jax.engine.generation import Generation
+from dllm_jax.engine.logprobs import LogProbs, changed_by
+from dllm_jax.engine.plan import Plan
+from dllm_jax.engine.prefix import reused_of
+from dllm_jax.engine.stats import Record
+from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.state.canvas import Canvas, first_eos
+from dllm_jax.state.proposal import Proposal
+from dllm_jax.xla.reductions import any_marked, count_marked
+
+
+class Taken(NamedTuple):
+    """What one step did. A step counts for its active sequences alone.
+
+    Attributes:
+      before: Canvas before the step.
+      after: Canvas after it.
+      computed: Positions fed through the network.
+      executed: Positions that the program ran, of all sequences.
+      read: Positions that the computed ones attended to.
+      extra: Positions that layers computed beyond the selection (`Cache.extra_positions`); None if none did.
+      finite: Sequences whose logits were finite.
+      proposal: Candidates offered to the sampler.
+      branches: Canvases computed of each sequence.
+      logprobs: Log-probabilities so far, with those of the step; None if none are recorded.
+      sequences: Places of the sequences in the trace of the whole batch; None if these are all.
+    """
+
+    before: Canvas
+    after: Canvas
+    computed: Bool[Array, "b l"]
+    executed: Int[Array, ""] | int
+    read: Bool[Array, "b l"]
+    extra: Float[Array, "b n"] | None
+    finite: Bool[Array, "b"]
+    proposal: Proposal
+    branches: Int[Array, "b"] | Bool[Array, "b"]
+    logprobs: LogProbs | None = None
+    sequences: Int[Array, "b"] | None = None
+
+
+class Recorder:
+    """Keeps something of every step, in arrays with an axis of sequences.
+
+    Attributes:
+      axis: Axis of the sequences in what is kept.
+      of_group: Whether a step of few sequences sees only their part of what is kept.
+    """
+
+    axis: ClassVar[int] = 0
+    of_group: ClassVar[bool] = True
+
+    def begin(self, canvas: Canvas, generation: Generation, extra: Float[Array, "b n"] | None) -> PyTree:
+        """What is kept before the first step; nothing by default.
+
+        Args:
+          canvas: Canvas before the first step.
+          generation: Constants of the run.
+          extra: Positions that layers computed before the first step (`Cache.extra_positions`).
+        """
+        return ()
+
+    def add(self, kept: PyTree, taken: Taken) -> PyTree:
+        """What is kept after one more step; the same by default."""
+        return kept
+
+    def finish(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> dict[str, Array]:
+        """Fields of `Stats`, given what all recorders kept, the last canvas and the final tokens."""
+        return {}
+
+
+def recorders_of(plan: Plan, spec: ModelSpec) -> dict[str, Recorder]:
+    """The recorders of a run, by name."""
+    offered = (
+        ("counts", Counts(), True),
+        ("idle", IdleSteps(), plan.sampler.may_idle),
+        ("causal_passes", CausalPasses(), spec.causal_context),
+        ("accepted_tokens", AcceptedTokens(), plan.layout.drafts),
+        ("reused", ReusedPrefix(), plan.prefix is not None),
+        ("drafting", DraftedSteps(), plan.drafting is not None),
+        ("unfilled_tokens", UnfilledTokens(), bool(plan.constraints)),
+        ("confidence", Confidences(), plan.confidence),
+        ("logprobs", TokenLogProbs(plan.logprobs or 0), plan.logprobs is not None),
+        ("trace", Steps(plan.step_limit if plan.trace else 0), plan.trace),
+    )
+    return {name: recorder for name, recorder, wanted in offered if wanted}
+
+
+def begin(generation: Generation, canvas: Canvas, extra: Float[Array, "b n"] | None) -> Record:
+    """The record of a run before its first step."""
+    recorders = recorders_of(generation.plan, canvas.spec)
+    return {name: recorder.begin(canvas, generation, extra) for name, recorder in recorders.items()}
+
+
+def add(plan: Plan, record: Record, taken: Taken) -> Record:
+    """The record with one more step."""
+    recorders = recorders_of(plan, taken.before.spec)
+    return {name: recorder.add(record[name], taken) for name, recorder in recorders.items()}
+
+
+# -- recorders -----------------------------------------------------------------------------------------
+
+
+class Sums(NamedTuple):
+    """Running sums for the `Stats` that every run has."""
+
+    computed_tokens: Int[Array, "b"]
+    executed_tokens: Float[Array, "b"]
+    widened_tokens: Float[Array, "b"]
+    refreshes: Int[Array, "b"]
+    finite: Bool[Array, "b"]
+
+
+class Counts(Recorder):
+    """Counts forward passes and tokens."""
+
+    def begin(self, canvas: Canvas, generation: Generation, extra: Float[Array, "b n"] | None) -> Sums:
+        """Nothing but what layers computed before the first step."""
+        zeros = jnp.zeros(canvas.tokens.shape[0], jnp.int32)
+        widened = zeros.astype(jnp.float32) if extra is None else jnp.mean(extra, axis=1)
+        return Sums(zeros, zeros.astype(jnp.float32), widened, zeros, jnp.ones(zeros.shape, bool))
+
+    def add(self, kept: Sums, taken: Taken) -> Sums:
+        """Counts the positions of a step; padding is never counted, though a full step computes it along."""
+        before, extra = taken.before, taken.extra
+        counted = taken.computed & before.valid
+        everything = before.active & ~any_marked(counted != before.valid)
+        extra = jnp.zeros((len(counted), before.spec.layers)) if extra is None else extra
+        share = taken.executed / jnp.maximum(jnp.sum(before.active), 1)
+        return Sums(
+            computed_tokens=kept.computed_tokens + count_marked(counted),
+            executed_tokens=kept.executed_tokens + before.active * share,
+            widened_tokens=kept.widened_tokens + jnp.mean(extra, axis=1),
+            refreshes=kept.refreshes + everything.astype(jnp.int32),
+            finite=kept.finite & taken.finite,
+        )
+
+    def finish(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> dict[str, Array]:
+        """The sums, and what follows from them and the last canvas."""
+        # Exact decoding would compute all valid positions in every forward.
+        kept: Sums = record["counts"]
+        positions = count_marked(canvas.valid) * canvas.passes
+        recomputed = (kept.computed_tokens + kept.widened_tokens) / jnp.maximum(positions, 1)
+
+        # The answer ends before the first end-of-text, also where positions after it are decoded.
+        end = canvas.before_stop(first_eos(canvas))
+        decoded = canvas.decoded
+        if canvas.layout.end < canvas.layout.length:
+            decoded &= canvas.position < canvas.layout.end
+        return kept._asdict() | {
+            "nfe": canvas.passes,
+            "cache_ratio": jnp.where(positions > 0, 1.0 - recomputed, 0.0).astype(jnp.float32),
+            "decoded_tokens": count_marked(decoded),
+            "answer_tokens": count_marked(decoded & (canvas.position < end[:, None])),
+        }
+
+
+class IdleSteps(Recorder):
+    """Counts the steps that had nothing to decode although the block had masks for them."""
+
+    def begin(self, canvas: Canvas, generation: Generation, extra) -> Int[Array, "b"]:
+        """None yet."""
+        return jnp.zeros_like(canvas.step)
+
+    def add(self, kept: Int[Array, "b"], taken: Taken) -> Int[Array, "b"]:
+        """A block with fewer masks than steps, as templates have, is idle under every schedule."""
+        before = taken.before
+        had_masks = before.schedule_step < before.block_masks
+        return kept + (before.active & ~jnp.any(before.unanswered, axis=1) & had_masks)
+
+    def finish(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> dict[str, Array]:
+        """`Stats.idle`."""
+        return {"idle": record["idle"]}
+
+
+class CausalPasses(Recorder):
+    """Counts the causal passes of models with a causal context."""
+
+    def begin(self, canvas: Canvas, generation: Generation, extra) -> Int[Array, "b"]:
+        """None yet."""
+        return jnp.zeros_like(canvas.step)
+
+    def add(self, kept: Int[Array, "b"], taken: Taken) -> Int[Array, "b"]:
+        """Adds the active sequences whose step was one."""
+        return kept + (taken.before.active & taken.before.causal[:, 0])
+
+    def finish(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> dict[str, Array]:
+        """`Stats.causal_passes`."""
+        return {"causal_passes": record["causal_passes"]}
+
+
+class AcceptedTokens(Recorder):
+    """Counts the tokens that verifications of drafted blocks accepted."""
+
+    def finish(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> dict[str, Array]:
+        """The tokens after the prompt whose keys and values are final: the pass over the prompt is none."""
+        return {"accepted_tokens": jnp.maximum(canvas.stored - canvas.layout.prompt, 0)}
+
+
+class ReusedPrefix(Recorder):
+    """Tells how much of the prompt was taken from a computed prefix."""
+
+    def begin(self, canvas: Canvas, generation: Generation, extra) -> PyTree:
+        """Tokens and bytes, which no step changes."""
+        return reused_of(canvas, generation.model)
+
+    def finish(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> dict[str, Array]:
+        """`Stats.reused_tokens` and `Stats.reused_bytes`."""
+        return dict(zip(("reused_tokens", "reused_bytes"), record["reused"], strict=True))
+
+
+class DraftedSteps(Recorder):
+    """Counts the canvases computed, and the steps of the sampler that they verified."""
+
+    def begin(self, canvas: Canvas, generation: Generation, extra) -> Int[Array, "b"]:
+        """None yet."""
+        return jnp.zeros_like(canvas.step)
+
+    def add(self, kept: Int[Array, "b"], taken: Taken) -> Int[Array, "b"]:
+        """Adds the branches of a step."""
+        return kept + taken.branches
+
+    def finish(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> dict[str, Array]:
+        """`Stats.branches` and `Stats.sampler_steps`."""
+        return {"branches": record["drafting"], "sampler_steps": canvas.step}
+
+
+class UnfilledTokens(Recorder):
+    """Counts the masks that constraints left without a token."""
+
+    def finish(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> dict[str, Array]:
+        """Masks of the response that are left although the logits were finite."""
+        left = (tokens == canvas.spec.mask_id) & canvas.valid & canvas.response
+        left &= (canvas.position < canvas.layout.end) & record["counts"].finite[:, None]
+        return {"unfilled_tokens": jnp.sum(left, axis=1, dtype=jnp.int32)}
+
+
+class Confidences(Recorder):
+    """Keeps the confidence with which each position was unmasked; infinity elsewhere."""
+
+    def begin(self, canvas: Canvas, generation: Generation, extra) -> Float[Array, "b l"]:
+        """Nothing is unmasked yet."""
+        return jnp.full(canvas.tokens.shape, jnp.inf, jnp.float32)
+
+    def add(self, kept: Float[Array, "b l"], taken: Taken) -> Float[Array, "b l"]:
+        """Takes over the scores of what a step unmasked, and forgets those of what it masked again."""
+        new = jnp.where(taken.after.masked, jnp.inf, taken.proposal.score)
+        return jnp.where(changed_by(taken.before, taken.after), new, kept)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogProbs(Recorder):
+    """Keeps the log-probabilities of unmasked tokens.
+
+    Attributes:
+      count: Number of most likely tokens kept with each.
+    """
+
+    count: int
+
+    def begin(self, canvas: Canvas, generation: Generation, extra) -> LogProbs:
+        """Nothing is unmasked yet."""
+        return LogProbs.begin(canvas, self.count)
+
+    def add(self, kept: LogProbs, taken: Taken) -> LogProbs:
+        """Those that the step made of what was kept, since one pass may take several steps of the sampler."""
+        assert taken.logprobs is not None, "recorded"
+        return taken.logprobs
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps(Recorder):
+    """Keeps the trace: every step of every sequence (`engine.trace`).
+
+    Attributes:
+      limit: Number of steps that there is room for.
+    """
+
+    limit: int
+
+    axis: ClassVar[int] = 1
+    of_group: ClassVar[bool] = False
+
+    def begin(self, canvas: Canvas, generation: Generation, extra) -> trace.Steps:
+        """Room for all steps."""
+        return trace.begin(canvas, self.limit)
+
+    def add(self, kept: trace.Steps, taken: Taken) -> trace.Steps:
+        """Writes the step in place, since the loop carries the trace."""
+        before, extra = taken.before, taken.extra
+        extra = jnp.zeros((len(before.step), before.spec.layers)) if extra is None else extra
+        widened = extra >= jnp.sum(before.valid & ~taken.computed, axis=1, keepdims=True)
+        return trace.add(
+            kept, taken.sequences, before, taken.after, taken.computed, taken.read, widened, taken.proposal
+        )
+
+
+# -- results -------------------------------------------------------------------------------------------
+
+
+def final_logprobs(record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> LogProbs | None:
+    """The log-probabilities of a finished generation, given its tokens; None if none are recorded."""
+    if "logprobs" not in record:
+        return None
+    found: LogProbs = record["logprobs"]
+    return found.where(tokens != canvas.tokens, LogProbs.begin(canvas, found.top_tokens.shape[2]))
+
+
+def final_trace(record: Record, canvas: Canvas) -> trace.Trace | None:
+    """The trace of the steps so far; None if none is recorded."""
+    return trace.completed(record["trace"], canvas) if "trace" in record else None
