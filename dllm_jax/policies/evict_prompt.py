@@ -19,7 +19,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
 from dllm_jax.policies.fast_dllm import DualCache
-from dllm_jax.policies.parts.prompt_eviction import PromptEviction
+from dllm_jax.policies.parts.prompt_eviction import LayerStep, PromptEviction
 from dllm_jax.policies.parts.rolling_eviction import rolling
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
@@ -160,13 +160,12 @@ class EvictPrompt(PromptEviction):
             return layer.finish(x, o), cache._replace(shared=shared._replace(pairs=pairs))
 
         # The prompt is due where all of it is selected, which takes a step at least as wide.
-        evictable, due = self._evictable(canvas), None
+        step, pairs = LayerStep(layer, q, (rows, k), (rows, v), canvas, cache.readable), shared.pairs
         if 0 < canvas.layout.length - slots <= rows.index.shape[1]:
-            due = _all_of(evictable, rows.mask())
-        o, pairs = self.attend_or_evict(
-            layer, q, shared.pairs, dense, (rows, k), (rows, v), due,
-            canvas.first_step | self.reselect, canvas, cache.readable,
-        )  # fmt: skip
+            due = _all_of(self._evictable(canvas), rows.mask())
+            o, pairs = self.attend_and_evict(step, pairs, dense, due, canvas.first_step | self.reselect)
+        else:
+            o = self.attend_to_kept(step, pairs, dense)
         return layer.finish(x, o), cache._replace(shared=shared._replace(pairs=pairs))
 
     @override

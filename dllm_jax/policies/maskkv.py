@@ -15,7 +15,7 @@ from dllm_jax.policies.base import Policy
 from dllm_jax.policies.dllm_cache import DLLMCache
 from dllm_jax.policies.evict_prompt import EvictPrompt
 from dllm_jax.policies.parts.branches import BranchStore
-from dllm_jax.policies.parts.prompt_eviction import PromptEviction
+from dllm_jax.policies.parts.prompt_eviction import LayerStep, PromptEviction
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
@@ -124,10 +124,10 @@ class MaskKV(PromptEviction, DLLMCache):
         # in the first step, with `reselect` at every prompt refresh.
         widest_response = layout.response_inputs(canvas.spec.shifted)
         holds_prompt = rows.index.shape[1] > widest_response or (rows.full and layout.prompt > 0)
-        due = canvas.every_n_steps(self.prompt_every) & canvas.active[:, None] if holds_prompt else None
-        o, pairs = self.attend_or_evict(
-            layer, q, cache.shared, KV(now.k, now.v), (some, k), (rows, value), due,
-            canvas.first_step | self.reselect, canvas, cache.readable,
-            all_due=rows.full and widest_response < layout.length,
-        )  # fmt: skip
+        step, dense = LayerStep(layer, q, (some, k), (rows, value), canvas, cache.readable), KV(now.k, now.v)
+        if not holds_prompt:
+            return self.attend_to_kept(step, cache.shared, dense), cache
+        due = canvas.every_n_steps(self.prompt_every) & canvas.active[:, None]
+        chooses, all_due = canvas.first_step | self.reselect, rows.full and widest_response < layout.length
+        o, pairs = self.attend_and_evict(step, cache.shared, dense, due, chooses, all_due)
         return o, cache._replace(shared=pairs)

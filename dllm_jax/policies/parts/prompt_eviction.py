@@ -6,7 +6,7 @@ dense pairs of the canvas' last positions.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,6 +29,31 @@ from dllm_jax.state.rows import Rows
 from dllm_jax.xla.dependencies import after_on_cuda
 from dllm_jax.xla.reductions import count_marked
 from dllm_jax.xla.stacks import of_layer
+
+
+class LayerStep(NamedTuple):
+    """One layer in a step: what it computes, and what may be attended to.
+
+    Attributes:
+      layer: Weights of the layer.
+      q: Rotated queries of the positions of `keys`.
+      keys: Positions of the queries, and their new keys.
+      values: Positions that are computed, those of the queries among them, and their new values.
+      canvas: State before the step.
+      readable: Positions that may be attended to (`LayerCache`); None for all that are not padding.
+    """
+
+    layer: Layer
+    q: Float[Array, "b w h d"]
+    keys: tuple[Rows, Float[Array, "b w k d"]]
+    values: tuple[Rows, Float[Array, "b q k d"]]
+    canvas: Canvas
+    readable: Bool[Array, "b l"] | None
+
+    @property
+    def visible(self) -> Bool[Array, "b l"]:
+        """Positions that may be attended to."""
+        return self.canvas.valid if self.readable is None else self.readable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,51 +122,42 @@ class PromptEviction(Policy):
         passed = jnp.sum(canvas.valid, axis=1, keepdims=True)
         return cache._replace(extra_positions=cache.extra_positions + passed)
 
-    def attend_or_evict(
+    def attend_to_kept(self, step: LayerStep, pairs: PairStore, dense: KV) -> Float[Array, "b w h d"]:
+        """Attention between refreshes (prompt-state exclusion): to the response and the kept pairs."""
+        canvas = step.canvas
+        widest = self.widest_head(canvas.spec, canvas.layout)
+        visible = step.visible[:, None, None, canvas.layout.length - dense.k.shape[1] :]
+        return attend_to_kept(step.layer, step.q, pairs, dense, visible, self.budget, widest, step.readable)
+
+    def attend_and_evict(
         self,
-        layer: Layer,
-        q: Float[Array, "b w h d"],
+        step: LayerStep,
         pairs: PairStore,
         dense: KV,
-        keys: tuple[Rows, Float[Array, "b w k d"]],
-        values: tuple[Rows, Float[Array, "b q k d"]],
-        due: Bool[Array, "b 1"] | None,
+        due: Bool[Array, "b 1"],
         chooses: Bool[Array, "b 1"],
-        canvas: Canvas,
-        readable: Bool[Array, "b l"] | None = None,
         all_due: bool = False,
     ) -> tuple[Float[Array, "b w h d"], PairStore]:
-        """Attention to the kept pairs, or, where the prompt is due, to all of it before the eviction.
+        """Attention to the whole prompt where it is due, and the eviction; to the kept pairs elsewhere.
 
         Args:
-          layer: this layer's weights.
-          q: rotated queries of the positions of `keys`.
+          step: The layer and what it computes.
           pairs: the kept pairs of all layers.
           dense: K and V of the canvas' last t positions [b t k d], the new ones among them.
-          keys: positions of the queries, and their new keys.
-          values: positions that are computed, those of the queries among them, and their new values.
-          due: sequences all of whose prompt is computed; None if none can be in a step of this width.
+          due: sequences all of whose prompt is computed.
           chooses: sequences that choose their pairs again if they are due; the others renew those they have.
-          canvas: state before the step.
-          readable: Positions that may be attended to (`LayerCache`).
           all_due: Whether all active sequences are due, in a full step.
 
         Returns:
           the attention output, before the output projection, and the changed store.
         """
+        layer, q, keys, values, canvas, readable = step
         columns = canvas.layout.length - dense.k.shape[1]
-        real = (canvas.valid if readable is None else readable)[:, None, None, columns:]
-
-        # Between refreshes (prompt-state exclusion): the response and the kept pairs.
-        if due is None:
-            widest = self.widest_head(canvas.spec, canvas.layout)
-            return attend_to_kept(layer, q, pairs, dense, real, self.budget, widest, readable), pairs
-
-        # At a refresh (of some sequences at least): the full prompt where it is due, kept pairs elsewhere.
+        real = step.visible[:, None, None, columns:]
         if all_due:
             prompt_k, prompt_v = keys[1][:, :columns], values[1][:, :columns]
             unread = canvas.layout.padded or readable is not None
-            mask = key_mask(canvas.valid if readable is None else readable) if unread else None
+            mask = key_mask(step.visible) if unread else None
         else:
             prompt = canvas.prompt if readable is None else canvas.prompt & readable
             prompt_k, prompt_v, in_prompt = prompt_pairs(
