@@ -92,7 +92,7 @@ def canvas(
     **state,
 ) -> Canvas:
     """A canvas that is masked exactly where told, other fields as at the start unless given in `state`."""
-    described = spec(family)
+    described = state.pop("spec", None) or spec(family)
     masked = np.asarray(masked, bool)
     batch, length = masked.shape
     response = length - prompt

@@ -117,15 +117,15 @@ def test_a_canvas_gives_each_computed_row_its_part_of_the_mask():
 @pytest.mark.parametrize("blocks_from", ["sequence", "response"])
 def test_rows_in_place_attend_to_nothing_beyond_their_lookahead(blocks_from):
     valid = np.asarray([np.arange(LENGTH) >= pad for pad in PADS])
-    of = canvas(np.zeros(valid.shape), prompt=7, family="sdar", valid=valid)
-    of = dataclasses.replace(of, spec=dataclasses.replace(of.spec, blocks_from=blocks_from, block_size=4))
+    described = dataclasses.replace(spec("sdar"), blocks_from=blocks_from, block_size=4)
+    of = canvas(np.zeros(valid.shape), prompt=7, spec=described, valid=valid)
     rows = full_rows(jnp.asarray(valid))
     ahead = np.arange(LENGTH) - np.arange(LENGTH)[:, None]  # of key and query
     seen = np.asarray(of.attends(rows))[:, 0] & valid[:, :, None]
     assert max(ahead[one].max() for one in seen) == of.lookahead(rows) - 1
     assert of.lookahead(compact_rows(jnp.asarray(valid), LENGTH)) is None
-    assert dataclasses.replace(of, spec=spec("nemotron")).lookahead(rows) is None
-    assert dataclasses.replace(of, spec=spec("llada")).lookahead(rows) is None
+    for family in ("nemotron", "llada"):
+        assert canvas(np.zeros(valid.shape), prompt=7, family=family).lookahead(rows) is None
 
 
 def test_segments_of_a_prompt_attend_as_the_whole_does(monkeypatch):

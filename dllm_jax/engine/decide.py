@@ -23,7 +23,7 @@ from dllm_jax.state.rows import Rows, gather, places, spread
 
 
 class Decided(NamedTuple):
-    """What a step does to the canvas; of a step with drafts, [b k ..] for k canvases of each sequence.
+    """Changes of a step to the canvas; of a step with drafts, [b k ..] for k canvases of each sequence.
 
     Attributes:
       chosen: Positions that are unmasked, or get another token.

@@ -81,7 +81,7 @@ def own_rows(plan: Plan, rows: Rows) -> Rows:
 def counted(
     generation: Generation, variant: Variant, state: State, forward: Forward, decided: Decided, after: Canvas
 ) -> Taken:
-    """What a step did, for the recorders; they see the conditional stream alone."""
+    """Accounts for a step to the recorders, which see the conditional stream alone."""
     plan, before = generation.plan, state.canvas
     read = attended(plan.policy, state.cache, forward.canvas, forward.rows)
     recorded = state.record.get("logprobs")

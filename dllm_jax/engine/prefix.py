@@ -139,7 +139,7 @@ def refusal(model: Model, policy: Policy, sampler: Sampler) -> str | None:
         return reason
     runs = for_model(policy, model.spec)
     layers = jax.eval_shape(lambda: runs.init(model.spec, Layout.of(8, 8), 1, model.dtype)).layers
-    if runs.dense_pairs(layers) is None:
+    if runs._dense_pairs(layers) is None:
         return (
             f"prefix= is not supported by {type(policy).__name__}: it does not keep the KV pairs of all "
             "positions as the default layer does. Use Policy() or MAGE()"
@@ -210,7 +210,7 @@ def reuse(
     position = jnp.where(slot < count[:, None], first[:, None] + slot, canvas.layout.length)
 
     def filled(storage: PyTree, new: KV) -> PyTree:
-        own = policy.dense_pairs(storage)
+        own = policy._dense_pairs(storage)
         assert own is not None, "a policy that `refusal` lets pass"
         every = lambda a: jnp.broadcast_to(a[None], (len(first), *a.shape))
         keys = rotate(every(new.k), rope, position, spec.rope_in_f32)

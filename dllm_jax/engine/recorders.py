@@ -23,7 +23,7 @@ from dllm_jax.xla.reductions import any_marked, count_marked
 
 
 class Taken(NamedTuple):
-    """What one step did. A step counts for its active sequences alone.
+    """Account of one step, which counts for its active sequences alone.
 
     Attributes:
       before: Canvas before the step.
@@ -64,7 +64,7 @@ class Recorder:
     of_group: ClassVar[bool] = True
 
     def begin(self, canvas: Canvas, generation: Generation, extra: Float[Array, "b n"] | None) -> PyTree:
-        """What is kept before the first step; nothing by default.
+        """Returns what is kept before the first step; nothing by default.
 
         Args:
           canvas: Canvas before the first step.
@@ -74,7 +74,7 @@ class Recorder:
         return ()
 
     def add(self, kept: PyTree, taken: Taken) -> PyTree:
-        """What is kept after one more step; the same by default."""
+        """Returns what is kept after one more step; the same by default."""
         return kept
 
     def finish(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> dict[str, Array]:

@@ -199,7 +199,7 @@ class Policy(Options):
 
     # -- what other features ask --------------------------------------------------------------------
 
-    def in_blocks(self, spec: ModelSpec) -> "Policy":
+    def _in_blocks(self, spec: ModelSpec) -> "Policy":
         """Returns the policy that runs on a block-causal model: itself, unless the method is another there.
 
         Finished blocks are final on such models, so that a method may have nothing to refresh or to evict.
@@ -209,14 +209,14 @@ class Policy(Options):
         """
         return self
 
-    def evicted(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"] | None:
+    def _evicted(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"] | None:
         """Marks positions without a stored pair in any layer, for traces; None if nothing is evicted.
 
         A step attends to such a position only if it computes it.
         """
         return None
 
-    def dense_pairs(self, storage: PyTree) -> KV | None:
+    def _dense_pairs(self, storage: PyTree) -> KV | None:
         """Finds the rotated keys and values of all positions in a layer's storage; None if there are none.
 
         A run can begin with those of a computed prefix if layers attend to them wherever a step does not
@@ -259,7 +259,7 @@ class Policy(Options):
 
 def for_model(policy: Policy, spec: ModelSpec) -> Policy:
     """Returns the policy that runs on a model (`Policy.in_blocks`)."""
-    return policy.in_blocks(spec) if spec.block_size else policy
+    return policy._in_blocks(spec) if spec.block_size else policy
 
 
 def halvings(length: int, smallest: int = 8) -> tuple[int, ...]:

@@ -177,7 +177,7 @@ class EvictPrompt(PromptEviction):
         return self.evictable(canvas) if canvas.spec.block_size else self._evictable(canvas)
 
     @override
-    def in_blocks(self, spec: ModelSpec) -> Policy:
+    def _in_blocks(self, spec: ModelSpec) -> Policy:
         """`RollingEviction`, which goes on selecting: its budget is of all earlier blocks; else the same."""
         require_blocks(spec, "EvictPrompt", "Use Policy()")
         if not (self.reselect and type(self.policy) is Policy):
@@ -185,7 +185,7 @@ class EvictPrompt(PromptEviction):
         return rolling(self.budget, self.layers, self.heads, self.votes)
 
     @override
-    def evicted(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+    def _evicted(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         return self.packed(canvas) & ~cache.shared.pairs.positions(canvas.layout.length)
 
     @override

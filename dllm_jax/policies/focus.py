@@ -104,7 +104,7 @@ class FOCUS(DelayedCache):
         return run_narrowest(stays, widths, rows, run, (x, cache), skips=narrow)
 
     @override
-    def dense_pairs(self, storage: Any) -> KV:
+    def _dense_pairs(self, storage: Any) -> KV:
         return storage
 
     def _survey(

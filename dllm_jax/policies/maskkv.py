@@ -75,14 +75,14 @@ class MaskKV(PromptEviction, DLLMCache):
         return self.counting(Cache(branches, pairs), spec, batch)
 
     @override
-    def in_blocks(self, spec: ModelSpec) -> Policy:
+    def _in_blocks(self, spec: ModelSpec) -> Policy:
         """`EvictPrompt` over exact decoding: nothing refreshes prompt or response there."""
         require_blocks(spec, "MaskKV", "Use Policy()")
         budgets = self.budget, self.layers, self.heads, self.votes
-        return EvictPrompt(*budgets, policy=Policy(), reselect=self.reselect).in_blocks(spec)
+        return EvictPrompt(*budgets, policy=Policy(), reselect=self.reselect)._in_blocks(spec)
 
     @override
-    def evicted(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+    def _evicted(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         return canvas.prompt & ~cache.shared.positions(canvas.layout.length)
 
     @override

@@ -111,13 +111,13 @@ class SparseDLLM(Policy):
     # -- sets of positions: recomputed, always stored, stored if important --------------------------
 
     @override
-    def in_blocks(self, spec: ModelSpec) -> Policy:
+    def _in_blocks(self, spec: ModelSpec) -> Policy:
         """`SparseBlocks`: nothing is stale there, so what would be evicted stays stored and is not read."""
         require_blocks(spec, "SparseDLLM", "Use Policy()")
         return SparseBlocks(float(self.keep), self.kernel, self.delay)
 
     @override
-    def evicted(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+    def _evicted(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         return canvas.valid & ~cache.shared
 
     def recomputed(self, canvas: Canvas) -> Bool[Array, "b l"]:

@@ -52,8 +52,8 @@ class _Logging:
         )  # fmt: skip
         return cache._replace(shared=(cache.shared, log))
 
-    def evicted(self, cache, canvas):
-        return super().evicted(cache._replace(shared=cache.shared[0]), canvas)
+    def _evicted(self, cache, canvas):
+        return super()._evicted(cache._replace(shared=cache.shared[0]), canvas)
 
     def before_first_step(self, cache, canvas, model, x):
         own, log = cache.shared

@@ -109,7 +109,7 @@ class ChosenReads(ChoosingSteps, BlockScores):
         return o, cache._replace(shared=reading).replace(chooses[:, 0], pairs, part="chosen")
 
     @override
-    def dense_pairs(self, storage: Any) -> KV:
+    def _dense_pairs(self, storage: Any) -> KV:
         return storage.dense
 
     def choice(

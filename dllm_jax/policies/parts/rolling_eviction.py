@@ -117,7 +117,7 @@ class RollingEviction(Policy):
         return jnp.arange(room) < jnp.minimum(before, self.budget)[:, None]
 
     @override
-    def evicted(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+    def _evicted(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         return canvas.before_model_block & ~cache.shared
 
 
