@@ -207,12 +207,13 @@ def _legend(draw: ImageDraw.ImageDraw, left: int, top: int):
 
 
 def save(panels: list[Panel], question: str, out: Path, heading: str = HEADING, frames: int = FRAMES):
-    """Writes the animation: time runs to the end of the slowest, stands still there, and begins again."""
+    """Writes the animation, which begins with its last frame: pages that show a still show the result."""
     clocks = np.linspace(0, max(panel.spent[-1] for panel in panels), frames)
     drawn = [picture(panels, question, clock, heading) for clock in clocks]
     palette = drawn[-1].quantize(128, dither=Image.Dither.NONE)
     flat = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in drawn]
-    times = [round(SECONDS * 1000 / frames)] * (frames - 1) + [round(HOLD * 1000)]
+    flat = [flat[-1], *flat[:-1]]
+    times = [round(HOLD * 1000)] + [round(SECONDS * 1000 / frames)] * (frames - 1)
     out.parent.mkdir(parents=True, exist_ok=True)
     flat[0].save(out, save_all=True, append_images=flat[1:], duration=times, loop=0, optimize=True)
 
