@@ -92,7 +92,8 @@ def tables() -> str:
         other = {_name(s): number(policy, s, asked) for s in others if _name(s) not in alone}
         refused = {name: reason for name, reason in other.items() if reason}
         # All but one: it needs the order of a random one.
-        found |= refused if len(refused) < 2 else {"samplers but `RandomOrder`": max(refused.values())}
+        one = len(refused) >= len(other) - 1
+        found |= {"samplers but `RandomOrder`": max(refused.values())} if one else refused
         return row(policy, found, "all")
 
     def of_sampler(sampler: samplers.Sampler) -> str:
