@@ -36,8 +36,8 @@ LEFT_OUT: dict[str, str] = {
         test_docs.py::test_the_printed_check_passes_and_the_default_layer_is_printed_in_full
         test_docs.py::test_the_samplers_of_the_page_decode_as_it_says_and_pass_its_check
         test_docs.py::test_the_site_has_a_page_for_every_policy_*
-        test_docs.py::test_what_a_model_costs_is_printed_as_the_page_says
-        test_eval_results.py::test_what_runs_as_printed_runs
+        test_docs.py::test_costs_of_a_model_are_printed_as_the_page_says
+        test_eval_results.py::test_commands_that_run_as_printed_run
         test_examples.py::test_an_example_runs_and_writes_its_curve
         test_examples.py::test_a_conversation_without_a_terminal_prints_answers_alone
         test_examples.py::test_the_examples_of_the_page_run
@@ -51,7 +51,7 @@ LEFT_OUT: dict[str, str] = {
         test_bench.py::test_generate_tiny
         test_bench.py::test_norms_of_queries_and_keys_keep_attention_as_peaked
         test_bench_peer_torch.py but test_other_policies_have_no_peer
-        test_bench_policies.py::test_every_setting_is_printed_and_drawn
+        test_bench_policies.py::test_every_setting_is_printed
         test_bench_policies.py::test_rows
         test_bundled.py::test_block_causal_models_answer_chains_block_by_block
         test_bundled.py::test_questions_about_pictures_are_answered_and_need_their_picture
@@ -62,7 +62,7 @@ LEFT_OUT: dict[str, str] = {
         test_check.py::test_operands_fit_every_implementation_and_real_models but attention
         test_check.py::test_speed_says_what_it_measured_and_what_it_left_out
         test_check.py::test_tokens_of_a_device_are_compared_with_another
-        test_check.py::test_what_was_recorded_decides_where_load_says_nothing
+        test_check.py::test_recorded_evidence_decides_where_load_says_nothing
         test_eval_harness.py but test_arguments_*
         test_eval_images.py::test_a_run_from_the_command_line
         test_eval_images.py::test_text_and_images_go_through_one_runner_and_end_at_stops
@@ -104,14 +104,14 @@ LEFT_OUT: dict[str, str] = {
         test_training_run.py::test_an_interrupted_run_says_how_to_go_on_and_does
         test_training_run.py::test_checkpoints_need_no_review but 4-3
         test_training_run.py::test_another_optimizer_is_refused_by_its_numbers but state
-        test_training_run.py::test_what_changes_no_step_that_was_done_is_free
+        test_training_run.py::test_options_that_change_no_step_done_so_far_are_free
         test_training_trainable.py::test_any_transformation_of_optax_trains
         test_training_trainable.py::test_float32_masters_take_steps_that_bfloat16_would_lose
         test_training_trainable.py::test_matrices_and_tables_decay_* but None
         test_training_trainable.py::test_micro_batches_make_the_step_of_the_whole_batch
         test_training_trainable.py::test_muon_makes_*
         test_training_trainable.py::test_names_choose_among_transformations
-        test_training_trainable.py::test_what_is_frozen_stays_and_has_no_state
+        test_training_trainable.py::test_frozen_parameters_stay_and_have_no_state
         test_trajectory.py::test_gradients_are_those_of_finite_differences_and_the_same_however_computed
     """,
     "A recording of a method of which another one stays.": """
@@ -146,8 +146,8 @@ LEFT_OUT: dict[str, str] = {
         test_policy_d2cache.py::test_a_prior_*
         test_policy_d2cache.py::test_rollout_is_the_product_of_the_layers
         test_policy_dkv.py::test_limits_between_neighbours
-        test_policy_dkv_greedy.py::test_what_is_planned_is_what_is_decoded
-        test_policy_dllm_cache.py::test_what_the_four_kinds_of_step_renew
+        test_policy_dkv_greedy.py::test_planned_positions_are_those_decoded
+        test_policy_dllm_cache.py::test_each_of_the_four_kinds_of_step_renews_its_part
         test_policy_es_dllm.py::test_any_policy_and_drafts_delay_the_end
         test_policy_elastic.py::test_widened_counts_the_layers_that_a_refresh_recomputed
         test_policy_evict_prompt.py::test_pairs_are_chosen_anew_or_kept
@@ -207,7 +207,7 @@ LEFT_OUT: dict[str, str] = {
         test_policy_dkv.py::test_decode_with_a_shifted_head_*
         test_policy_elastic.py::test_drift_is_the_cosine_*
         test_policy_reads.py::test_every_step_is_a_full_pass_whose_keys_are_masked_by_hand
-        test_prompt_embeds.py::test_what_a_trace_of_such_prompts_tells
+        test_prompt_embeds.py::test_a_trace_of_embedded_prompts_has_positions_and_tokens
         test_release.py::test_contents
         test_roofline.py::test_schedule_is_the_engine_s
         test_samplers_propose.py::test_temperature_draws_from_the_tempered_softmax
@@ -244,7 +244,7 @@ LEFT_OUT: dict[str, str] = {
     "The same code in another combination, which costs another compilation.": """
         test_analysis_capture.py::test_single_passes_take_* but llada
         test_analysis_capture.py::test_token_arrays_*
-        test_analysis_capture.py::test_what_is_chosen_*
+        test_analysis_capture.py::test_chosen_activations_*
         test_attention.py::test_one_sequence_after_another_is_all_at_once but keys-2-3
         test_attention.py::test_platforms_that_differ_*
         test_block_causal.py::test_all_other_policies_decode
@@ -291,7 +291,7 @@ LEFT_OUT: dict[str, str] = {
         test_likelihood.py::test_given_masks_equal_brute_force_of_each_row_alone but llada-1.2
         test_likelihood.py::test_ragged_answers_equal_each_alone
         test_logprobs.py::test_every_way_to_ask_has_them_and_nothing_else_changes
-        test_logprobs.py::test_they_are_those_of_the_trajectory but sdar-*
+        test_logprobs.py::test_log_probabilities_are_those_of_the_trajectory but sdar-*
         test_logprobs.py::test_tokens_that_are_revised_have_their_last_step but llada-*
         test_lora.py::test_int8_matrices_may_have_adapters_but_not_be_merged
         test_noise.py::test_a_draw_is_that_of_its_sequence_step_and_place_behind_the_prompt but *llada*
@@ -301,7 +301,7 @@ LEFT_OUT: dict[str, str] = {
         test_prefix.py::test_a_prefix_goes_on_where_another_one_differs
         test_prefix.py::test_every_way_to_ask_takes_a_prefix
         test_prefix.py::test_prompts_that_begin_alike_are_answered_as_whole_ones but separate
-        test_prefix.py::test_what_is_final_is_reused_whatever_reads_it but MAGE
+        test_prefix.py::test_a_final_prefix_is_reused_under_every_policy but MAGE
         test_presets.py::test_every_preset_can_begin_on_its_model but d2cache or sparse-dllm
         test_presets.py::test_every_recipe_is_a_request_of_its_model[llada2-mini]
         test_presets.py::test_model_shapes_have_the_published_number_of_parameters[llada2-mini-*]

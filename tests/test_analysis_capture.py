@@ -69,7 +69,7 @@ def test_everything_of_every_step_is_what_the_layers_compute(run):
     assert (seen.attention[:, :, 1, :, 3:, :3] == 0).all()  # nothing attends to padding
 
 
-def test_what_is_chosen_is_a_part_of_everything(run):
+def test_chosen_activations_are_a_part_of_all(run):
     model, mask, out = run
     everything = activations.AXES
     every = dj.capture(model, out, tuple(everything), prompt_mask=mask)

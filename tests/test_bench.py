@@ -163,7 +163,7 @@ def test_rows_beside_bonsai_have_equal_tokens_in_every_run(tiny):
         list(peer_bonsai.rows(tiny, {"bonsai": drifting}, asked, 2))
 
 
-def test_what_bonsai_lacks_is_named(tmp_path, tiny):
+def test_missing_parts_of_bonsai_are_named(tmp_path, tiny):
     with pytest.raises(
         SystemExit, match=r"is no clone of jax-ml/bonsai: bonsai/models/llada/modeling\.py is"
     ):

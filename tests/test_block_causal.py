@@ -272,7 +272,7 @@ def test_policies_that_mean_nothing_there_refuse(policy):
     (dict(sampler=samplers.Threshold(cfg_scale=1.0)), "cfg_scale is not supported by FOCUS"),
     (dict(sampler=samplers.Threshold(early_commit=samplers.EarlyCommit())), "early_commit is not supported"),
 ])  # fmt: skip
-def test_what_needs_all_outputs_refuses_rows_that_leave(options, reason):
+def test_options_that_need_all_outputs_refuse_rows_that_leave(options, reason):
     with pytest.raises(ValueError, match=reason):
         dj.generate(tiny("sdar"), prompts(tiny("sdar"))[0], length=4, policy=policies.FOCUS(), **options)
 

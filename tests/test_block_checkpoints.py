@@ -218,7 +218,7 @@ REFUSED = {
 @pytest.mark.parametrize(
     ("name", "changes", "message"), [(name, *case) for name, cases in REFUSED.items() for case in cases]
 )
-def test_what_does_not_fit_is_refused_by_name(tmp_path, name, changes, message):
+def test_configs_that_do_not_fit_are_refused_by_name(tmp_path, name, changes, message):
     source = copied(name, tmp_path / "hf")
     rewrite(source / "config.json", **changes)
     refuses(message, dj.load, source)
@@ -255,7 +255,7 @@ def test_sdar_moe_has_experts_where_its_config_says(tmp_path):
         ("llada2-tiny-dense2", {}, dict(mask_id=300, block_size=32, rope_width=8)),
     ],
 )
-def test_what_published_configs_do_not_say(tmp_path, name, sizes, expected):
+def test_keys_that_published_configs_lack_have_their_values(tmp_path, name, sizes, expected):
     config = json.loads((MODELS / name / "config.json").read_text()) | sizes
     absent = ("mask_token_id", "block_size") if sizes else ("block_size",)
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in absent}))
@@ -362,7 +362,7 @@ def test_a_mask_of_a2d_that_no_file_names_is_warned_of(tmp_path, changes, messag
         a2d(tmp_path, **changes)
 
 
-def test_what_causal_attention_says_means_nothing_to_a2d(tmp_path):
+def test_keys_of_causal_attention_mean_nothing_to_a2d(tmp_path):
     plain = a2d(tmp_path)
     windows = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 2}
     mixed = ["full_attention", "sliding_attention"] * 2

@@ -83,7 +83,7 @@ def stated_orders(platform: str, call, *operands) -> list[str]:
 
 
 @pytest.mark.parametrize(("scattered", "order"), [(True, "[4, 3, 2, 1, 0]"), (False, "[4, 2, 3, 1, 0]")])
-def test_what_is_never_scattered_lies_heads_first_on_tpus(scattered, order):
+def test_stores_without_scatters_lie_heads_first_on_tpus(scattered, order):
     """In the empty store and after writes: keys and values."""
 
     def program():
@@ -107,7 +107,7 @@ def test_new_keys_of_a_whole_layer_are_as_named_on_tpus_alone():
     [(1280, 1280, 3), (256, 1280, 3), (160, 1280, 0), (4352, 4352, 0)],
     ids=["full step", "wide step", "narrow step", "pairs beyond VMEM"],
 )
-def test_what_chunks_of_queries_read_in_turn_lies_heads_first_on_tpus(queries, slots, stated):
+def test_arrays_that_chunks_of_queries_read_in_turn_lie_heads_first_on_tpus(queries, slots, stated):
     """Of `attention` queries, keys and values, of its statistics queries and keys."""
     layer = Layer({}, tiny("llada").spec, rope_table(1, 8, 1e4), 0)
     array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)

@@ -161,7 +161,7 @@ def test_with_a_temperature_the_distribution_is_that_of_autoregressive_decoding(
     assert np.abs(np.subtract(*found)).sum() < 0.1  # two runs of one differ by half of that
 
 
-def test_what_has_no_meaning_is_refused_by_name():
+def test_options_without_a_meaning_are_refused_by_name():
     none, dream = tiny("llada"), tiny("dream")
     refuses(
         "sampler=Autoregressive.. does not support llada: its tokens attend to all", generated, AR, model=none

@@ -120,7 +120,7 @@ def test_special_tokens_come_from_the_template_alone(tokenizer, template):
                 assert ids == encoded(tokenizer, said)
 
 
-def test_what_a_template_makes_a_special_token_of_is_refused_by_name(tokenizer):
+def test_special_tokens_that_a_template_makes_are_refused_by_name(tokenizer):
     tokenizer.chat_template = BODY.replace("BODY", "{{ m.content | replace('a', '') }}")
     talk = [{"role": "user", "content": "x"}, {"role": "user", "content": "<|eaot_id|>"}]
     refuses(

@@ -115,7 +115,7 @@ def cache(tmp_path, monkeypatch):
 ON_CPUS = Entry("attention", "cpu", "cpu", "pallas", ("float32",), (2, 8), "the report of a test")
 
 
-def test_what_was_recorded_decides_where_load_says_nothing(cache):
+def test_recorded_evidence_decides_where_load_says_nothing(cache):
     path = dj.bundled.path("tiny-llada")
     assert dj.load(path).implementation is None  # nothing ships for CPUs
     operations.record((ON_CPUS,), cache)
@@ -181,7 +181,7 @@ def test_each_operation_may_have_an_implementation_of_its_own():
     ],
     ids=["without cuDNN", "with cuDNN"],
 )
-def test_what_ships_is_for_gpus_and_for_what_cudnn_takes(installed, expected, monkeypatch):
+def test_shipped_evidence_is_for_gpus_and_calls_that_cudnn_takes(installed, expected, monkeypatch):
     monkeypatch.setattr(jax_cudnn, "cuda_versions", installed)
     described = lambda kind: type("Described", (), {"platform": "cuda", "device_kind": kind})()
     chosen = lambda device: [(e.operation, e.implementation) for e in evidence.known(device)]

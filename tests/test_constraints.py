@@ -261,7 +261,7 @@ def test_tokens_one_by_one_and_drafts_keep_to_the_sets():
         dj.generate(model, [[1, 2, 3]], **word | dict(sampler=S.SelfSpeculation(block=4)))
 
 
-def test_what_leaves_no_token_or_is_no_constraint_is_refused():
+def test_constraints_that_leave_no_token_or_are_none_are_refused():
     model = tiny("llada")
     free = [None] * 8
     for options, message in (

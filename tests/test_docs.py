@@ -134,7 +134,7 @@ def test_the_journal_of_the_page_resumes(tmp_path, monkeypatch, capsys):
     assert names["left"] == []
 
 
-def test_what_a_model_costs_is_printed_as_the_page_says(capsys):
+def test_costs_of_a_model_are_printed_as_the_page_says(capsys):
     """And the example of the package's docstring runs."""
     exec(examples("background/performance.md")[0], {})
     assert f"```text\n{capsys.readouterr().out}```" in (DOCS / "background/performance.md").read_text()

@@ -189,14 +189,16 @@ def test_a_run_from_the_command_line(llada_v_path, folder, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(("words", "reason"), TABLES["asked"])
-def test_what_cannot_be_asked_is_refused_in_one_line(llada_v_path, folder, words, reason, tmp_path, evaluate):
+def test_impossible_questions_are_refused_in_one_line(
+    llada_v_path, folder, words, reason, tmp_path, evaluate
+):
     (folder / "a.png").write_bytes(b"no image")
     given = () if "--model" in words else ("--model", llada_v_path)
     out = "--out", tmp_path / "out"
     assert evaluate("images", "--data", folder / "q.jsonl", *given, *words, *out, error=reason) == 2
 
 
-def test_whatever_an_answer_depends_on_is_in_its_key(llada_v_path, folder):
+def test_a_key_holds_all_that_an_answer_depends_on(llada_v_path, folder):
     lm = Checkpoint(str(llada_v_path), vocab=llada_v.VOCAB).open()
     assert lm.identity.endswith(f" vocab={llada_v.VOCAB}")
     plain = Processor.load(llada_v_path)

@@ -102,7 +102,7 @@ def test_a_row_has_a_number_for_each_task():
         (["dkv-cache/1", "--list", "--chip", "b9000"], "--chip b9000 must be one of h100"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(
+def test_rows_that_cannot_be_measured_are_refused_before_anything_is_loaded(
     words, reason, monkeypatch, tmp_path, evaluate
 ):
     monkeypatch.chdir(tmp_path)

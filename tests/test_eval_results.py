@@ -69,7 +69,7 @@ def test_an_answer_counts_before_a_failure(tmp_path):
         Journal(tmp_path / "into").merge([tmp_path / "c"])
 
 
-def test_what_is_no_part_is_refused(tmp_path):
+def test_files_that_are_no_part_are_refused(tmp_path):
     for text in ("0/4", "5/4", "2", "a/b", "1/0", "-1/2", "1/2/3", ""):
         with pytest.raises(ValueError, match="must be like 2/4"):
             part_of(text)
@@ -137,7 +137,7 @@ def test_the_interval_is_the_percentile_bootstrap_of_paired_differences():
     assert set(means) == {0, 0.5, 1}
 
 
-def test_what_is_paired_and_averaged():
+def test_requests_are_paired_and_tasks_are_averaged():
     """Pairing is narrower than the two means are wide; the average is over tasks, not over requests."""
     a = np.random.default_rng(0).random(60)
     found = compare(scored({"t": list(a)}), scored({"t": list(a + 0.1)})).scores[0]
@@ -219,7 +219,7 @@ def commands(printed: bool) -> list[list[str]]:
     return [words[3:] for words in split]
 
 
-def test_what_runs_as_printed_runs(tmp_path, monkeypatch, capsys, evaluate):
+def test_commands_that_run_as_printed_run(tmp_path, monkeypatch, capsys, evaluate):
     monkeypatch.chdir(tmp_path)
     assert len(commands(printed=True)) == 4
     for words in commands(printed=True):

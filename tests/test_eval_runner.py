@@ -252,7 +252,7 @@ def test_costs_are_counted_without_padding():
         assert decoded[0, : len(pair[1])].tolist() == wanted.tolist()
 
 
-def test_what_determines_a_result_is_in_its_key():
+def test_a_key_holds_all_that_determines_a_result():
     one = scorer()
     others = [scorer(draws=8), scorer(strata=4), scorer(cfg_scale=1.0)]
     keys = {one.key(PAIRS[0]), one.key(PAIRS[1]), scorer(greedy_check=False).key(PAIRS[0])}

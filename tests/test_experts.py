@@ -185,7 +185,7 @@ def test_dense_layers_that_are_not_some_of_the_layers_are_refused(dense):
 
 
 @pytest.mark.usefixtures("layers_of_the_platform")
-def test_what_knows_no_experts_says_so():
+def test_functions_without_experts_say_so():
     model = tiny("llada-moe")
     with pytest.raises(ValueError, match="matrices=gate, down: the model's layers have experts"):
         lora.attach(model, lora.LoRA(matrices=("q", "gate", "down")), jax.random.key(0))

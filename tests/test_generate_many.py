@@ -185,7 +185,7 @@ def test_shorter_prompts_fill_slots_that_would_be_idle():
 # -- interrupts and refusals -----------------------------------------------------------------------------
 
 
-def test_what_is_refused_is_told_with_its_index_and_loses_no_other():
+def test_a_refused_request_is_told_with_its_index_and_loses_no_other():
     model, asked = tiny("llada"), [[1], [10**6], dict(prompt=[2], lenght=4), [3] * 13, [[1], [2]], [4]]
     found = dict(dj.generate_many(model, asked, slots=2, errors="return", **SHORT))
     messages = {i: str(found[i]) for i in range(1, 5)}

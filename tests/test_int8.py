@@ -163,7 +163,7 @@ def test_products_are_scaled_in_float32():
     np.testing.assert_allclose(np.asarray(found, np.float64), exact * matrix.scale, rtol=2.0**-8, atol=1e-6)
 
 
-def test_what_int8_cannot_give_is_refused(tmp_path, unannotated):
+def test_operations_that_int8_lacks_are_refused(tmp_path, unannotated):
     source = write_hf(tmp_path / "hf", tiny())
     converted = convert(source, tmp_path / "jax", weights="int8")
     for weights in ("bfloat16", "int4"):  # as users call, without checks of annotations
@@ -181,7 +181,7 @@ def test_what_int8_cannot_give_is_refused(tmp_path, unannotated):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_has_no_scale_is_refused_by_name(tmp_path, bad):
+def test_matrices_without_a_scale_are_refused_by_name(tmp_path, bad):
     source = write_hf(tmp_path / "hf", tiny())
     weights = load_file(source / "model.safetensors")
     name = "model.transformer.blocks.1.up_proj.weight"

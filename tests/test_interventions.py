@@ -161,7 +161,7 @@ STORING = policies.ElasticCache(window=4, gamma=2.0), policies.DLLMCache(1, 1)
 
 
 @pytest.mark.parametrize("policy", daily(STORING, policies.DLLMCache), ids=short)
-def test_what_is_recomputed_from_stores_is_changed_once(policy):
+def test_values_recomputed_from_stores_are_changed_once(policy):
     """Where every layer recomputes everything, steering in every step is as under the exact decoder."""
     model = tiny("llada")
     prompt, _ = prompts(model, (6,))

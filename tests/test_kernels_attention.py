@@ -183,7 +183,7 @@ def test_the_kernel_for_gpus_takes_masks_that_differ_between_queries(heads, monk
         KERNELS("cuda")["attention"](many[1], *arrays[1:3], many[0])
 
 
-def test_what_a_kernel_does_not_serve_is_said():
+def test_calls_that_a_kernel_does_not_serve_are_named():
     for name, operation in OPERATIONS.items():
         said = explaining(operation)(*abstract(name, SMALL[-1], jnp.float32))
         assert "head width 24" in said["cuda"]

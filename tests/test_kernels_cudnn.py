@@ -20,7 +20,7 @@ FOR_CUDNN = [  # masks that are the same for all heads
 
 
 @pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes(FOR_CUDNN, 3))
-def test_what_is_around_cudnn_equals_float64(shape, dtype):
+def test_code_around_cudnn_equals_float64(shape, dtype):
     """With XLA in its place, which takes the same arguments: masks, what they hide, idle queries."""
     arrays = operands(shape, dtype)
     of = {**IMPLEMENTATIONS["xla"], "attention": functools.partial(cudnn.attention, library="xla")}
@@ -54,7 +54,7 @@ def test_programs_for_cuda_call_it_and_others_do_not(shape, call, detected):
     assert "exponential" not in only_out.lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_what_it_does_not_serve_is_said(detected, monkeypatch):
+def test_calls_that_cudnn_does_not_serve_are_named(detected, monkeypatch):
     def said(shape, dtype, **changed):
         q, k, v, *rest = abstract("attention", shape, dtype)
         q = jax.ShapeDtypeStruct(q.shape, changed.get("queries", dtype))

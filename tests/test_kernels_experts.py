@@ -105,7 +105,7 @@ def test_tiles_cover_each_row_once_whatever_the_router_decides():
             assert (end - first).max() <= rows
 
 
-def test_what_all_experts_make_of_many_tokens_is_never_in_memory_at_once():
+def test_outputs_of_all_experts_for_many_tokens_are_never_in_memory_at_once():
     shape = Shape(512, 2, 16, 32, 64)
     compiled = lambda most: (
         jax.jit(functools.partial(xla.by_all_experts, wide_bytes=most)).lower(*operands(shape)).compile()
@@ -115,7 +115,7 @@ def test_what_all_experts_make_of_many_tokens_is_never_in_memory_at_once():
     assert parts < whole / 4
 
 
-def test_what_the_kernel_does_not_serve_is_said():
+def test_calls_that_the_kernel_does_not_serve_are_named():
     shape = SMALL[0]
     asked = lambda arrays: OPERATION.explain(arrays, {}, "pallas")
     assert asked(operands(shape)) == {

@@ -88,7 +88,7 @@ def test_one_list_serves_all_heads(name):
         np.testing.assert_array_equal(bits(copies), expected)
 
 
-def test_what_a_kernel_does_not_serve_is_said():
+def test_calls_that_a_kernel_does_not_serve_are_named():
     long = abstract(Shape(1, 16385, 1, 64, 8), jnp.float32)
     assert explain(*long)["tpu"] == "xla: 16385 slots, 8 copies: at most 16384 of float32"
     assert "no power of two" in explain(*abstract(SMALL[-1], jnp.float32))["cuda"]

@@ -91,7 +91,7 @@ def test_many_lines_are_bisected_and_few_compared(lines):
     np.testing.assert_array_equal(jitted("xla", 700)(score, count), explicit(score, count, 700))
 
 
-def test_what_a_kernel_does_not_serve_is_said():
+def test_calls_that_a_kernel_does_not_serve_are_named():
     shapes = abstract(Shape(1, 1, 2**15 + 1, 4))
     assert explain(*shapes, width=4)["cuda"] == "xla: 32769 positions: at most 32768"
     shapes = abstract(Shape(1, 1, 2**17 + 1, 4))

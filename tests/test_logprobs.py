@@ -22,7 +22,7 @@ LONG = dict(length=12)
 
 
 @pytest.mark.parametrize(("family", "temperature"), [("llada", 0.0), ("dream", 0.7), ("sdar", 0.7)])
-def test_they_are_those_of_the_trajectory(family, temperature):
+def test_log_probabilities_are_those_of_the_trajectory(family, temperature):
     model = tiny(family)
     # Trajectories have no positions beyond the response: it ends with a block.
     ids, mask = prompts(model, (12, 12) if model.spec.block_size else (12, 6))
@@ -59,7 +59,7 @@ def expected(out: dj.Output, change) -> list[tuple]:
     return rows
 
 
-def test_they_are_constrained_tempered_and_filtered_as_drawn():
+def test_log_probabilities_are_constrained_tempered_and_filtered_as_drawn():
     allow = [[1, 2, 3, 4]] * 4 + [None] * 4
 
     def change(logits, i):

@@ -257,7 +257,7 @@ def test_tunix_steps_as_the_loss_of_this_library(family, contract):
     chex.assert_trees_all_close(view.model().params, trained.params, atol=1e-6)
 
 
-def test_what_does_not_align_is_refused(contract):
+def test_batches_that_do_not_align_are_refused(contract):
     model = tiny("llada")
     view, batch = ModelView(model), tunix.BatchAdapter(model.spec)((BATCH, KEYS[0]))
     shorter = batch.replace(target_ids=batch.target_ids[:, :-1], loss_weights=batch.loss_weights[:, :-1])

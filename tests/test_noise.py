@@ -95,7 +95,7 @@ def test_recorded_noise_is_indexed_by_step_row_and_position():
     np.testing.assert_array_equal(draws["token"](noise, c, index)[1, 1], token[3, 1, 4])
 
 
-def test_what_was_not_recorded_cannot_be_drawn():
+def test_unrecorded_noise_cannot_be_drawn():
     nothing = RecordedNoise(jnp.float32(0), jnp.float32(0))
     for draw in draws.values():
         with pytest.raises(ValueError, match="does not hold"):

@@ -202,7 +202,7 @@ def test_the_bucket_changes_nothing(policy, family):
     np.testing.assert_array_equal(plain.stats.computed_tokens, other.stats.computed_tokens)
 
 
-def test_what_lies_at_the_end_is_computed_there_and_all_else_in_a_full_step():
+def test_positions_at_the_end_are_computed_there_and_all_others_in_a_full_step():
     need = jnp.asarray([[0, 0, 0, 1, 1], [0, 0, 1, 0, 0], [0, 0, 0, 0, 0]], bool)
     plain, in_blocks = tiny("llada").spec, tiny("sdar").spec
     assert computed_rows(need, Variant(2), plain, policies.DLLMCache()).index.tolist() == [
@@ -221,7 +221,7 @@ def test_what_lies_at_the_end_is_computed_there_and_all_else_in_a_full_step():
     assert exceeds(1, need, policies.DualCache(), plain).tolist() == [True, False, False]
 
 
-def test_which_static_widths_a_generation_compiles():
+def test_a_generation_compiles_its_static_widths():
     """Full steps are no width, as they compute any set in place; a layer of one's own keeps its widest."""
     layout = dj.Layout(prompt=1024, response=256, block=32, steps=256)
     widths = lambda policy, override=None: step_widths(policy, tiny("llada").spec, layout, override)

@@ -60,7 +60,7 @@ def decode(family: str, policy, **options):
 
 
 @families("dream")
-def test_what_is_planned_is_what_is_decoded(family):
+def test_planned_positions_are_those_decoded(family):
     """The order is that of the exact decoder, and a step computes just D_t, D_{t-1} and what predicts D_t."""
     options = dict(block=4, steps=4)
     ours = decode(family, DKVGreedy(refresh_every=None, window=0), **options)

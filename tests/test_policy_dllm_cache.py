@@ -37,7 +37,7 @@ def renewed(before, after, name: str) -> np.ndarray:
 
 @families("llada")
 @pytest.mark.parametrize("ratio", [0.0, 0.34])
-def test_what_the_four_kinds_of_step_renew(ratio, family):
+def test_each_of_the_four_kinds_of_step_renews_its_part(ratio, family):
     """Kp = 2 and Kr = 3: step 0 refreshes both, 1 neither, 2 and 4 the prompt, 3 the response."""
     model = tiny(family)
     policy = policies.DLLMCache(prompt_every=2, response_every=3, ratio=ratio)

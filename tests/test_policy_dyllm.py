@@ -50,6 +50,6 @@ def test_numbers_out_of_range_are_refused_by_name(options, message):
         (dict(block=dj.Sliding(4)), "Sliding.* is not supported by DyLLM"),
     ],
 )
-def test_what_does_not_go_with_it_is_refused(options, message):
+def test_options_that_do_not_go_with_it_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         generated(**dict(model="llada", policy=DyLLM()) | options)

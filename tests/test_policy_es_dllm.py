@@ -79,7 +79,7 @@ def test_proportions_and_depths_are_refused_by_name(options, message):
         (dict(model="sdar"), "ESDLLM does not support block-causal models"),
     ],
 )
-def test_what_needs_the_output_of_every_row_is_refused(options, message):
+def test_features_that_need_the_output_of_every_row_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         generated(**dict(model="llada", policy=ESDLLM()) | options)
 

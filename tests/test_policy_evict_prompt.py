@@ -82,7 +82,7 @@ def test_pairs_are_chosen_anew_or_kept():
     assert np.abs(scores(anew)[8:] - scores(kept)[8:]).max() > 1e-4
 
 
-def test_what_recomputes_the_prompt_is_refused():
+def test_policies_that_recompute_the_prompt_are_refused():
     with pytest.raises(ValueError, match="recomputes the prompt in every step"):
         generated(policy=policies.EvictPrompt(policy=policies.Policy()))
 

@@ -36,7 +36,7 @@ def test_shares_are_the_published_gaussian():
 
 
 @families("dream")
-def test_what_each_step_renews_in_each_layer(family):
+def test_each_step_renews_its_share_in_each_layer(family):
     """Keys and values of the whole response; outputs of as many positions as the layer's share says."""
     model, prompt, response = tiny(family), 6, 16
     policy = SPACache(**SOME)
@@ -115,7 +115,7 @@ def test_one_share_for_all_layers_is_dllm_cache_with_new_keys(family):
     assert np.abs(finite(ours.score) - finite(stored.score)).max() > 1e-3
 
 
-def test_what_does_not_fit_is_refused():
+def test_settings_that_do_not_fit_are_refused():
     model = tiny("llada")
     with pytest.raises(ValueError, match=r"end=0.4 must be at most the peak's ratio=0.25"):
         SPACache(end=0.4)

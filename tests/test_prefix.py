@@ -68,7 +68,7 @@ def test_prompts_that_begin_alike_are_answered_as_whole_ones(changes, policy, fo
     (tiny("sdar", **SPEC), P.Policy(), S.S2D2(on=None), 9, [8, 8, 8]),
     (tiny("nemotron"), P.Policy(), S.SelfSpeculation(block=4), 9, [11, 10, 11]),
 ], ids=["MAGE", "MAGE-one-token", "FOCUS", "Autoregressive", "S2D2", "SelfSpeculation"])  # fmt: skip
-def test_what_is_final_is_reused_whatever_reads_it(model, policy, sampler, length, reused):
+def test_a_final_prefix_is_reused_under_every_policy(model, policy, sampler, length, reused):
     options = dict(length=length, policy=policy, sampler=sampler)
     beginning, rests = BEGINNING, RESTS
     if len(reused) == 4:  # the first step of the last prompt has only its block to compute
@@ -151,7 +151,7 @@ def test_a_conversation_computes_no_turn_twice(monkeypatch):
     assert not chatting.Conversation.open(chatting.Arguments("tiny-llada", length=4)).reuses
 
 
-def test_what_cannot_reuse_a_prefix_says_why():
+def test_requests_that_cannot_reuse_a_prefix_say_why():
     model, full = tiny("sdar", **SPEC), tiny("llada")
     prefix = dj.prefill(model, BEGINNING)
     a2d = tiny("sdar", **SPEC, blocks_from="response")

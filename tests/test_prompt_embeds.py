@@ -124,7 +124,7 @@ def test_interventions_act_on_the_inputs(policy):
     assert not np.allclose(dj.forward(model, given, mask, embeds=rows)[mask], full[mask], atol=1e-3)
 
 
-def test_what_a_trace_of_such_prompts_tells():
+def test_a_trace_of_embedded_prompts_has_positions_and_tokens():
     """Positions and tokens; what the network computed of inputs that it does not keep is refused."""
     model = tiny("llada")
     ids, mask = prompts(model)
@@ -156,7 +156,7 @@ def test_inside_of_jit_and_over_a_mesh():
         np.testing.assert_array_equal(run(split, given, mask, rows), want)
 
 
-def test_what_does_not_fit_is_refused(unannotated):
+def test_embeddings_that_do_not_fit_are_refused(unannotated):
     floats = lambda *shape: np.zeros(shape, np.float32)
     for prompt, embeds, message in (
         ([[1, -1]], None, r"prompt holds id -1, outside the vocabulary \[0, 61\); -1 is for .*prompt_embeds"),

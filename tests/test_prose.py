@@ -134,5 +134,10 @@ def test_words_keep_to_the_style():
     assert [term for term in TERMS if term not in text] == []
 
 
+def test_names_of_tests_begin_with_their_subject():
+    named = re.compile(r"^def (test_(?:what|whatever|they|those|who|which)_\w+)", re.MULTILINE)
+    assert [name for path in (ROOT / "tests").glob("*.py") for name in named.findall(path.read_text())] == []
+
+
 if __name__ == "__main__":
     report()

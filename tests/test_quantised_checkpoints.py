@@ -187,7 +187,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-def test_what_is_not_read_is_refused_in_short_messages(tmp_path):
+def test_unsupported_formats_are_refused_in_short_messages(tmp_path):
     directories = {kind: written(tmp_path / kind, kind)[0] for kind in ("gptq, 4 bits", "fp8 in blocks")}
     for name, (settings, message) in REFUSED.items():
         path = directories["fp8 in blocks" if "blocks" in name else "gptq, 4 bits"]

@@ -60,7 +60,7 @@ def test_every_policy_sampler_family_and_recorded_method_is_kept(collected, kept
     # Bases, and those of test_causal_context.py and of test_samplers_wino.py, _free_dave.py and _s2d2.py.
     of_their_own = {"Sampler", "UntilDone", "WINO", "FreeDave", "S2D2", "Autoregressive", "SelfSpeculation"}
     assert samplers - of_their_own <= cases(kept, "test_sampler")
-    assert "test_what_every_sampler_owes" in {item.originalname for item in kept}, "WINO"
+    assert "test_wino_keeps_the_rules_of_every_sampler" in {item.originalname for item in kept}, "WINO"
     methods = lambda items: {
         i.callspec.id.partition("/")[0] for i in items if i.originalname == "test_conforms"
     }

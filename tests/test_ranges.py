@@ -61,7 +61,7 @@ def test_edges_are_allowed(kind):
     assert make() == make()
 
 
-def test_who_needs_random_numbers():
+def test_random_numbers_are_needed_where_they_are_drawn():
     quiet = (
         Confidence(), Threshold(), samplers.EBSampler(), samplers.KLASS(), CertaintyPrior(),
         DreamSchedule(),

@@ -182,7 +182,7 @@ def test_maskkv_reads_what_its_widest_head_keeps(uneven, chunks, prompt):
     assert slots == {min(chunks * 256, prompt) + 256}
 
 
-def test_what_block_causal_policies_read_and_choose():
+def test_block_causal_policies_read_and_choose_as_worked_out_by_hand():
     """Of SDAR-8B's shape: pairs attended to, moved besides and written, worked out by hand."""
     model, layout = dataclasses.replace(dj.presets.model_spec("sdar-8b"), layers=4), dj.Layout(4096, 8, 4, 8)
     evicting = p.EvictPrompt(512, dj.eviction.UniformLayers(), policy=p.Policy(), reselect=False)

@@ -58,7 +58,7 @@ def test_predictions_of_later_blocks_count():
 
 
 @pytest.mark.exhaustive
-def test_what_is_remembered_is_not_copied_in_the_loop(optimised):
+def test_remembered_predictions_are_not_copied_in_the_loop(optimised):
     text = optimized_text(traced(Subject(policies.DualCache(), SOME)))
     shape = f"f32[2,{PROGRAM.response},{V}]"
     assert shape in text
@@ -111,7 +111,7 @@ def test_a_table_from_a_file_is_written_as_text_and_read_back(tmp_path):
 
 
 @pytest.mark.usefixtures("unannotated")
-def test_what_is_no_table_is_refused():
+def test_values_that_are_no_table_are_refused():
     for table, message in (
         ([[0.5, 0.5]], "must be numbers by token id"), ([], "must be numbers by token id"),
         (["a"], "must be numbers by token id"), ([0.5, -0.1], r"that of token 1 is -0\.1"),

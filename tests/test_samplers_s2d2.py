@@ -63,7 +63,7 @@ def test_requests_and_ends_are_those_of_a_call_alone():
         np.testing.assert_array_equal(found[i].stats.nfe, alone.stats.nfe)
 
 
-def test_what_is_accepted_or_drawn_instead_follows_the_verifier():
+def test_accepted_and_redrawn_tokens_follow_the_verifier():
     """Any p: the kept token has the verifier's distribution, as in speculative sampling."""
     count, vocab = 20_000, 6
     p, q = np.random.default_rng(0).dirichlet(np.full(vocab, 0.7), 2)
@@ -92,7 +92,7 @@ def test_the_first_run_of_masks():
     np.testing.assert_array_equal(first_run(offered, index), np.asarray(expected, bool))
 
 
-def test_what_does_not_go_with_it_is_refused_by_name():
+def test_incompatible_options_are_refused_by_name():
     refuses("off=1.0 must be at most on=0.0", S.S2D2, off=1.0)
     refuses("early_commit is not supported by S2D2", S.S2D2, early_commit=S.EarlyCommit())
     run = lambda family, **more: dj.generate(tiny(family), [[1, 2]], length=12, sampler=S.S2D2(), **more)

@@ -117,7 +117,7 @@ OWED += (checks.guidance_has_streams_of_its_own,)
 
 
 @pytest.mark.parametrize("policy", daily(DEFAULT_LAYERS, policies.DualCache), ids=short)
-def test_what_every_sampler_owes(policy):
+def test_wino_keeps_the_rules_of_every_sampler(policy):
     """Under dKV-Cache narrow steps compute masks alone, fewer than there are tokens to verify."""
     of = Subject(policy, SOME)
     assert taken_back(of.batch)

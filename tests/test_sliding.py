@@ -99,7 +99,7 @@ def test_without_a_window_and_with_fixed_blocks_it_is_the_dual_cache(family):
     assert np.abs(finite(near.score) - finite(dual.score)).max() > 1e-4
 
 
-def test_what_rests_on_blocks_that_stay_is_refused():
+def test_features_that_need_fixed_blocks_are_refused():
     for policy in (policies.SparseDLLM(), policies.D2Cache(), policies.SuffixDropout()):
         with pytest.raises(ValueError, match=rf"block=Sliding\(block=6.* not supported by {short(policy)}"):
             generated(policy=policy, block=GREEDY, **SHAPE)
@@ -168,7 +168,7 @@ def test_delimiters_end_blocks_under_suffix_guidance_stops_and_early_ends():
     assert stopped.stats.nfe[0] <= whole.stats.nfe[0]
 
 
-def test_what_does_not_fit_blocks_that_end_at_delimiters_is_refused():
+def test_options_that_exclude_blocks_ending_at_delimiters_are_refused():
     model, one = tiny("llada"), [[5, 6, 7]]
     shape = dict(block=ADAPTIVE, length=24, sampler=SEVERAL)
     for options, message in (

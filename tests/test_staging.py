@@ -26,7 +26,7 @@ def write(destination: Path, text: str, overwrite: bool = False):
 
 
 @pytest.mark.parametrize("files", [["config.json", "thesis.txt"], ["spec.json"], ["x.safetensors"], []])
-def test_what_is_no_checkpoint_is_not_overwritten(tmp_path, files):
+def test_directories_that_are_no_checkpoint_are_not_overwritten(tmp_path, files):
     (tmp_path / "t").mkdir()
     for file in files:
         (tmp_path / "t" / file).write_text("mine")

@@ -240,7 +240,7 @@ def test_bytes_of_tokens_make_up_the_text(make):
         assert stop.decode(ids[:read]) == stop.decode(ids)
 
 
-def test_what_tokens_do_not_say_is_only_cut():
+def test_stops_that_tokens_do_not_show_are_only_cut():
     """A tokenizer that puts spaces between words, one that cleans up spaces: decoding goes on to the end."""
     spaced = made({word: i for i, word in enumerate(ENOUGH)}, decoders.WordPiece("##", cleanup=True))
     assert dj.StopTexts(spaced, ["st op"]).table(61) is None

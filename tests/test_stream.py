@@ -149,7 +149,7 @@ def test_a_stream_over_a_mesh_has_the_tokens_of_one_device(kind):
 
 
 @pytest.mark.usefixtures("unannotated")
-def test_what_cannot_be_watched_is_refused_at_the_call():
+def test_generations_that_cannot_be_watched_are_refused_at_the_call():
     model = tiny("llada")
     prompt, _ = prompts(model, (7, 7))
     for options, message in (

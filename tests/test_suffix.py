@@ -56,7 +56,7 @@ def test_ends_of_text_and_stops_are_not_looked_for_in_a_suffix():
     np.testing.assert_array_equal(np.asarray(cut.tokens)[0, 9:], [eos] * 8 + [eos, 7])
 
 
-def test_what_is_no_suffix_is_refused():
+def test_values_that_are_no_suffix_are_refused():
     for suffix, message in (
         ([61], "suffix holds id 61, outside"),
         ([59], r"suffix\[0, 0\] is the mask id 59"),

@@ -151,7 +151,7 @@ def test_ten_values_compile_once(settings):
     assert not all(same(first, other) for other in others), "the numbers make no difference"
 
 
-def test_what_is_warm_is_found_with_other_numbers():
+def test_warm_programs_are_found_with_other_numbers():
     model, ladder = tiny("llada"), dj.buckets.Ladder((9,))
     prompt, _ = prompts(model, (9,))
     options = dict(length=6, block=3)
@@ -218,7 +218,7 @@ def test_a_traced_field_is_a_leaf_unless_it_changes_the_structure(cls, name, mar
 
 
 @pytest.mark.usefixtures("unannotated")
-def test_what_is_no_number_is_refused_traced_or_not():
+def test_values_that_are_no_number_are_refused_traced_or_not():
     for cls, name, _ in TRACED:
         value, _ = two_values(cls, name)
         wrong = jnp.asarray([value]), jnp.asarray(True), jnp.asarray(jnp.nan)

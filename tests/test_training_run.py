@@ -290,7 +290,7 @@ def test_another_optimizer_is_refused_by_its_numbers(tmp_path, make, one, anothe
         run(optimizer=optax.sgd(1e-3, momentum=0.9), allow_changes=["optimizer"])
 
 
-def test_what_changes_no_step_that_was_done_is_free(four_steps, tmp_path):
+def test_options_that_change_no_step_done_so_far_are_free(four_steps, tmp_path):
     faster = dict(learning_rate=1e-3, allow_changes=["learning_rate"], save_every=2)
     changed = resumed(four_steps, tmp_path / "a", **faster)
     same = resumed(four_steps, tmp_path / "b", decay=3, remat=True, accumulate=2)

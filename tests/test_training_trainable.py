@@ -73,7 +73,7 @@ def test_float32_masters_take_steps_that_bfloat16_would_lose():
     [(separate, 0.01), pytest.param(lambda model: model, None, marks=pytest.mark.exhaustive)],
     ids=["separate, Muon", "stacked"],
 )
-def test_what_is_frozen_stays_and_has_no_state(form, muon):
+def test_frozen_parameters_stay_and_have_no_state(form, muon):
     model = form(tiny("llada"))
     config = TrainConfig(steps=3, warmup=0, muon=muon)
     for trainable, names in (
@@ -131,7 +131,7 @@ def test_any_transformation_of_optax_trains(make):
         ({"optimizer": {"a": SGD}}, r"names \['a'\], trainable has \['True'\]"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together_is_refused(options, message):
+def test_options_that_exclude_each_other_are_refused(options, message):
     refuses(message, prepare, tiny("llada"), CONFIG, **{"optimizer": None} | options)
 
 

@@ -207,7 +207,7 @@ def test_prompts_are_text_messages_or_ids(lm):
         dj.tune(lm.model, lm.tokenizer, [("a", "1"), ("a", "\ud83d")])
 
 
-def test_what_the_command_line_compares():
+def test_names_on_the_command_line_are_classes_and_candidates():
     text = "Candidate(EvictPrompt(layers=PyramidKV()); Threshold(0.8); block=Sliding(4; longest=8))"
     assert (named("DualCache"), named("DualCache()")) == (policies.DualCache, policies.DualCache())
     assert named(text) == Candidate(
@@ -231,7 +231,7 @@ def test_questions_of_a_file(tmp_path):
         read_jsonl(tmp_path / "none.jsonl")
 
 
-def test_what_the_caller_leaves_open_follows_from_the_answers(lm):
+def test_open_settings_follow_from_the_answers(lm):
     asked = [Example("a", "1" * n) for n in (3, 8)]
     found = exact_decoding(Decoding(policy=policies.DualCache()), lm.tokenizer, asked)
     assert (found.policy, found.length, found.block, found.steps) == (Policy(), 12, 4, 12)

@@ -132,7 +132,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-def test_what_is_no_image_is_refused_by_name(tmp_path):
+def test_values_that_are_no_image_are_refused_by_name(tmp_path):
     for message, make in REFUSED.items():
         with warnings.catch_warnings(), pytest.raises((ValueError, FileNotFoundError), match=message):
             open_image(make(tmp_path))

@@ -154,7 +154,7 @@ def test_of_several_stops_the_first_of_the_list_counts():
     assert find(tokens, 8, (3, 5, 9), (1,) * 9) == 8
 
 
-def test_what_is_no_stop_is_refused(unannotated):
+def test_values_that_are_no_stop_are_refused(unannotated):
     for stop in ("x", [[]], [3], [["a"]], [[61]], [[59]], 3):
         refuses("stop=", dj.generate, tiny("llada"), [[1, 2]], length=4, stop=stop)
 

@@ -239,7 +239,7 @@ def test_numbers_that_json_has_not_are_left_out_and_a_notebook_shows_the_page_in
 
 
 @pytest.mark.usefixtures("unannotated")
-def test_what_cannot_be_shown_is_refused():
+def test_outputs_that_cannot_be_shown_are_refused():
     out = recorded()
     for call, message in (
         (lambda: out._replace(trace=None).to_html(LETTERS), "trace=True"),

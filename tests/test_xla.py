@@ -107,7 +107,7 @@ def test_weights_of_a_loop_are_not_read_before_it_on_tpus():
         (dependencies.after_on_cuda, {"cuda"}),
     ],
 )
-def test_what_comes_first_decides_what_comes_then(function, platforms):
+def test_a_value_waits_for_the_first_one_on_its_platform(function, platforms):
     for platform in ("cpu", "cuda", "tpu"):
         chosen = "stablehlo.select" in lowered(platform, function, LAYER, LAYER)
         assert chosen == (platform in platforms)

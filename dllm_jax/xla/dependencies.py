@@ -29,7 +29,7 @@ def after_on_tpu(first: Float[Array, "..."], then: Float[Array, "..."]) -> Float
       memory. `lax.optimization_barrier` changes nothing.
     Seen on: TPU v6e, jaxlib 0.10.2.
     Cost: A full step of `D2Cache` before 1.17 of the roofline, after 1.05.
-    Test: test_xla.py::test_what_comes_first_decides_what_comes_then
+    Test: test_xla.py::test_a_value_waits_for_the_first_one_on_its_platform
     """
     return jax.lax.platform_dependent(first, then, tpu=read_before_write, default=lambda first, then: then)
 
@@ -43,7 +43,7 @@ def after_on_cuda(first: Float[Array, "..."], then: Float[Array, "..."]) -> Floa
     Seen on: H100, jaxlib 0.10.2.
     Cost: Temporaries of 12 layers, `MaskKV` before 2.84 GB, after 0.95; `ElasticCache` before 2.83, after
       0.72.
-    Test: test_xla.py::test_what_comes_first_decides_what_comes_then
+    Test: test_xla.py::test_a_value_waits_for_the_first_one_on_its_platform
     """
     return jax.lax.platform_dependent(first, then, cuda=read_before_write, default=lambda first, then: then)
 

@@ -35,7 +35,7 @@ def same_in_all_loops(
     Cost: A partial step of `DualCache` on a v6e, before (heads first) 6.47 of the roofline, after (as named)
       0.999. A full step of `SparseDLLM`, which scatters nothing, before (as named) 1.22, after (heads first)
       1.11.
-    Test: test_cache.py::test_what_is_never_scattered_lies_heads_first_on_tpus
+    Test: test_cache.py::test_stores_without_scatters_lie_heads_first_on_tpus
 
     Args:
       x: Keys or values, of one layer or of all.
@@ -56,7 +56,7 @@ def heads_first_on_tpu(x: Float[Array, "b q h d"], rules: Rules | None = None) -
       keys in turn, it turns queries, keys and values by copies.
     Seen on: TPU v6e, jaxlib 0.10.2.
     Cost: Queries, keys and values of a layer in a full step, before 107 000 cycles each, after 34 000.
-    Test: test_cache.py::test_what_chunks_of_queries_read_in_turn_lies_heads_first_on_tpus
+    Test: test_cache.py::test_arrays_that_chunks_of_queries_read_in_turn_lie_heads_first_on_tpus
     """
     return _on_tpu(_heads_first, x, rules)
 
