@@ -138,7 +138,7 @@ BARS = table("bars")
 COPYING = {
     "compiled_v6e": {"DLLMCache", "EvictPrompt", "MaskKV", "SPACache"},
     "compiled_v6e_jax012": {"MaskKV"},
-    "compiled_h100_shipped": {"DLLMCache", "DyLLM", "SPACache", "MaskKV", "ElasticCache"},
+    "compiled_h100_shipped": {"DLLMCache", "SPACache", "MaskKV", "ElasticCache"},
 }
 
 

@@ -18,6 +18,7 @@ from dllm_jax.state.cache import Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows
+from dllm_jax.xla.dependencies import read_before_write
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +130,7 @@ class DyLLM(Policy):
             return where.put(branch, of_trip.mlp(where.take(x)))
 
         branch = run(turned, renew_mlp, rows.take(old.mlp))
+        o = read_before_write(turned.astype(jnp.float32), o)  # what turned is found by what was stored
         cache = stored(cache, rows, attention=o, mlp=branch)
         shared = rows.where(turned).mask() & canvas.valid
         return layer.residual(x + branch), cache._replace(shared=shared)
