@@ -3,7 +3,7 @@
 python -m bench.policies.plots
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +68,13 @@ def accuracy(measured: dict[str, Any]) -> Figure:
     return figure
 
 
-def growth(prompts: Iterable[int]) -> Figure:
+def growth(prompts: Sequence[int]) -> Figure:
     """Predicted milliseconds per token by prompt length, and the generations that were measured."""
     figure, axes = plt.subplots(figsize=(7, 4.4), layout="constrained")
     spec, card = dj.presets.model_spec("llada-8b"), dj.roofline.HARDWARE[speed.CARD.lower()]
     ran = [one for one in speed.generations() if one.card == speed.CARD]
-    for one, colour in zip(ran, plt.get_cmap("tab10").colors, strict=False):
+    for i, one in enumerate(ran):
+        colour = f"C{i}"
         layouts = [dj.Layout(prompt, speed.LENGTH, 32, speed.LENGTH) for prompt in prompts]
         works = [dj.roofline.work(spec, getattr(p, one.policy)(), layout, 1) for layout in layouts]
         axes.plot(prompts, [work.on(card).ms_per_token for work in works], color=colour, label=one.policy)
