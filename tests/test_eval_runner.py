@@ -22,6 +22,7 @@ from dllm_jax.eval.run.likelihoods import Likelihood
 from dllm_jax.eval.run.runner import Request, Runner, cut
 from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.published import expressions
+from dllm_jax.samplers import DAEDAL
 from dllm_jax.state.inputs import padded_together
 from dllm_jax.state.sliding import AdaBlock, Sliding
 from tests.models import tiny
@@ -56,6 +57,20 @@ def test_answers_come_in_order_and_are_measured(lm, asked):
     assert (cut("one two three", ("three", "two")), cut("one", ("x", ""))) == ("one ", "one")
     assert totals(entries)["tokens_per_second"] > 0
     assert totals([])["tokens_per_second"] is None
+
+
+def test_answers_that_grow_are_longer_than_they_begin(lm, asked):
+    growing = dict(length=2, max_length=8, sampler=DAEDAL(expansion=2, checked=2))
+    assert answers(runner(lm, **growing).run(asked)) == ANSWERS
+    keys = {runner(lm, **growing | dict(max_length=most)).key(asked[0]) for most in (8, 10)}
+    assert len(keys) == 2
+    for options, message in (
+        (dict(max_length=8), r"max_length=8 does not go with sampler=Confidence\(\)"),
+        (dict(sampler=DAEDAL()), r"max_length=None does not go with sampler=DAEDAL\(\)"),
+        (growing | dict(max_length=1), "max_length=1 must be at least length=2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            runner(lm, **options)
 
 
 def test_seconds_are_shared_by_answers_that_ran_together_without_compilation(lm, asked, monkeypatch):

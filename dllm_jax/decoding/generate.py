@@ -34,6 +34,9 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
         follows it, and may be empty. The output is that of the whole prompts.
       suffix: Token ids Int[s] or Int[b s] that follow the response. The response leads up to them.
       length: Number of tokens to generate (`max_new_tokens` in transformers, `gen_length` in LLaDA).
+      max_length: Maximum number of tokens of an answer that grows (`sampler=DAEDAL()`); `length` is then the
+        number that it begins with. The output has end-of-text after the answer's own tokens (`Stats.length`).
+        Policies: `Policy`, `PrefixCache`, `DualCache`. Default: answers do not grow.
       block: Block length (`block_length` in LLaDA). Blocks are decoded from left to right. Default: `length`,
         one block. `Sliding(32)` slides over the response instead, blocks of `AdaBlock(32, delimiters=..)`
         end at a delimiter.
@@ -85,6 +88,8 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
     Warns:
       dllm_jax.engine.nonfinite.NonFiniteWarning: Logits held NaN or infinity, with nonfinite="warn".
       dllm_jax.decoding.report.UnfilledWarning: Constraints left masks without an allowed token, unless
+        nonfinite="ignore".
+      dllm_jax.decoding.report.LengthWarning: Answers were to grow beyond `max_length`, unless
         nonfinite="ignore".
       dllm_jax.state.inputs.PositionsWarning: Prompt and response exceed the model's context length.
       dllm_jax.state.inputs.IdleStepsWarning: There are more steps than tokens to unmask.

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     import rich.progress
 
 OF_A_REQUEST = (
-    "prompt_mask", "prompt_embeds", "suffix", "length", "block", "steps", "key", "stop", "forbid", "allow",
-    "constraints",
+    "prompt_mask", "prompt_embeds", "suffix", "length", "max_length", "block", "steps", "key", "stop",
+    "forbid", "allow", "constraints",
 )  # fmt: skip
 OWN = ("slots", "errors", "buckets", "key", "prefix", "progress")
 TURN = 8  # sequences per slot that requests of one program are ahead of older ones of another, at most
@@ -133,8 +133,11 @@ def generate_many(
         ladders.check_ladder("buckets", buckets)
     of_all: dict[str, Any] = {**options, "buckets": buckets, "prefix": prefix}
     # What no request could ask for is refused here, by the shortest of prompts.
-    draws = Asked(**of_all).sampler.draws
-    prepare(model, [[model.spec.eos_id]], **of_all, **({"key": seeded(0)} if draws else {}))
+    asked = Asked(**of_all)
+    least: dict[str, Any] = {"key": seeded(0)} if asked.sampler.draws else {}
+    if asked.sampler.grows and asked.max_length is None:  # each request may say how long its answer becomes
+        least["max_length"] = asked.length
+    prepare(model, [[model.spec.eos_id]], **{**of_all, **least})
     return Answers(
         model,
         iter(prompts),

@@ -60,6 +60,7 @@ class ResponseOptions(CommonOptions, total=False):
     """Options of responses, which all functions but `infill` take."""
 
     length: int
+    max_length: int | None
     suffix: inputs.Ids | None
     stop_at_eos: bool
 
@@ -120,6 +121,7 @@ class Asked:
     prefix: Prefix | None = None
     suffix: inputs.Ids | None = None
     length: int = 128
+    max_length: int | None = None
     block: int | BlockSchedule | None = None
     steps: int | None = None
     policy: Policy = Policy()
@@ -148,6 +150,7 @@ class Asked:
         check_argument("nonfinite", self.nonfinite, NonFinite)
         check_argument("group", self.group, PositiveInt | None)
         check_argument("logprobs", self.logprobs, NonNegativeInt | None)
+        check_argument("max_length", self.max_length, PositiveInt | None)
         for name in ("stop_at_eos", "trace", "progress"):
             check_argument(name, getattr(self, name), bool)
 

@@ -121,8 +121,11 @@ def collect(
     cut = {"tokens": part(trace.tokens, slice(ran.stop and ran.stop + 1), own, right, batch=1)}
     for name in ("computed", "read", "proposed", "score"):
         cut[name] = part(getattr(trace, name), ran, own, right, batch=1)
-    for name in ("active", "widened", *([] if trace.causal is None else ["causal"])):
-        cut[name] = part(getattr(trace, name), ran, own, batch=1)
+    for name in ("active", "widened", "causal", "inserted", "moved"):
+        if (steps := getattr(trace, name)) is not None:
+            cut[name] = part(steps, ran, own, batch=1)
+    if trace.length is not None:
+        cut["length"] = part(trace.length, slice(ran.stop and ran.stop + 1), own, batch=1)
     return Output(tokens, stats, trace._replace(**cut), logprobs)
 
 

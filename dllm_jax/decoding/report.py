@@ -16,6 +16,10 @@ class UnfilledWarning(UserWarning):
     """Constraints left masks of a generation without an allowed token."""
 
 
+class LengthWarning(UserWarning):
+    """Answers of a generation reached their maximum length, and were to grow further."""
+
+
 def report(stats: Stats, sampler: Sampler, how: NonFinite, stacklevel: int):
     """Tells of a generation by its statistics; waits for it unless `how` is ignore.
 
@@ -34,6 +38,7 @@ def report(stats: Stats, sampler: Sampler, how: NonFinite, stacklevel: int):
       NonFiniteWarning: there are such sequences, and `how` is to warn.
       IdleStepsWarning: a sampler of the user's let steps run that had nothing to decode.
       UnfilledWarning: constraints left masks without an allowed token.
+      LengthWarning: answers ended at their maximum length although they were to grow.
     """
     if how == "ignore" or isinstance(stats.finite, Tracer):
         return
@@ -53,6 +58,12 @@ def report(stats: Stats, sampler: Sampler, how: NonFinite, stacklevel: int):
             "each position a token once those are unmasked that it waits for"
         )
         warnings.warn(message, UnfilledWarning, stacklevel=stacklevel + 1)
+    if stats.wanted_more is not None and (more := host.everywhere(stats.wanted_more)).any():
+        message = (
+            f"answers of sequences {np.flatnonzero(more).tolist()} of {len(more)} were to grow beyond "
+            "max_length (stats.wanted_more), and end there; what did not fit is lost. Pass a larger one"
+        )
+        warnings.warn(message, LengthWarning, stacklevel=stacklevel + 1)
     ended = np.flatnonzero(~host.everywhere(stats.finite)).tolist()
     if not ended:
         return

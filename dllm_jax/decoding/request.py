@@ -20,6 +20,7 @@ from dllm_jax.decoding import buckets as ladders
 from dllm_jax.decoding.blocks import blocks_of, ends_within_a_block, is_cut_short, scheduled_by
 from dllm_jax.decoding.checks import CHECKS, Case, check_interventions, warn_of
 from dllm_jax.decoding.constraints import allowed_tokens, constraints_of
+from dllm_jax.decoding.lengths import canvas_length, check_infill, growing
 from dllm_jax.decoding.options import Asked, GenerateOptions, InfillOptions, Stops
 from dllm_jax.decoding.prefill import with_prefix
 from dllm_jax.decoding.stops import StopTexts
@@ -79,13 +80,14 @@ def prepare(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions]
     # The canvas: prompts, masks, and what follows the response from the start.
     suffix = None if asked.suffix is None else _suffix_ids(asked.suffix, batch, model.spec)
     given = 0 if suffix is None else suffix.shape[1]
+    length = canvas_length(asked, model.spec, unpadded)
     block, tail = blocks_of(asked.block, model.spec, given, sampler=asked.sampler)
-    tail = aligned(width + asked.length, tail) if tail else 0
+    tail = aligned(width + length, tail) if tail else 0
     padded = prompts.mask is not None
     whole = asked.sampler.whole_blocks and not ends_within_a_block(model.spec)
     cut = is_cut_short(model.spec)
-    layout = Layout.of(width, asked.length, block, asked.steps, padded, given, tail, whole, cut)
-    layout = scheduled_by(asked.sampler, layout)
+    layout = Layout.of(width, length, block, asked.steps, padded, given, tail, whole, cut)
+    layout = growing(scheduled_by(asked.sampler, layout), asked)
     tokens, valid = inputs.masked_response(prompts.ids, prompts.mask, layout.response, model.spec)
     tokens = tokens if suffix is None else inputs.with_suffix(tokens, suffix)
     return _planned(model, Inputs(tokens, valid, None, prompts.embeds), layout, asked, width - unpadded)
@@ -105,6 +107,7 @@ def prepare_infill(model: Model, tokens: inputs.Ids, **options: Unpack[InfillOpt
     asked = Asked(**options)
     check_argument("model", model, Model, ", such as dj.load(path)")
     block = check_argument("block", asked.block, PositiveInt | None)
+    check_infill(asked)
     tokens, mask = inputs.padded_ids(tokens, asked.token_mask, model.spec, "tokens")
     if not fixed_at(asked.sampler.cfg_scale, 0):
         raise ValueError(f"cfg_scale={asked.sampler.cfg_scale}: infilling has no prompt to guide by; use 0")

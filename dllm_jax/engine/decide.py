@@ -33,6 +33,7 @@ class Decided(NamedTuple):
       stays: Sequences that stay in their block even if nothing in it is masked; None if it edits nothing.
       ends: Sequences whose answer is settled; None without such a rule.
       block_end: End of each sequence's block, if the step sets it; else None.
+      end_confidence: Confidence in the end of each answer, if answers grow; else None.
       memory: State that the sampler keeps.
       found: Log-probabilities of the candidates [b c ..] and the place of each position among them; None if
         none are recorded.
@@ -45,6 +46,7 @@ class Decided(NamedTuple):
     stays: Bool[Array, "b"] | None = None
     ends: Bool[Array, "b"] | None = None
     block_end: Int[Array, "b"] | None = None
+    end_confidence: Float[Array, "b"] | None = None
     memory: PyTree = ()
     found: tuple[LogProbs, Int[Array, "b l"]] | None = None
 
@@ -103,6 +105,7 @@ def decide(
         stays=decision.keeps_block,
         ends=proposed.commits,
         block_end=proposed.block_end,
+        end_confidence=proposed.end_confidence,
         memory=decision.memory,
         found=None if proposed.logprobs is None else (proposed.logprobs, place),
     )

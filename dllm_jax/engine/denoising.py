@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from dllm_jax.engine.branches import shadow_of
 from dllm_jax.engine.decide import Decided, apply, decide
 from dllm_jax.engine.generation import Generation, State
+from dllm_jax.engine.growth import grow
 from dllm_jax.engine.network import computed_rows, network, network_inputs
 from dllm_jax.engine.plan import Plan
 from dllm_jax.engine.recorders import Taken
@@ -53,7 +54,9 @@ def denoise_once(generation: Generation, variant: Variant, state: State) -> tupl
     after = apply(plan, canvas, decided)
     extra, cache = cache.take_extra_positions(plan.streams)
     taken = counted(generation, variant, state, forward, decided, after)
-    return taken._replace(extra=extra), cache, decided.memory
+    sure = decided.end_confidence
+    grown = None if sure is None else grow(plan, canvas, after, sure, decided.proposal)
+    return taken._replace(extra=extra, grown=grown), cache, decided.memory
 
 
 def run_forward(generation: Generation, variant: Variant, state: State, read: Canvas) -> Forward:

@@ -54,6 +54,7 @@ def denoise(
     by_sequence, by_step = lies("b"), lies("tb")
     specs: dict[str, Any] = dict.fromkeys(Trace._fields, by_step) | {"steps": PartitionSpec()}
     specs |= {} if model.spec.causal_context else {"causal": None}
+    specs |= {} if plan.sampler.grows else dict.fromkeys(("length", "inserted", "moved"))
     trace = Trace(**specs) if plan.trace else None
     return over_mesh(_denoise, model, inputs, plan, out=(by_sequence, by_sequence, trace, by_sequence))
 
@@ -119,7 +120,7 @@ def final_tokens(plan: Plan, state: State) -> Int[Array, "b l"]:
     if (stop := state.canvas.stop) is not None:
         behind = (state.canvas.position >= stop[:, None]) & (state.canvas.position < state.canvas.layout.end)
         tokens = jnp.where(behind, eos_id, tokens)
-    return tokens
+    return state.canvas.with_ends(tokens)
 
 
 def final_stats(plan: Plan, state: State, tokens: Int[Array, "b l"]) -> Stats:

@@ -68,7 +68,7 @@ def run_piece(
     after = after._replace(cache=split_cache(after.cache, generation.model, after.need.shape[0]))
     canvas, record = after.canvas, after.record
     tokens, running = final_tokens(plan, after), jnp.any(canvas.active)
-    tokens = jnp.where(running, canvas.tokens, tokens) if together else tokens
+    tokens = jnp.where(running, canvas.with_ends(canvas.tokens), tokens) if together else tokens
     confidence = record.get("confidence")
     if confidence is not None and canvas.stop is not None:
         # What stands in the place of a stop and after it was decoded by no step.

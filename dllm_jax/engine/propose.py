@@ -10,6 +10,7 @@ from dllm_jax.engine.block_schedule import offered_positions
 from dllm_jax.engine.branches import decoded_in_block, place_in_shadow
 from dllm_jax.engine.constrain import constrain_logits
 from dllm_jax.engine.generation import Generation
+from dllm_jax.engine.growth import end_confidence, watched_positions
 from dllm_jax.engine.logprobs import LogProbs, of_candidates
 from dllm_jax.engine.plan import Plan
 from dllm_jax.nn.arithmetic import guided
@@ -31,6 +32,7 @@ class Proposed(NamedTuple):
       commits: Sequences that commit to all of their masks now; None without such a rule (`EarlyCommit`).
       logprobs: Log-probabilities of the candidates; None if none are recorded.
       block_end: End of each sequence's block, if the step sets it (`engine.adaptive`); else None.
+      end_confidence: Confidence in the end of each answer, if answers grow (`engine.growth`); else None.
     """
 
     candidates: Candidates
@@ -38,6 +40,7 @@ class Proposed(NamedTuple):
     commits: Bool[Array, "b"] | None = None
     logprobs: LogProbs | None = None
     block_end: Int[Array, "b"] | None = None
+    end_confidence: Float[Array, "b"] | None = None
 
 
 def propose(
@@ -64,6 +67,8 @@ def propose(
     holds_token = jnp.zeros_like(index, bool)
     if sampler.revises:
         holds_token = gather(decoded_in_block(canvas), index) & (index < length)
+    if sampler.grows:
+        holds_token = ~gather(canvas.masked, index) & (index < length)
     shadowed = holds_token if sampler.verifies else None
     if verifying is not None and not canvas.spec.shifted:
         shadowed = verifying[:, None]
@@ -97,8 +102,11 @@ def propose(
     # What holds a token has no score, and unless it may be edited it is offered no other.
     score = jnp.where(candidate & ~holds_token, proposed.score, -jnp.inf)
     token = proposed.token if sampler.edits else jnp.where(holds_token, canvas.spec.mask_id, proposed.token)
-    ends = delimited_end(canvas, index, unconstrained)
-    return Proposed(proposed._replace(score=score, token=token), finite, commits, found, ends)
+    ends, sure = (
+        delimited_end(canvas, index, unconstrained),
+        end_confidence(plan, canvas, index, unconstrained),
+    )
+    return Proposed(proposed._replace(score=score, token=token), finite, commits, found, ends, sure)
 
 
 def _logits(
@@ -147,10 +155,11 @@ def _positions(plan: Plan, canvas: Canvas, rows: Rows, verify: bool) -> Int[Arra
     response_scored |= plan.drafts_eagerly
     scored = canvas.masked if response_scored else offered_positions(policy, canvas)
     scored = scored if layout.adaptive is None else scored | in_window(canvas)
+    scored = watched_positions(canvas) if sampler.grows else scored
 
     # Masks outside of the block are candidates only if the response is scored, or if earlier blocks were left
     # with masks.
-    everywhere = sampler.allow_mask_token or response_scored
+    everywhere = sampler.allow_mask_token or response_scored or sampler.grows
     upper_bound = layout.response if everywhere else layout.widest_block
     scored = scored if rule is None else scored | rule.asked(canvas)
     scored = scored | decoded_in_block(canvas) if sampler.edits else scored

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax.engine import trace
 from dllm_jax.engine.generation import Generation
+from dllm_jax.engine.growth import moved_with
 from dllm_jax.engine.logprobs import LogProbs, changed_by
 from dllm_jax.engine.plan import Plan
 from dllm_jax.engine.prefix import reused_of
@@ -36,6 +37,7 @@ class Taken(NamedTuple):
       proposal: Candidates offered to the sampler.
       branches: Canvases computed of each sequence.
       logprobs: Log-probabilities so far, with those of the step; None if none are recorded.
+      grown: Canvas after answers have grown, in which positions have moved; None if they have one length.
       sequences: Places of the sequences in the trace of the whole batch; None if these are all.
     """
 
@@ -49,7 +51,13 @@ class Taken(NamedTuple):
     proposal: Proposal
     branches: Int[Array, "b"] | Bool[Array, "b"]
     logprobs: LogProbs | None = None
+    grown: Canvas | None = None
     sequences: Int[Array, "b"] | None = None
+
+    @property
+    def left(self) -> Canvas:
+        """The canvas that the step leaves."""
+        return self.after if self.grown is None else self.grown
 
 
 class Recorder:
@@ -92,6 +100,7 @@ def recorders_of(plan: Plan, spec: ModelSpec) -> dict[str, Recorder]:
         ("reused", ReusedPrefix(), plan.prefix is not None),
         ("drafting", DraftedSteps(), plan.drafting is not None),
         ("unfilled_tokens", UnfilledTokens(), bool(plan.constraints)),
+        ("lengths", Lengths(), plan.sampler.grows),
         ("confidence", Confidences(), plan.confidence),
         ("logprobs", TokenLogProbs(plan.logprobs or 0), plan.logprobs is not None),
         ("trace", Steps(plan.step_limit if plan.trace else 0), plan.trace),
@@ -152,7 +161,7 @@ class Counts(Recorder):
         """The sums, and what follows from them and the last canvas."""
         # Exact decoding would compute all valid positions in every forward.
         kept: Sums = record["counts"]
-        positions = count_marked(canvas.valid) * canvas.passes
+        positions = canvas.exact_positions
         recomputed = (kept.computed_tokens + kept.widened_tokens) / jnp.maximum(positions, 1)
 
         # The answer ends before the first end-of-text, also where positions after it are decoded.
@@ -248,6 +257,17 @@ class UnfilledTokens(Recorder):
         return {"unfilled_tokens": jnp.sum(left, axis=1, dtype=jnp.int32)}
 
 
+class Lengths(Recorder):
+    """Tells how long answers have become, and how."""
+
+    def finish(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> dict[str, Array]:
+        """`Stats.length` and what it came from, which the canvas counts (`state.growth`)."""
+        growth = canvas.growth
+        assert growth is not None, "answers grow"
+        counts = {name: getattr(growth, name) for name in ("insertions", "growth_steps", "wanted_more")}
+        return counts | {"length": growth.end - canvas.layout.prompt}
+
+
 class Confidences(Recorder):
     """Keeps the confidence with which each position was unmasked; infinity elsewhere."""
 
@@ -258,7 +278,8 @@ class Confidences(Recorder):
     def add(self, kept: Float[Array, "b l"], taken: Taken) -> Float[Array, "b l"]:
         """Takes over the scores of what a step unmasked, and forgets those of what it masked again."""
         new = jnp.where(taken.after.masked, jnp.inf, taken.proposal.score)
-        return jnp.where(changed_by(taken.before, taken.after), new, kept)
+        kept = jnp.where(changed_by(taken.before, taken.after), new, kept)
+        return moved_with(taken.left, kept, jnp.full_like(kept, jnp.inf))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,7 +299,7 @@ class TokenLogProbs(Recorder):
     def add(self, kept: LogProbs, taken: Taken) -> LogProbs:
         """Those that the step made of what was kept, since one pass may take several steps of the sampler."""
         assert taken.logprobs is not None, "recorded"
-        return taken.logprobs
+        return moved_with(taken.left, taken.logprobs, LogProbs.begin(taken.left, self.count))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,7 +325,7 @@ class Steps(Recorder):
         extra = jnp.zeros((len(before.step), before.spec.layers)) if extra is None else extra
         widened = extra >= jnp.sum(before.valid & ~taken.computed, axis=1, keepdims=True)
         return trace.add(
-            kept, taken.sequences, before, taken.after, taken.computed, taken.read, widened, taken.proposal
+            kept, taken.sequences, before, taken.left, taken.computed, taken.read, widened, taken.proposal
         )
 
 

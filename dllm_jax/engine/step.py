@@ -59,5 +59,6 @@ def take_step(
     stages = denoise_once if plan.drafting is None else take_drafted_step
     taken, cache, memory = stages(generation, variant, state)
     after = taken.after.counting_forward(state.canvas)
-    record = recorders.add(plan, state.record, taken._replace(after=after, sequences=sequences))
-    return State(after, cache, select_positions(generation, cache, after), record, memory)
+    taken = taken._replace(after=after, sequences=sequences)
+    record, left = recorders.add(plan, state.record, taken), taken.left
+    return State(left, cache, select_positions(generation, cache, left), record, memory)

@@ -33,6 +33,10 @@ class Trace(NamedTuple):
       widened: Layers that computed every position (`Cache.extra_positions`).
       steps: Largest number of steps of a sequence.
       causal: Steps that were causal passes; None unless the model has a causal context.
+      length: Tokens of the answer before step 0 and after every step; from there on `tokens` are masked. None
+        unless answers grow (`max_length`), as are the following.
+      inserted: Mask that became several, by its place in the answer before the step; -1 where none did.
+      moved: Number of positions by which what follows it moved to the right.
     """
 
     tokens: Int[Array, "t_plus_1 b l"]
@@ -44,11 +48,15 @@ class Trace(NamedTuple):
     widened: Bool[Array, "t b n"]
     steps: Int[Array, ""]
     causal: Bool[Array, "t b"] | None = None
+    length: Int[Array, "t_plus_1 b"] | None = None
+    inserted: Int[Array, "t b"] | None = None
+    moved: Int[Array, "t b"] | None = None
 
 
 # A row holds, one after the other: tokens [l], proposed tokens with two flags in their lowest bits [l], the
 # bits of the scores [l], and of each layer whether it was widened, with the flag that the step was taken [n].
-# With a causal context that flag has one of its own. The sequences are those of the whole batch, of which a
+# With a causal context that flag has one of its own. Of answers that grow their length, the mask that became
+# several, and by how much others moved [3]. The sequences are those of the whole batch, of which a
 # step may take a group.
 Steps = Int[Array, "t_plus_1 everyone _"]
 
@@ -76,7 +84,7 @@ def begin(canvas: Canvas, limit: int) -> Steps:
     """Room for `limit` steps after the canvas before the first one."""
     b, length = canvas.tokens.shape
     rest = jnp.zeros((b, 2 * length + canvas.spec.layers), jnp.int32)
-    first = jnp.concatenate([canvas.tokens, rest], axis=1)[None]
+    first = jnp.concatenate([canvas.tokens, rest, *_lengths(canvas)], axis=1)[None]
     return jnp.concatenate([first, jnp.zeros((limit, *first.shape[1:]), jnp.int32)])
 
 
@@ -106,7 +114,7 @@ def add(
     score = jax.lax.bitcast_convert_type(proposal.score, jnp.int32)
     taken = jnp.where(before.causal, 3, 1) if before.spec.causal_context else 1
     layers = widened << _flags(before) | taken
-    row = jnp.concatenate([after.tokens, flagged, score, layers], axis=1)
+    row = jnp.concatenate([after.tokens, flagged, score, layers, *_lengths(after)], axis=1)
     sequences = jnp.arange(len(row)) if sequences is None else sequences
     # Of a sequence that takes no part the step is beyond the trace, and nothing is written.
     step = jnp.where(before.active, before.passes + 1, len(steps))
@@ -116,7 +124,8 @@ def add(
 def completed(steps: Steps, canvas: Canvas) -> Trace:
     """The trace, in which the last tokens of a sequence stay after its last step."""
     length, mask_id = canvas.layout.length, canvas.spec.mask_id
-    tokens, flagged, bits, layers = jnp.split(steps, (length, 2 * length, 3 * length), axis=2)
+    parts = length, 2 * length, 3 * length, 3 * length + canvas.spec.layers
+    tokens, flagged, bits, layers, lengths = jnp.split(steps, parts, axis=2)
     ran = jnp.arange(len(steps))[:, None] <= canvas.passes
     flagged, bits, layers = flagged[1:], bits[1:], layers[1:]
     active = (layers[..., 0] & 1) == 1
@@ -131,7 +140,34 @@ def completed(steps: Steps, canvas: Canvas) -> Trace:
         widened=layers > (1 << _flags(canvas)) - 1,
         steps=jnp.max(canvas.passes),
         causal=(layers[..., 0] & 2) == 2 if canvas.spec.causal_context else None,
+        **_completed_lengths(lengths, ran, active, canvas),
     )
+
+
+def _lengths(canvas: Canvas) -> list[Int[Array, "b 3"]]:
+    """Length of the answer, the mask that became several in the last step, and by how much others moved."""
+    if (growth := canvas.growth) is None:
+        return []
+    start, last = canvas.layout.prompt, canvas.layout.length - 1
+    inserted = jnp.where(growth.inserted < 0, -1, growth.inserted - start)
+    return [jnp.stack([growth.end - start, inserted, last - growth.source[:, -1]], axis=1)]
+
+
+def _completed_lengths(
+    lengths: Int[Array, "t_plus_1 b 3"],
+    ran: Bool[Array, "t_plus_1 b"],
+    active: Bool[Array, "t b"],
+    canvas: Canvas,
+) -> dict[str, Array]:
+    """Fields of the trace of answers that grow; none of others."""
+    if (growth := canvas.growth) is None:
+        return {}
+    length, inserted, moved = (lengths[..., i] for i in range(3))
+    return {
+        "length": jnp.where(ran, length, growth.end - canvas.layout.prompt),
+        "inserted": jnp.where(active, inserted[1:], -1),
+        "moved": jnp.where(active, moved[1:], 0),
+    }
 
 
 def _flags(canvas: Canvas) -> int:

@@ -128,6 +128,17 @@ class Policy(Options):
         """
         return canvas.eligible
 
+    @property
+    def _void_when_moved(self) -> Literal["nothing", "everything"] | None:
+        """States what is void of what is stored when an answer grows and its positions move (`DAEDAL`).
+
+        "nothing": Nothing is stored between steps. "everything": Whatever is stored is computed again by a
+        full step when a block begins; the engine lets the block begin again. None refuses such answers: what
+        is stored of positions, or chosen by their age, would belong to others. It is the default of policies
+        that leave positions out.
+        """
+        return None if self.reuses else "nothing"
+
     # -- speed --------------------------------------------------------------------------------------
 
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Fast-dLLM's block-wise approximate KV cache (arXiv:2505.22618, section 3.2)."""
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
@@ -39,6 +39,11 @@ class PrefixCache(Policy):
         """Everything in a block's first step, then the positions that predict the block and all after it."""
         return canvas.block_begins | canvas.predicting_positions(canvas.suffix)
 
+    @property
+    @override
+    def _void_when_moved(self) -> Literal["everything"]:
+        return "everything"
+
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
         """The response, a half and a quarter of it, from a block on: later blocks have a shorter suffix."""
@@ -67,6 +72,11 @@ class DualCache(Policy):
         """Everything in a block's first step, then the positions that predict the block."""
         return canvas.block_begins | canvas.predicting_positions(canvas.block)
 
+    @property
+    @override
+    def _void_when_moved(self) -> Literal["everything"] | None:
+        return "everything"
+
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
         return halvings(layout.widest_block, smallest=layout.block)[:3]
@@ -93,3 +103,9 @@ class SubBlockCache(DualCache):
         first = canvas.position == canvas.block_start[:, None]
         undecided = jnp.any(canvas.masked & first, axis=1, keepdims=True)
         return canvas.first_step | undecided | canvas.block
+
+    @property
+    @override
+    def _void_when_moved(self) -> None:
+        """Refuses answers that grow: a sub-block whose first token is known begins without a full step."""
+        return None

@@ -6,6 +6,7 @@ from dllm_jax.samplers.candidates import Candidates, Decision
 from dllm_jax.samplers.certainty_prior import CertaintyPrior
 from dllm_jax.samplers.confidence import Confidence, RandomOrder
 from dllm_jax.samplers.constraint import Constraint, OneOf
+from dllm_jax.samplers.daedal import DAEDAL
 from dllm_jax.samplers.dream import DreamSchedule
 from dllm_jax.samplers.dynamic import Dynamic, Sequential
 from dllm_jax.samplers.early_commit import EarlyCommit
@@ -22,8 +23,9 @@ from dllm_jax.samplers.s2d2 import S2D2
 from dllm_jax.samplers.wino import WINO
 
 __all__ = [
-    "KLASS", "S2D2", "WINO", "Automaton", "Autoregressive", "Candidates", "CertaintyPrior", "Confidence",
-    "Constraint", "Decision", "DreamSchedule", "Dynamic", "EBSampler", "EarlyCommit", "Edit", "Factor",
-    "FreeDave", "KeyNoise", "LocalLeap", "Noise", "OneOf", "PCSampler", "RandomOrder", "RecordedNoise",
-    "Regex", "Sampler", "SelfSpeculation", "Sequential", "Threshold", "TokenFrequencies", "UntilDone",
+    "DAEDAL", "KLASS", "S2D2", "WINO", "Automaton", "Autoregressive", "Candidates", "CertaintyPrior",
+    "Confidence", "Constraint", "Decision", "DreamSchedule", "Dynamic", "EBSampler", "EarlyCommit", "Edit",
+    "Factor", "FreeDave", "KeyNoise", "LocalLeap", "Noise", "OneOf", "PCSampler", "RandomOrder",
+    "RecordedNoise", "Regex", "Sampler", "SelfSpeculation", "Sequential", "Threshold", "TokenFrequencies",
+    "UntilDone",
 ]  # fmt: skip

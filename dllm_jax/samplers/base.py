@@ -95,6 +95,10 @@ class Sampler(Options, abc.ABC):
     """Whether `transfer` decides by the candidates' positions, tokens and scores, the canvas and the noise
     alone, not by their logits, and nothing is remembered: `FreeDave` can then draft its steps."""
 
+    grows: ClassVar[bool] = False
+    """Whether answers may become longer (`generate(max_length=)`): all of their positions are candidates
+    then, those that hold a token with score -inf."""
+
     # -- defined by each sampler ----------------------------------------------------------------------
 
     @abc.abstractmethod

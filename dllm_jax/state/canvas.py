@@ -13,6 +13,7 @@ from dllm_jax.nn import shift
 from dllm_jax.nn.mask import Mask, key_mask, padding_mask
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options.renamed import Renamed
+from dllm_jax.state.growth import Growth
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows
 from dllm_jax.traced import Count
@@ -62,6 +63,7 @@ class Canvas:
         (`Sampler.read_as`); else None.
       block_until: End of the current block, which its first step sets (`AdaBlock`); before it, the furthest
         that it may be set to. None if blocks are of one length, or slide.
+      growth: Lengths of the answers, if they grow (`generate(max_length=)`); else None.
       verifying: Sequences whose coming step verifies a draft, there; else None.
     """
 
@@ -85,6 +87,7 @@ class Canvas:
     causal_before: Int[Array, "b"] | None = None
     verifying: Bool[Array, "b"] | None = None
     block_until: Int[Array, "b"] | None = None
+    growth: Growth | None = None
 
     sources, due = Renamed("sources", "predicting_positions"), Renamed("due", "every_n_steps")
 
@@ -256,9 +259,9 @@ class Canvas:
     def without_final(self, selected: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
         """What a step computes: of the selected positions, those whose keys and values are not final.
 
-        The selection itself, if the model attends everywhere.
+        The selection itself, if the model attends everywhere, as far as answers that grow reach.
         """
-        return selected
+        return selected if self.growth is None else selected & self.valid
 
     def stored_after(self, chosen: Bool[Array, "b l"]) -> Int[Array, "b"]:
         """The value of `stored` after a step that decodes the chosen positions."""
@@ -285,6 +288,17 @@ class Canvas:
     def ending_block(self, end: Int[Array, "b"] | None) -> "Canvas":
         """The canvas whose current blocks end there; None leaves them as they are."""
         return self if end is None else dataclasses.replace(self, block_until=end)
+
+    @property
+    def exact_positions(self) -> Int[Array, "b"]:
+        """Positions that exact decoding would have computed in the sequence's steps so far."""
+        return count_marked(self.valid) * self.passes if self.growth is None else self.growth.positions
+
+    def with_ends(self, tokens: Int[Array, "b l"]) -> Int[Array, "b l"]:
+        """The tokens, with end-of-text after answers that could have grown further."""
+        if self.growth is None:
+            return tokens
+        return jnp.where(self.growth.exist(self.position), tokens, self.spec.eos_id)
 
     @property
     def schedule_step(self) -> Int[Array, "b"]:

@@ -14,6 +14,7 @@ from typing_extensions import override
 from dllm_jax.nn.mask import Mask, block_causal, block_start, in_front_of
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.state.canvas import Canvas, masks_in_block
+from dllm_jax.state.growth import Growth
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows
 from dllm_jax.xla.reductions import any_marked
@@ -197,6 +198,9 @@ def begin(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec,
         layout=layout,
         stored=stored,
     )
+    if layout.initial is not None:
+        growth = Growth.begin(batch, layout.prompt + layout.initial, layout.length)
+        canvas = dataclasses.replace(canvas, growth=growth, valid=valid & growth.exist(canvas.position))
     if layout.adaptive is not None:
         canvas = dataclasses.replace(canvas, block_until=jnp.minimum(start + layout.widest_block, layout.end))
     return dataclasses.replace(canvas, block_masks=masks_in_block(canvas))

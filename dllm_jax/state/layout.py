@@ -24,6 +24,8 @@ class Layout(Options):
       tail: Number of positions at the end of the response that only complete the last block of a block-causal
         model. They are not returned.
       sliding: Schedule of a sliding block; None where blocks do not slide.
+      initial: Number of response positions that exist before the first step, where answers grow up to
+        `response`; None where they have one length.
       adaptive: Schedule of blocks that end at a delimiter; None where they do not.
       shorter_last: Whether the last block may have fewer positions than the others.
       cut_short: Whether the canvas of a block-causal model that counts blocks from the sequence's beginning
@@ -47,6 +49,7 @@ class Layout(Options):
     own_blocks: bool = False
     drafts: bool = False
     adaptive: Annotated[AdaBlock | None, NoneMeans("blocks of one length")] = None
+    initial: Annotated[PositiveInt | None, NoneMeans("all of the response")] = None
 
     def __post_init__(self):
         super().__post_init__()

@@ -33,7 +33,7 @@ SAMPLERS = (
     samplers.EBSampler(), samplers.PCSampler(EVEN), samplers.KLASS(), samplers.WINO(),
     samplers.CertaintyPrior(), samplers.Dynamic(), samplers.Sequential(), samplers.Edit(),
     samplers.DreamSchedule(), samplers.Autoregressive(), samplers.SelfSpeculation(block=6),
-    samplers.FreeDave(), samplers.S2D2(), samplers.LocalLeap(),
+    samplers.FreeDave(), samplers.S2D2(), samplers.LocalLeap(), samplers.DAEDAL(grow_below=0, insert_below=0),
 )  # fmt: skip
 
 
@@ -50,7 +50,9 @@ class Combination:
         """Arguments of `generate` besides the model and the prompt."""
         key = jax.random.key(0) if self.sampler.draws else None
         block = PLACES[self.place][1] if self.sampler.own_block is None else None
-        return dict(policy=self.policy, sampler=self.sampler, block=block, length=12, key=key)
+        most = 18 if self.sampler.grows else None
+        shape = dict(block=block, length=12, max_length=most)
+        return dict(policy=self.policy, sampler=self.sampler, key=key, **shape)
 
     def refusal(self) -> str:
         """Why the engine refuses it before the first step; "" if it does not."""
@@ -83,11 +85,12 @@ def tables() -> str:
 
     def of_policy(policy: policies.Policy) -> str:
         # A random order is what any policy goes with; other samplers are asked in the first place that works,
-        # but those with blocks of their own or drafts, which go with few policies.
+        # but those with blocks of their own, drafts or growth, which go with few policies.
         found = {place: number(policy, samplers.RandomOrder(), place) for place in PLACES}
         asked = next(place for place, reason in found.items() if not reason)
         verifying = samplers.FreeDave | samplers.S2D2
-        others = [s for s in SAMPLERS if s.own_block is None and not isinstance(s, verifying)]
+        few = lambda s: s.own_block is not None or s.grows or isinstance(s, verifying)
+        others = [s for s in SAMPLERS if not few(s)]
         alone = {_name(s) for s in others if asked != "LLaDA" and number(policies.Policy(), s, asked)}
         other = {_name(s): number(policy, s, asked) for s in others if _name(s) not in alone}
         refused = {name: reason for name, reason in other.items() if reason}

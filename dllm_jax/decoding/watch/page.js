@@ -47,7 +47,8 @@ function prepared(panel) {
   });
   // Where layers differ, some compute every position, though few were selected.
   panel.widens = panel.steps.some(({ widened }) => widened.length && (widened[0] > 0 || widened[1] < panel.layers));
-  panel.toFill = panel.tokens.flatMap((token, i) => (token === panel.mask ? [i] : []));
+  // Masks at first, and what an answer does not have yet.
+  panel.toFill = panel.tokens.flatMap((token, i) => (token === panel.mask || token === -3 ? [i] : []));
   return panel;
 }
 

@@ -15,6 +15,7 @@ from dllm_jax.options import shown
 from dllm_jax.state import host
 from dllm_jax.state.inputs import EMBEDS_PLACEHOLDER
 
+ABSENT = -3  # in the place of a token that an answer does not have yet (`Trace.length`)
 NO_ID = -2  # neither a token nor an input of a prompt with embeddings
 GIVEN = "▦"  # an input of a prompt with embeddings, which has no text
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # of bytes that are no whole character
@@ -68,7 +69,7 @@ class Recording:
         # as its slowest sequence took.
         tokens, computed, read, proposed, score, active, widened, steps = map(values, trace[:8])
         own = np.flatnonzero(active[: int(steps), sequence])
-        return cls(
+        recording = cls(
             tokens=tokens[np.concatenate([[0], own + 1]), sequence],
             computed=computed[own, sequence],
             read=read[own, sequence],
@@ -76,6 +77,41 @@ class Recording:
             score=score[own, sequence],
             widened=widened[own, sequence],
             mask_id=_mask_id(tokens, proposed, score),
+        )
+        if trace.length is None or trace.inserted is None or trace.moved is None:
+            return recording
+        length = values(trace.length)[np.concatenate([[0], own + 1]), sequence]
+        return recording.grown(length, *(values(a)[own, sequence] for a in (trace.inserted, trace.moved)))
+
+    def grown(
+        self,
+        length: Int[np.ndarray, " t_plus_1"],
+        inserted: Int[np.ndarray, "t"],
+        moved: Int[np.ndarray, "t"],
+    ) -> "Recording":
+        """The recording of an answer that grew: each step in the positions that it leaves.
+
+        Args:
+          length: Tokens of the answer, before the first step and after each.
+          inserted: Mask that became several in each step, by its place in the answer; -1 where none did.
+          moved: Number of positions by which what follows it moved.
+        """
+        start = int(self.to_fill[0])
+        position = np.arange(start + int(length.max()))
+        tokens = self.tokens[:, : len(position)].copy()
+        tokens[position >= start + length[:, None]] = ABSENT
+        after = start + inserted[:, None]
+        behind = (inserted >= 0)[:, None] & (position > after)
+        source = np.where(behind, position - moved[:, None], position)
+        new = behind & (position <= after + moved[:, None])
+        at = lambda array, none: np.where(new, none, np.take_along_axis(array, np.maximum(source, 0), axis=1))
+        return dataclasses.replace(
+            self,
+            tokens=tokens,
+            computed=at(self.computed, False),
+            read=at(self.read, False),
+            proposed=at(self.proposed, self.mask_id),
+            score=at(self.score, -np.inf),
         )
 
     @property
@@ -85,12 +121,12 @@ class Recording:
 
     @property
     def to_fill(self) -> Int[np.ndarray, "r"]:
-        """Positions that were masked at first: the response, or what `infill` fills."""
-        return np.flatnonzero(self.tokens[0] == self.mask_id)
+        """Positions that were masked at first, or were none: the response, or what `infill` fills."""
+        return np.flatnonzero(np.isin(self.tokens[0], (self.mask_id, ABSENT)))
 
     @property
     def changed(self) -> Bool[np.ndarray, "t l"]:
-        """Positions whose token each step decoded, or made a mask again."""
+        """Positions whose token each step decoded, made a mask again, or moved."""
         return self.tokens[1:] != self.tokens[:-1]
 
     @property
@@ -151,9 +187,10 @@ def pieces(tokenizer: Any, ids: Iterable[int]) -> dict[int, Piece]:
     """
     ids = list(ids)
 
-    # The id that stands for embeddings is no token that a tokenizer could decode.
-    given = {i: Piece(GIVEN, False) for i in ids if i == EMBEDS_PLACEHOLDER}
-    ids = [i for i in ids if i != EMBEDS_PLACEHOLDER]
+    # What stands in the place of embeddings, or of nothing, is no token that a tokenizer could decode.
+    no_tokens = {EMBEDS_PLACEHOLDER: Piece(GIVEN, False), ABSENT: Piece("", False)}
+    given = {i: no_tokens[i] for i in ids if i in no_tokens}
+    ids = [i for i in ids if i not in no_tokens]
     if tokenizer is None:
         return given | {i: Piece(str(i), False) for i in ids}
     check_tokenizer(tokenizer, "decode", "convert_ids_to_tokens", "all_special_ids")

@@ -183,7 +183,7 @@ class DllmJax(TemplateLM):
         until = task.get("until") or []
         prompt = self.arguments.prefix(self.tokenizer) + self.tok_encode(context)
         # As lm_eval's own models do, a prompt that is too long loses its beginning.
-        taken = len(prompt) + self.runner.decoding.whole(length)
+        taken = len(prompt) + self.runner.decoding.room(length)
         if self.max_length is not None and taken > self.max_length:
             LOG.warning("request %d: the prompt loses its first tokens, %d are too many", i, len(prompt))
             prompt = prompt[taken - self.max_length :]

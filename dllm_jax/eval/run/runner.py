@@ -219,7 +219,7 @@ class Runner(Answering[Request]):
     def _refusal(self, request: Request) -> ValueError | None:
         """Why these settings cannot answer a request."""
         limit = self.decoding.max_positions
-        taken = len(request.prompt) + self.decoding.whole(request.length)
+        taken = len(request.prompt) + self.decoding.room(request.length)
         if not request.prompt:
             return ValueError("the prompt is empty")
         if limit is not None and taken > limit:
@@ -244,7 +244,9 @@ class Runner(Answering[Request]):
     def _asked(self, key: str, request: Request, prefix: Prefix | None) -> dict[str, Any]:
         """A request as `generate_many` takes it, without a prefix that it shares with others."""
         options = self.decoding.at(request.length).options()
-        asked = {name: options[name] for name in ("length", "block", "steps")}
+        asked = {
+            name: options[name] for name in ("length", "max_length", "block", "steps") if name in options
+        }
         asked["prompt"] = request.prompt[len(prefix.tokens) if prefix else 0 :]
         if (stops := self._stops(request)) is not None:
             asked["stop"] = stops
@@ -271,7 +273,7 @@ class Runner(Answering[Request]):
         of = lambda name: getattr(out.stats, name)[0].item()
         return Decoded(
             key=key,
-            answer=self._text(request, out.tokens[:, -self.decoding.whole(request.length) :]),
+            answer=self._text(request, out.tokens[:, -self.decoding.room(request.length) :]),
             error=None,
             forwards=of("nfe"),
             widened=of("widened_tokens"),
@@ -287,7 +289,7 @@ class Runner(Answering[Request]):
         That of a question about images goes up to where `generate` put its stop, or to one inside of a token.
         An end of turn in front of it ends none.
         """
-        response = response[:, : request.length]
+        response = response[:, : self.decoding.max_length or request.length]
         if request.conversation is None:
             (text,) = decode_answers(self.lm.model, self.lm.tokenizer, response, self._stops(request))
             return cut(text, request.stop)

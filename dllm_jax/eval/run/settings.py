@@ -29,6 +29,7 @@ class Decoding(Options):
 
     Attributes:
       length: Number of tokens to generate; None: each request has its own.
+      max_length: Maximum number of tokens of answers that grow from `length` on, as with DAEDAL.
       block: Block length, or a schedule such as Sliding(32). Default: one block. Shorter requests are
         one block.
       steps: Number of denoising steps of each request. Default: one per token. A request of
@@ -52,9 +53,17 @@ class Decoding(Options):
     batch: PositiveInt = 8
     bucket: PositiveInt = 64
     max_positions: Annotated[PositiveInt | None, NoneMeans("no limit")] = None
+    max_length: Annotated[PositiveInt | None, NoneMeans("answers of one length")] = None
 
     def __post_init__(self):
         super().__post_init__()
+        if self.sampler.grows != (self.max_length is not None):
+            raise ValueError(
+                f"max_length={self.max_length} does not go with sampler={type(self.sampler).__name__}(): "
+                "answers of DAEDAL() grow up to a max_length, others have one length"
+            )
+        if self.max_length is not None and self.max_length < (self.length or 0):
+            raise ValueError(f"max_length={self.max_length} must be at least length={self.length}")
         if self.length is not None:
             # Blocks and steps must fit the length, for every prompt.
             whole = self.whole(self.length)
@@ -66,6 +75,10 @@ class Decoding(Options):
     def whole(self, length: int) -> int:
         """Returns a length rounded up to whole blocks; a length below the block is one block."""
         return rounded_up(length, min(self.block, length)) if isinstance(self.block, int) else length
+
+    def room(self, length: int) -> int:
+        """Returns the response positions of an answer that begins with this length."""
+        return self.whole(length) if self.max_length is None else self.max_length
 
     def at(self, length: int) -> "Decoding":
         """These settings for a request's length: a block no longer than the answer; steps see above.
@@ -94,7 +107,8 @@ class Decoding(Options):
     def options(self) -> dict[str, Any]:
         """Keyword arguments of `generate`, except the key."""
         names = ("length", "block", "steps", "policy", "sampler", "stop_at_eos")
-        return {name: getattr(self, name) for name in names}
+        grown = {} if self.max_length is None else {"max_length": self.max_length}
+        return {name: getattr(self, name) for name in names} | grown
 
     def described(self) -> dict[str, Any]:
         """All that determines an answer as JSON values; options among them as calls with every field."""

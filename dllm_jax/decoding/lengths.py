@@ -1,0 +1,98 @@
+"""Answers of one length, or that grow up to a largest one: what a request may ask for."""
+
+import dataclasses
+
+from dllm_jax.decoding.options import Asked
+from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options import PositiveInt, check_argument, shown
+from dllm_jax.state.layout import Layout
+from dllm_jax.state.sliding import BlockSchedule
+
+
+def canvas_length(asked: Asked, spec: ModelSpec, prompt: int) -> int:
+    """Response positions of the canvas: the answer's, or the largest number that it may grow to.
+
+    Args:
+      asked: Options of the request.
+      spec: Spec of the model.
+      prompt: Prompt positions, without those that a bucket adds.
+
+    Raises:
+      ValueError: a largest length below the first, beyond the model's context, or without a sampler that
+        grows, and the other way round; options that have no meaning for answers that grow.
+    """
+    most, name = asked.max_length, type(asked.sampler).__name__
+    check_argument("length", asked.length, PositiveInt)
+    if most is None:
+        if asked.sampler.grows:
+            raise ValueError(
+                f"max_length=None must be a number with {name}, whose answers grow from "
+                f"length={asked.length} on. Pass max_length=, such as four times the length."
+            )
+        return asked.length
+    if not asked.sampler.grows:
+        raise ValueError(
+            f"max_length={most} is not supported by {name}: its answers have one length. Use DAEDAL(), or "
+            f"length={most}."
+        )
+    if most < asked.length:
+        raise ValueError(
+            f"max_length={most} must be at least length={asked.length}: answers begin with that many tokens"
+        )
+    if spec.positions is not None and prompt + most > spec.positions:
+        raise ValueError(
+            f"max_length={most} must be at most {spec.positions - prompt}: a prompt of {prompt} tokens and "
+            f"the answer must fit into the model's context of {spec.positions}"
+        )
+    _check_options(asked, spec)
+    return most
+
+
+def _check_options(asked: Asked, spec: ModelSpec):
+    """Refuses options that have no meaning where the positions of an answer move."""
+    constraints = asked.constraints if isinstance(asked.constraints, tuple | list) else [asked.constraints]
+    for option, given, reason in (
+        ("suffix", asked.suffix is not None, "the text after the answer would move with it"),
+        ("steps", asked.steps is not None, "the number of steps follows from the answer"),
+        ("block", isinstance(asked.block, BlockSchedule), "blocks have one length. Use an integer block"),
+        ("allow", asked.allow is not None, "sets of tokens belong to positions, which move. Use forbid="),
+        ("constraints", len(constraints) > 0, "constraints look at positions, which move"),
+    ):
+        if given:
+            value = shown(getattr(asked, option))
+            raise ValueError(
+                f"{option}={value} is not supported with max_length={asked.max_length}: {reason}."
+            )
+    if spec.block_size:
+        raise ValueError(
+            f"max_length={asked.max_length} is not supported by {spec.family}: it decodes block after block, "
+            "and may end after any of them. Use stop_at_eos=True."
+        )
+
+
+def growing(layout: Layout, asked: Asked) -> Layout:
+    """The layout of an answer that may grow; any other stays as it is.
+
+    Raises:
+      ValueError: the policy keeps what an insertion voids.
+    """
+    if asked.max_length is None:
+        return layout
+    policy = asked.policy
+    if policy._void_when_moved is None:
+        raise ValueError(
+            f"max_length={asked.max_length} is not supported by {type(policy).__name__}: what it has stored "
+            "of positions, or chosen by their age, is void once they move. Use DualCache(), PrefixCache() or "
+            "Policy()."
+        )
+    # What does not exist yet is padding on the right.
+    return dataclasses.replace(layout, initial=asked.length, padded=True)
+
+
+def check_infill(asked: Asked):
+    """Refuses templates for a sampler whose answers grow: their text has places."""
+    if asked.sampler.grows:
+        raise ValueError(
+            f"sampler={type(asked.sampler).__name__}() is not supported by infill: a template's text has its "
+            "places. Use Threshold()."
+        )

@@ -1,0 +1,94 @@
+"""DAEDAL: an answer that finds its own length by how sure the model is of its end (arXiv:2508.00819)."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+from typing_extensions import override
+
+from dllm_jax.options import PositiveInt, TracedFraction
+from dllm_jax.samplers.candidates import Candidates
+from dllm_jax.samplers.noise import Noise
+from dllm_jax.samplers.parallel import UntilDone
+from dllm_jax.samplers.transfer import sure_or_best
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.layout import Layout
+from dllm_jax.traced import fixed_at
+
+
+@dataclasses.dataclass(frozen=True)
+class DAEDAL(UntilDone):
+    """Unmasks every position above a threshold; the answer grows until the model is sure of its end (DAEDAL).
+
+    Use it where answers differ in length: `generate(length=64, max_length=1024, block=32, sampler=DAEDAL())`.
+    The answer begins with `length` masks. While the confidence in its end is below `grow_below`, masks are
+    appended, `expansion` per step. Then it is decoded. Where the model is unsure of a mask, and of the end,
+    the mask becomes `expansion` masks. The confidence in the end is the mean probability of end-of-text at
+    the last `checked` positions whose most likely token it is; each missing one counts 0.
+
+    All positions of the answer meet the vocabulary in every step that computes them.
+
+    With length=max_length it is `Threshold(high)`, but for a first forward pass. A threshold of 0 switches
+    growth or insertion off.
+
+    Differences: [MASK] is never chosen. Prompts of other lengths change nothing; the reference implementation
+      attends to their padding. Under `DualCache` the confidence is that of the last step that computed the
+      whole answer.
+
+    Attributes:
+      high: Probability above which a position is unmasked; the most confident one always is.
+      low: Probability below which a mask may become several: one per step, the least confident.
+      grow_below: Confidence in the end below which the answer grows before it is decoded.
+      insert_below: Confidence in the end below which masks are inserted.
+      expansion: Number of masks appended at once, and in the place of one.
+      checked: Number of positions that the confidence in the end is averaged over. Half as many end-of-texts
+        are appended when the growth ends.
+    """
+
+    high: TracedFraction = 0.9
+    low: TracedFraction = 0.1
+    grow_below: TracedFraction = 0.5
+    insert_below: TracedFraction = 0.9
+    expansion: PositiveInt = 8
+    checked: PositiveInt = 32
+
+    grows: ClassVar[bool] = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        unsupported = {
+            "cfg_scale": (not fixed_at(self.cfg_scale, 0), "the two streams may be sure of different ends"),
+            "early_commit": (self.early_commit is not None, "an answer is settled once its length is"),
+            "logits_eos_inf": (self.logits_eos_inf, "it looks for the end"),
+            "confidence_eos_eot_inf": (self.confidence_eos_eot_inf, "it looks for the end"),
+            "allow_mask_token": (self.allow_mask_token, "a mask that stays would become several"),
+        }
+        for name, (given, reason) in unsupported.items():
+            if given:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is not supported by DAEDAL: {reason}. Leave it out."
+                )
+
+    @override
+    def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
+        """All positions above the threshold or the most confident one; none while the answer grows."""
+        chosen = sure_or_best(candidates.score, self.high, jnp.ones_like(canvas.step))
+        return chosen if canvas.growth is None else chosen & ~canvas.growth.growing[:, None]
+
+    def unsure(self, score: Float[Array, "b l"], confidence: Float[Array, "b"]) -> Bool[Array, "b l"]:
+        """The masks that may become several.
+
+        Args:
+          score: Confidence in the candidate of each mask of the block that stays masked; -inf elsewhere.
+          confidence: Confidence in the end of the answer.
+        """
+        return (score > -jnp.inf) & (score < self.low) & (confidence < self.insert_below)[:, None]
+
+    @override
+    def max_steps(self, layout: Layout) -> int:
+        """The steps of growth, and one per position that there may be; an insertion may take one's place."""
+        most = layout.response
+        if layout.initial is None:
+            return most
+        return -(-(most - layout.initial) // self.expansion) + 1 + most + self.expansion
