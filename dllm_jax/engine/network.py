@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -13,8 +14,10 @@ from dllm_jax.engine.generation import Generation
 from dllm_jax.engine.plan import Plan
 from dllm_jax.engine.widths import Variant, at_end
 from dllm_jax.nn.intervened import IntervenedLayer, embedded, intervened
-from dllm_jax.nn.layer import Layer, embed, layer_at, walk
+from dllm_jax.nn.layer import Layer, LayerIndex, embed, layer_at, walk
 from dllm_jax.nn.low_rank import acting_in
+from dllm_jax.nn.parameters import Params
+from dllm_jax.nn.rope import Rope
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
 from dllm_jax.state.cache import Cache, LayerCache
@@ -67,66 +70,125 @@ def network(
     Raises:
       ValueError: the policy's layer never passes a place that an intervention changes.
     """
-    model, plan, _, embeds, rope, _ = generation
-    params = model.params
-    policy, interventions = plan.policy, plan.interventions
+    policy = generation.plan.policy
 
     # What layers may attend to is settled before the first of them, like the rows.
     readable = policy.readable(cache, canvas)
     cache = policy.before_layers(cache, canvas, rows)
     layer = policy.layer if branches is None else over_branches(policy.layer, branches)
-
-    def through(method, weights: Layer, x, view: LayerCache, rows: Rows):
-        weights = intervened(weights, interventions, rows.index, canvas.step)
-        x, view = method(weights, x, view, rows, canvas)
-        if isinstance(weights, IntervenedLayer):
-            weights.check_reached(policy.layer.__qualname__)
-        return x, view
-
-    first, again = (
-        traced_once(functools.partial(through, method), params) for method in (layer, policy._repair)
-    )
-    view_of = lambda cache, index: LayerCache.of(cache, index, model.kernels, readable)
-
-    # A policy may run some layers in another phase than the step's, which is static.
-    phase_at = lambda index: policy._phase_of_layer(rows.phase, index, model.spec) if rows.phase else ""
-
-    def run(running: Rows, weights: Layer, carry):
-        x, cache = carry
-        phase = phase_at(weights.index if isinstance(weights.index, int) else None)
-        here = dataclasses.replace(running, phase=phase)
-        x, view = first(weights, x, view_of(cache, weights.index), here)
-        return x, view.into(cache, weights.index)
-
-    def repair(weights: Layer, carry):
-        def change(carry):
-            x, cache = carry
-            x, view = again(weights, x, view_of(cache, weights.index), rows)
-            return x, view.into(cache, weights.index)
-
-        needed = policy._repairs(carry[1], canvas, weights.index)
-        return carry if needed is None else when(jnp.any(needed), change, carry, name=REFRESH)
-
-    if generation.plan.sampler.draft_adapter:
-        params = acting_in(params, ~canvas.causal[:, 0], model.spec.layers)
-    x = embed(params, rows.take(tokens), None if embeds is None else rows.take(embeds))
-    x = embedded(interventions, x, rows.index, canvas.step)
-    start = x if branches is None else (x, branches.embedded(params, embeds))
-    rope = rope.padded(canvas.valid, model.spec)
-    through_all = functools.partial(walk, params, model.spec, rope, kernels=model.kernels, where_used=True)
-
-    def run_part(running: Rows, layers: range, carry):
-        apart = layers.start == 0 and phase_at(0) != phase_at(None)
-        return through_all(functools.partial(run, running), carry, first_apart=apart, layers=layers)
-
-    at = functools.partial(layer_at, params, model.spec, rope, kernels=model.kernels)
-    x, cache = run_with_exits(policy, canvas, run_part, at, (start, cache), rows)
+    walker = Walker.of(generation, canvas, rows, readable, layer)
+    x = walker.embedded(tokens, generation.embeds)
+    start = x if branches is None else (x, branches.embedded(walker.params, generation.embeds))
+    x, cache = run_with_exits(policy, canvas, walker.run, walker.layer_at, (start, cache), rows)
 
     # Whether layers run again is decided once per step: no layer waits for it.
-    more = None if rows.full else policy._repairs(cache, canvas, model.spec.layers - 1)
+    more = None if rows.full else policy._repairs(cache, canvas, generation.model.spec.layers - 1)
     if more is not None:
-        x, cache = when(jnp.any(more), functools.partial(through_all, repair), (x, cache), name=REFRESH)
+        x, cache = when(jnp.any(more), walker.run_again, (x, cache), name=REFRESH)
     return x if branches is None else jnp.concatenate(x, axis=1), cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Walker:
+    """The layers of one step, as functions of the residual stream and the cache.
+
+    Attributes:
+      generation: the constants.
+      params: Parameters of the model, as they act in this step.
+      rope: Rotary tables of the step.
+      canvas: state before the step.
+      rows: Positions to compute.
+      readable: Positions that may be attended to; None for all but padding.
+      first: Policy's layer, with interventions.
+      again: Policy's layer in a repair.
+    """
+
+    generation: Generation
+    params: Params
+    rope: Rope
+    canvas: Canvas
+    rows: Rows
+    readable: Bool[Array, "b l"] | None
+    first: Callable[..., tuple[Any, LayerCache]]
+    again: Callable[..., tuple[Any, LayerCache]]
+
+    @staticmethod
+    def of(
+        generation: Generation,
+        canvas: Canvas,
+        rows: Rows,
+        readable: Bool[Array, "b l"] | None,
+        layer: Callable[..., tuple[Any, LayerCache]],
+    ) -> "Walker":
+        """The layers of a step, traced once however often they run."""
+        model, plan = generation.model, generation.plan
+
+        def through(method, weights: Layer, x, view: LayerCache, rows: Rows):
+            weights = intervened(weights, plan.interventions, rows.index, canvas.step)
+            x, view = method(weights, x, view, rows, canvas)
+            if isinstance(weights, IntervenedLayer):
+                weights.check_reached(plan.policy.layer.__qualname__)
+            return x, view
+
+        methods = (layer, plan.policy._repair)
+        once = (traced_once(functools.partial(through, method), model.params) for method in methods)
+        params = model.params
+        if plan.sampler.draft_adapter:
+            params = acting_in(params, ~canvas.causal[:, 0], model.spec.layers)
+        rope = generation.rope.padded(canvas.valid, model.spec)
+        return Walker(generation, params, rope, canvas, rows, readable, *once)
+
+    def embedded(
+        self, tokens: Int[Array, "b l"], embeds: Float[Array, "b l m"] | None
+    ) -> Float[Array, "b q m"]:
+        """The residual stream at the rows before the first layer."""
+        x = embed(self.params, self.rows.take(tokens), jax.tree.map(self.rows.take, embeds))
+        return embedded(self.generation.plan.interventions, x, self.rows.index, self.canvas.step)
+
+    def run(self, rows: Rows, layers: range, carry: Carry) -> Carry:
+        """Runs some layers over rows; the policy may run some of them in another phase than the step's."""
+        phase_at = lambda index: self._policy._phase_of_layer(rows.phase, index, self.generation.model.spec)
+        apart = bool(rows.phase) and layers.start == 0 and phase_at(0) != phase_at(None)
+
+        def one(weights: Layer, carry: Carry) -> Carry:
+            x, cache = carry
+            index = weights.index if isinstance(weights.index, int) else None
+            here = dataclasses.replace(rows, phase=phase_at(index) if rows.phase else "")
+            x, view = self.first(weights, x, self._view(cache, weights.index), here)
+            return x, view.into(cache, weights.index)
+
+        return self._walk(one, carry, first_apart=apart, layers=layers)
+
+    def run_again(self, carry: Carry) -> Carry:
+        """Runs the layers again that the policy repairs (`Policy._repairs`)."""
+
+        def one(weights: Layer, carry: Carry) -> Carry:
+            def change(carry: Carry) -> Carry:
+                x, cache = carry
+                x, view = self.again(weights, x, self._view(cache, weights.index), self.rows)
+                return x, view.into(cache, weights.index)
+
+            needed = self._policy._repairs(carry[1], self.canvas, weights.index)
+            return carry if needed is None else when(jnp.any(needed), change, carry, name=REFRESH)
+
+        return self._walk(one, carry)
+
+    def layer_at(self, index: int) -> Layer:
+        """One layer, by itself."""
+        return layer_at(
+            self.params, self.generation.model.spec, self.rope, index, self.generation.model.kernels
+        )
+
+    @property
+    def _policy(self) -> Policy:
+        return self.generation.plan.policy
+
+    def _view(self, cache: Cache, index: LayerIndex) -> LayerCache:
+        return LayerCache.of(cache, index, self.generation.model.kernels, self.readable)
+
+    def _walk(self, run: Callable[[Layer, Carry], Carry], carry: Carry, **part: Any) -> Carry:
+        model = self.generation.model
+        return walk(self.params, model.spec, self.rope, run, carry, model.kernels, where_used=True, **part)
 
 
 def run_with_exits(
