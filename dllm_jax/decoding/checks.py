@@ -1,6 +1,6 @@
 """Checks of a request: each tells by name which of its parts do not go together.
 
-A check that concerns one feature lies beside it, where it is written in terms of that alone; here they are
+A check that concerns one feature lies with the feature, where it is written in terms of that alone; here they are
 listed, in the order in which their messages help.
 """
 

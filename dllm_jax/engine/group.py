@@ -136,7 +136,7 @@ def write_back(
 
 
 def record_of_all(plan: Plan, state: State) -> tuple[Record, State]:
-    """What recorders keep of all sequences in steps of any group, and the state without it."""
+    """Takes what recorders keep of all sequences out of a state, in steps of any group."""
     recorders = recorders_of(plan, state.canvas.spec)
     of_all = {name: kept for name, kept in state.record.items() if not recorders[name].of_group}
     rest = {name: kept for name, kept in state.record.items() if name not in of_all}

@@ -71,7 +71,7 @@ def run_piece(
     tokens = jnp.where(running, canvas.with_ends(canvas.tokens), tokens) if together else tokens
     confidence = record.get("confidence")
     if confidence is not None and canvas.stop is not None:
-        # What stands in the place of a stop and after it was decoded by no step.
+        # No step decoded the end-of-text at a stop and after it.
         confidence = jnp.where(tokens == canvas.tokens, confidence, jnp.inf)
     piece = Piece(
         tokens=tokens,

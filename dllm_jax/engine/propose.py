@@ -84,7 +84,7 @@ def propose(
     known = ~any_marked(~jnp.isfinite(unconstrained)) & ~jnp.isnan(proposed.score)
     finite = ~any_marked(candidate & ~known)
 
-    # The answer is looked at, whatever it holds; a sampler sees masks, and what it revises.
+    # The rule looks at the whole answer; a sampler sees masks, and what it revises.
     commits = None
     if (rule := sampler.early_commit) is not None:
         commits = rule.commits(logits, index, canvas) & finite

@@ -257,7 +257,7 @@ class Canvas:
         return jnp.zeros_like(self.done)
 
     def without_final(self, selected: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
-        """What a step computes: of the selected positions, those whose keys and values are not final.
+        """Selects what a step computes: of the selected positions, those whose keys and values are not final.
 
         The selection itself, if the model attends everywhere, as far as answers that grow reach.
         """

@@ -157,7 +157,7 @@ class CausalContext(BlockCausal):
 
     @override
     def stored_after(self, chosen: Bool[Array, "b l"]) -> Int[Array, "b"]:
-        """What a causal pass stores reaches to the last token that it predicts."""
+        """The end of what is stored: a causal pass stores up to the last token that it predicts."""
         reached = jnp.maximum(jnp.max(jnp.where(chosen, self.position, 0), axis=1), self.block_start)
         return jnp.where(self.active & self.causal[:, 0], reached, self.stored)
 

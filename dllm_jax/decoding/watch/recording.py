@@ -15,7 +15,7 @@ from dllm_jax.options import shown
 from dllm_jax.state import host
 from dllm_jax.state.inputs import EMBEDS_PLACEHOLDER
 
-ABSENT = -3  # in the place of a token that an answer does not have yet (`Trace.length`)
+ABSENT = -3  # shown for a token that an answer does not have yet (`Trace.length`)
 NO_ID = -2  # neither a token nor an input of a prompt with embeddings
 GIVEN = "▦"  # an input of a prompt with embeddings, which has no text
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # of bytes that are no whole character
@@ -187,7 +187,7 @@ def pieces(tokenizer: Any, ids: Iterable[int]) -> dict[int, Piece]:
     """
     ids = list(ids)
 
-    # What stands in the place of embeddings, or of nothing, is no token that a tokenizer could decode.
+    # A place of embeddings, or of nothing, holds no token that a tokenizer could decode.
     no_tokens = {EMBEDS_PLACEHOLDER: Piece(GIVEN, False), ABSENT: Piece("", False)}
     given = {i: no_tokens[i] for i in ids if i in no_tokens}
     ids = [i for i in ids if i not in no_tokens]
