@@ -182,7 +182,7 @@ def test_an_answer_that_was_to_grow_beyond_its_maximum_says_so():
         (dict(policy=policies.DKVDecode()), "max_length=30 is not supported by DKVDecode: what it"),
     ],
 )
-def test_what_has_no_meaning_for_answers_that_grow_is_refused(options, message):
+def test_options_without_meaning_for_growing_answers_raise(options, message):
     model = tiny(options.pop("model", "llada")).replace_spec(positions=100)
     prompt = options.pop("prompt", [[1, 2, 3]])
     with pytest.raises(ValueError, match=message):
