@@ -173,10 +173,13 @@ class DLLMCache(Policy):
             attended, mlp = places.put(attended, attention_branch), places.put(mlp, mlp_branch)
 
         # The residual stream is new everywhere; the other positions add their cached branch outputs to it.
-        # In a partial step in place these are what is stored, so that no old ones are read again.
+        # In a partial step in place these are what is stored, and are read back: XLA for CPUs would read the
+        # old ones once more otherwise, and copy the store for it.
         if rows.in_place and not rows.full:
             for name, new in (("attention", attended), ("mlp", mlp)):
-                cache, _ = cache.write_last(new[:, -stored.mlp.shape[1] :], name)
+                cache, now = cache.write_last(new[:, -stored.mlp.shape[1] :], name)
+            if rows.index.shape[1] <= stored.mlp.shape[1]:
+                attended, mlp = tail.take(now.attention), tail.take(now.mlp)
         else:
             cache = cache.write(tail.where(stale), attention=attended, mlp=mlp)
         return layer.residual(x + attended + mlp), cache
