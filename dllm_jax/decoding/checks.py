@@ -1,7 +1,7 @@
 """Checks of a request: each tells by name which of its parts do not go together.
 
-A check that concerns one feature lies with the feature, where it is written in terms of that alone; here they are
-listed, in the order in which their messages help.
+A check that concerns one feature lies with the feature, where it is written in terms of that alone. Here they
+are listed, in the order in which their messages help.
 """
 
 from collections.abc import Sequence

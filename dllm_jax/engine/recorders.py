@@ -18,7 +18,7 @@ from dllm_jax.engine.plan import Plan
 from dllm_jax.engine.prefix import reused_of
 from dllm_jax.engine.stats import Record
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.state.canvas import Canvas, first_eos
+from dllm_jax.state.canvas import Canvas, answer_end
 from dllm_jax.state.proposal import Proposal
 from dllm_jax.xla.reductions import any_marked, count_marked
 
@@ -165,7 +165,7 @@ class Counts(Recorder):
         recomputed = (kept.computed_tokens + kept.widened_tokens) / jnp.maximum(positions, 1)
 
         # The answer ends before the first end-of-text, also where positions after it are decoded.
-        end = canvas.before_stop(first_eos(canvas))
+        end = answer_end(canvas)
         decoded = canvas.decoded
         if canvas.layout.end < canvas.layout.length:
             decoded &= canvas.position < canvas.layout.end

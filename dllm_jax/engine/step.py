@@ -21,7 +21,7 @@ from dllm_jax.engine.plan import Plan
 from dllm_jax.engine.select import select_positions
 from dllm_jax.engine.verifying import take_drafted_step
 from dllm_jax.engine.widths import Variant
-from dllm_jax.state.canvas import repeat
+from dllm_jax.state.canvas import count_forward, repeat
 
 
 def step(generation: Generation, variant: Variant, state: State) -> State:
@@ -58,7 +58,7 @@ def take_step(
     plan = generation.plan
     stages = denoise_once if plan.drafting is None else take_drafted_step
     taken, cache, memory = stages(generation, variant, state)
-    after = taken.after.counting_forward(state.canvas)
+    after = count_forward(taken.after, state.canvas)
     taken = taken._replace(after=after, sequences=sequences)
     record, left = recorders.add(plan, state.record, taken), taken.left
     return State(left, cache, select_positions(generation, cache, left), record, memory)

@@ -96,15 +96,6 @@ class Canvas:
         """Network forwards each sequence has taken part in."""
         return self.step if self.forwards is None else self.forwards
 
-    def counting_forward(self, before: "Canvas") -> "Canvas":
-        """The canvas after a forward pass of the sequences that were active; steps are counted by `write`."""
-        counted = jax.tree.map(lambda forwards: forwards + before.active, before.forwards)
-        return dataclasses.replace(self, forwards=counted)
-
-    def before_stop(self, position: Int[Array, "b"]) -> Int[Array, "b"]:
-        """The position, or that of the stop if it comes first."""
-        return position if self.stop is None else jnp.minimum(position, self.stop)
-
     # -- sets of positions --------------------------------------------------------------------------
 
     @property
@@ -263,7 +254,7 @@ class Canvas:
         """
         return selected if self.growth is None else selected & self.valid
 
-    def stored_after(self, chosen: Bool[Array, "b l"]) -> Int[Array, "b"]:
+    def _stored_after(self, chosen: Bool[Array, "b l"]) -> Int[Array, "b"]:
         """The value of `stored` after a step that decodes the chosen positions."""
         return self.stored
 
@@ -341,7 +332,7 @@ def write(canvas: Canvas, chosen: Bool[Array, "b l"], token: Int[Array, "b l"]) 
         decoded_at=jnp.where(chosen, canvas.step[:, None], canvas.decoded_at),
         step=canvas.step + took_part,
         block_step=canvas.block_step + took_part,
-        stored=canvas.stored_after(chosen),
+        stored=canvas._stored_after(chosen),
     )
 
 
@@ -352,6 +343,12 @@ def revoke(canvas: Canvas, revoked: Bool[Array, "b l"]) -> Canvas:
         tokens=jnp.where(revoked, canvas.spec.mask_id, canvas.tokens),
         decoded_at=jnp.where(revoked, -1, canvas.decoded_at),
     )
+
+
+def count_forward(canvas: Canvas, before: Canvas) -> Canvas:
+    """The canvas after a forward pass of the sequences that were active before; `write` counts steps."""
+    counted = jax.tree.map(lambda forwards: forwards + before.active, before.forwards)
+    return dataclasses.replace(canvas, forwards=counted)
 
 
 def keep_block(canvas: Canvas, stays: Bool[Array, "b"]) -> Canvas:
@@ -399,6 +396,12 @@ def first_eos(canvas: Canvas) -> Int[Array, "b"]:
     if canvas.layout.end < canvas.layout.length:
         hit &= canvas.position < canvas.layout.end
     return first_of(hit, canvas.layout.length)
+
+
+def answer_end(canvas: Canvas) -> Int[Array, "b"]:
+    """Where each answer ends: at the first end-of-text, or at a stop in front of it; l if there is neither."""
+    first = first_eos(canvas)
+    return first if canvas.stop is None else jnp.minimum(first, canvas.stop)
 
 
 def behind_first_eos(canvas: Canvas) -> Bool[Array, "b l"]:

@@ -82,7 +82,7 @@ class BlockCausal(Canvas):
         return open_ & (self.first_step | ((self.position < end) & (selected | self.enters_model_block)))
 
     @override
-    def stored_after(self, chosen: Bool[Array, "b l"]) -> Int[Array, "b"]:
+    def _stored_after(self, chosen: Bool[Array, "b l"]) -> Int[Array, "b"]:
         return jnp.where(self.active, self.model_block[:, 0] + self.spec.block_size, self.stored)
 
     @override
@@ -156,7 +156,7 @@ class CausalContext(BlockCausal):
         return unstored & (self.causal | selected | self.block_begins | seeded)
 
     @override
-    def stored_after(self, chosen: Bool[Array, "b l"]) -> Int[Array, "b"]:
+    def _stored_after(self, chosen: Bool[Array, "b l"]) -> Int[Array, "b"]:
         """The end of what is stored: a causal pass stores up to the last token that it predicts."""
         reached = jnp.maximum(jnp.max(jnp.where(chosen, self.position, 0), axis=1), self.block_start)
         return jnp.where(self.active & self.causal[:, 0], reached, self.stored)
