@@ -30,7 +30,7 @@ from dllm_jax.engine.trace import Trace
 from dllm_jax.engine.widths import Variant
 from dllm_jax.nn.mesh import over_mesh
 from dllm_jax.nn.model import Model
-from dllm_jax.state.canvas import first_eos
+from dllm_jax.state.ends import first_eos
 
 
 @jax.jit

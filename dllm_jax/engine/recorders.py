@@ -18,7 +18,8 @@ from dllm_jax.engine.plan import Plan
 from dllm_jax.engine.prefix import reused_of
 from dllm_jax.engine.stats import Record
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.state.canvas import Canvas, answer_end
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.ends import answer_end
 from dllm_jax.state.proposal import Proposal
 from dllm_jax.xla.reductions import any_marked, count_marked
 

@@ -15,7 +15,8 @@ from dllm_jax.policies.base import Policy, halvings
 from dllm_jax.policies.parts.drift import Drift, DriftTest, HeadCosine, members, most_attended
 from dllm_jax.policies.parts.widening import InputStore, compute_all, pass_layer
 from dllm_jax.state.cache import Cache, LayerCache
-from dllm_jax.state.canvas import Canvas, behind_first_eos
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.ends import behind_first_eos
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import Rows, gather

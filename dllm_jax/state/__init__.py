@@ -4,7 +4,8 @@ Policies and samplers are written in the names below.
 """
 
 from dllm_jax.state.cache import KV, Cache, LayerCache
-from dllm_jax.state.canvas import Canvas, behind_first_eos, first_eos
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.ends import behind_first_eos, first_eos
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import Rows, compact_rows, full_rows, gather, scatter

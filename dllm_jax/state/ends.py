@@ -1,0 +1,40 @@
+"""Ends of answers: end-of-text and stops on the canvas."""
+
+import functools
+import operator
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.state.canvas import Canvas, first_of
+
+
+def is_end(tokens: Int[Array, "b l"], spec: ModelSpec) -> Bool[Array, "b l"]:
+    """The tokens that end a response: end-of-text, and the model's other stop ids."""
+    return functools.reduce(operator.or_, (tokens == i for i in spec.ends))
+
+
+def first_eos(canvas: Canvas) -> Int[Array, "b"]:
+    """Position of the first end-of-text in the response, of a suffix none; l if there is none."""
+    hit = is_end(canvas.tokens, canvas.spec) & canvas.response
+    if canvas.layout.end < canvas.layout.length:
+        hit &= canvas.position < canvas.layout.end
+    return first_of(hit, canvas.layout.length)
+
+
+def answer_end(canvas: Canvas) -> Int[Array, "b"]:
+    """Where each answer ends: at the first end-of-text, or at a stop before it; l if there is neither."""
+    first = first_eos(canvas)
+    return first if canvas.stop is None else jnp.minimum(first, canvas.stop)
+
+
+def behind_first_eos(canvas: Canvas) -> Bool[Array, "b l"]:
+    """Positions after the leftmost end-of-text of the first step that decoded one."""
+    # Only decoded ones count: an end-of-text in the prompt is text. Without any, a step after all steps.
+    eos = is_end(canvas.tokens, canvas.spec) & (canvas.decoded_at >= 0)
+    first = jnp.min(jnp.where(eos, canvas.decoded_at, jnp.iinfo(jnp.int32).max), axis=1)
+
+    # Later end-of-texts change nothing, even to the left of the first, as in Elastic-Cache's reference.
+    earliest = eos & (canvas.decoded_at == first[:, None])
+    return canvas.position > first_of(earliest, canvas.layout.length)[:, None]
