@@ -13,7 +13,7 @@ from dllm_jax import eviction
 from dllm_jax import policies as p
 from dllm_jax import samplers as s
 from dllm_jax.published import expressions
-from dllm_jax.state.sliding import Sliding
+from dllm_jax.state.sliding import BlockSchedule, Sliding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Setting:
     policy: p.Policy = p.Policy()
     sampler: s.Sampler = s.Confidence()
     divide_steps: int = 1
-    blocks: int | Sliding | None = None
+    blocks: int | BlockSchedule | None = None
     variant: str = ""
 
     @property
@@ -50,9 +50,9 @@ class Setting:
         """The policy and its variant."""
         return " ".join(filter(None, (type(self.policy).__name__, self.variant)))
 
-    def block(self, length: int, block: int) -> int | Sliding:
+    def block(self, length: int, block: int) -> int | BlockSchedule:
         """Positions per block, of a response and a workload's blocks of so many; or the sliding block."""
-        if isinstance(self.blocks, Sliding):
+        if isinstance(self.blocks, BlockSchedule):
             return self.blocks
         return block if self.blocks is None else length // self.blocks
 
@@ -63,7 +63,7 @@ class Setting:
             "policy": expressions.call(self.policy),
             "sampler": expressions.call(self.sampler),
             "steps": length // self.divide_steps,
-            "block": expressions.call(cut) if isinstance(cut, Sliding) else cut,
+            "block": expressions.call(cut) if isinstance(cut, BlockSchedule) else cut,
         }
 
 

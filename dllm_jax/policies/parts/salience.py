@@ -46,7 +46,7 @@ def widths(rows: Rows) -> tuple[int, ...]:
 def stored(cache: LayerCache, rows: Rows, **parts: Float[Array, "b q *d"]) -> LayerCache:
     """Returns the cache with what the rows store; of rows that change nothing, what was stored."""
     if rows.full:
-        return cache.write(rows, **parts)
+        return cache.write(rows, 0, **parts)
     for name, new in parts.items():
         cache, _ = cache.write_last(new, name)
     return cache
