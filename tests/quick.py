@@ -186,7 +186,7 @@ LEFT_OUT: dict[str, str] = {
         test_samplers_wino.py::test_a_cache_that_is_always_refreshed_is_exact
         test_samplers_wino.py::test_an_end_ends_nothing_while_it_may_be_taken_back
         test_samplers_wino.py::test_without_doubt_it_is_the_threshold
-        test_sliding.py but test_a_round_* or test_masks_are_* or *refuse* or test_each_sequence_ends_*
+        test_sliding.py but test_a_round_* or test_masks_are_* or *refuse* or test_each_* or *_of_a_tokenizer
         test_sliding.py::test_masks_are_decoded_up_to_* but Sliding-Confidence-llada
         test_stops.py::test_tokens_are_those_of_the_whole_generation_* but WINO-Policy or Confidence-DualCache
         test_testing.py::test_a_broken_policy_is_told_by_the_check_that_it_breaks but AsItsMates-*

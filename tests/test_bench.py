@@ -124,9 +124,13 @@ def test_random_weights_of_published_shapes(name, layers_of_the_platform):
 def commands() -> list[str]:
     """Command lines of the pages about what was measured."""
     root = pathlib.Path(__file__).parents[1]
-    names = ("performance", "results", "benchmarks")
-    pages = (root / "bench/README.md", *(root / f"docs/background/{name}.md" for name in names))
-    return [line for page in pages for line in re.findall(r"python -m (bench\.[^`\n]*)", page.read_text())]
+    names = ("background/performance", "background/results", "dev/compiled", "dev/gpu-steps")
+    pages = (root / "bench/README.md", *(root / f"docs/{name}.md" for name in names))
+    return [
+        line
+        for page in pages
+        for line in re.findall(r"python -m (bench\.(?:(?! -->)[^`\n])*)", page.read_text())
+    ]
 
 
 def test_documented_commands_parse():

@@ -19,6 +19,7 @@ LISTED = {  # cells of all models and those whose accuracy is printed
     "maskkv/1": (336, 336), "maskkv/2": (9, 8), "dkv-cache/1": (42, 42), "dkv-cache/2": (30, 30),
     "dkv-cache/3": (16, 16), "dkv-cache/4": (8, 6), "elastic-cache/1": (24, 24), "elastic-cache/2": (24, 24),
     "sparse-dllm/1": (70, 70), "sparse-dllm/2": (70, 70), "d2cache/1": (48, 48),
+    "illada/settings": (8, 0), "stable-diffcoder/settings": (4, 0),
 }  # fmt: skip
 # Copied from the papers by hand.
 PRINTED = [
@@ -54,7 +55,8 @@ def test_the_tables_are_whole_and_hold_what_is_printed():
             if cell.missing is None and cell.method not in seen:
                 seen.add(cell.method)
                 assert all(preset.length for preset in cell.settings())
-                assert cell.over is not None or not any(preset.policy.reuses for preset in cell.settings())
+                exact = not any(preset.policy.reuses for preset in cell.settings())
+                assert exact or cell.over is not None or cell.accuracy is None
     for name, model, *key, accuracy, speed, speedup in PRINTED:
         cell = tables.table(name).of(model)[tuple(key)]
         assert (cell.accuracy, cell.speed, cell.speedup) == (accuracy, speed, speedup)

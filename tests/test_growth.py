@@ -200,3 +200,16 @@ def test_options_that_daedal_cannot_have_are_refused():
         dj.generate(tiny("llada"), [[1]], length=6, max_length=30, block=5, sampler=FreeDave(SAMPLER))
     with pytest.raises(ValueError, match=r"sampler=DAEDAL\(\) is not supported by infill"):
         dj.infill(tiny("llada"), [[1, tiny("llada").spec.mask_id]], sampler=SAMPLER)
+
+
+def test_steps_are_as_wide_as_the_answers_have_become():
+    """Steps of `DualCache` that compute all of a short answer run a quarter or half of the canvas."""
+    model, sampler = tiny("llada"), DAEDAL(high=0.0, expansion=60, checked=2, insert_below=0.0)
+    options = dict(length=60, max_length=600, block=60, sampler=sampler, policy=policies.DualCache())
+    whole = dj.generate(model, [[1, 2, 3]], widths=(60,), **options)
+    out = dj.generate(model, [[1, 2, 3]], trace=True, **options)
+    np.testing.assert_array_equal(out.tokens, whole.tokens)
+    counts = np.asarray(out.trace.computed).sum((1, 2))
+    assert counts[:4].tolist() == [63, 123, 183, 243]
+    ran = [next((width for width in (153, 303) if count <= width), count) for count in counts]
+    assert out.stats.executed_tokens.tolist() == [sum(ran)]

@@ -13,7 +13,7 @@ from dllm_jax import eviction
 from dllm_jax import policies as p
 from dllm_jax import samplers as s
 from dllm_jax.published import expressions
-from dllm_jax.state.sliding import BlockSchedule, Sliding
+from dllm_jax.state.sliding import AdaBlock, BlockSchedule, Sliding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +201,17 @@ _committed = (s.EarlyCommit(), *(s.EarlyCommit(early=gap, middle=gap, late=gap) 
 EARLY = tuple(
     Setting(sampler=s.Confidence(early_commit=rule), variant="early commitment") for rule in _committed
 )
+LEAP = Setting(sampler=s.LocalLeap(0.9), variant="local leap")
+# Links of a chain end with ";", whose id is 40 in the bundled models' tokenizers.
+DELIMITED = Setting(
+    sampler=THRESHOLD.sampler, blocks=AdaBlock(8, delimiters=(40,)), variant="delimited blocks"
+)
+ENDS = (
+    LEAP, DELIMITED, *(dataclasses.replace(one, policy=p.DualCache()) for one in (LEAP, DELIMITED)),
+    dataclasses.replace(LEAP, policy=p.SparseDLLM(keep=0.5)),
+)  # fmt: skip
 LATER_SETTINGS = (
+    *ENDS,
     SLIDING, *LATER, *_in_parallel, Setting(sampler=THRESHOLD.sampler, blocks=1, variant="one block"), *EARLY,
     *_each(*_over(p.SPACache, prompt_every=32, response_every=(2, 8))),
     Setting(p.SPACache(prompt_every=32, response_every=8, ratio=0.5)),

@@ -89,6 +89,18 @@ def growing(layout: Layout, asked: Asked) -> Layout:
     return dataclasses.replace(layout, initial=asked.length, padded=True)
 
 
+def growing_widths(layout: Layout, spec: ModelSpec) -> set[int]:
+    """Widths of steps that compute all of an answer while it is short: a quarter and half of the largest.
+
+    Without them such a step runs the whole canvas. None where answers do not grow, or where compiling them
+    takes longer than they save.
+    """
+    if layout.initial is None or layout.compiles_longer_than_it_runs(spec):
+        return set()
+    parts = (layout.response // 4, layout.response // 2)
+    return {layout.prompt + part for part in parts if part >= layout.initial}
+
+
 def check_infill(asked: Asked):
     """Refuses templates for a sampler whose answers grow: their text has places."""
     if asked.sampler.grows:

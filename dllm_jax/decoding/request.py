@@ -20,7 +20,7 @@ from dllm_jax.decoding import buckets as ladders
 from dllm_jax.decoding.blocks import blocks_of, ends_within_a_block, is_cut_short, scheduled_by
 from dllm_jax.decoding.checks import CHECKS, Case, check_interventions, warn_of
 from dllm_jax.decoding.constraints import allowed_tokens, constraints_of
-from dllm_jax.decoding.lengths import canvas_length, check_infill, growing
+from dllm_jax.decoding.lengths import canvas_length, check_infill, growing, growing_widths
 from dllm_jax.decoding.options import Asked, GenerateOptions, InfillOptions, Stops
 from dllm_jax.decoding.prefill import with_prefix
 from dllm_jax.decoding.stops import StopTexts
@@ -28,7 +28,7 @@ from dllm_jax.engine.closures import constants
 from dllm_jax.engine.drafting import drafting_widths
 from dllm_jax.engine.nonfinite import NonFinite
 from dllm_jax.engine.plan import Inputs, Plan
-from dllm_jax.engine.widths import step_widths
+from dllm_jax.engine.widths import at_end, step_widths
 from dllm_jax.nn.intervention import checked, moved
 from dllm_jax.nn.keys import Keys, typed_key
 from dllm_jax.nn.model import Model
@@ -183,13 +183,15 @@ def plan_of(case: Case) -> Plan:
 
 
 def widths_of(case: Case) -> tuple[int, ...]:
-    """Widths of the partial steps: the policy's or the user's, and what a prefix and drafts need."""
+    """Widths of the partial steps: the policy's or the user's, and what a prefix, drafts and growth need."""
     asked, policy, layout, spec = case.asked, case.policy, case.layout, case.model.spec
     widths = set(step_widths(policy, spec, layout, asked.widths))
     if asked.prefix is not None and asked.widths is None:
         widths.add(asked.prefix.stored.first_width(policy, spec, layout))
     if asked.drafting is not None:
         widths |= drafting_widths(policy, spec, layout, asked.drafting)
+    if asked.widths is None and policy.stores(spec) and not at_end(policy, spec):
+        widths |= growing_widths(layout, spec)
     return tuple(sorted(widths))
 
 

@@ -83,7 +83,10 @@ def _unlike(found: ModelSpec, expected: ModelSpec) -> str:
 
 def rope(case: Drawn, plain: ModelSpec, drawn: random.Random):
     """Rotary embedding in one of its spellings, plain or scaled."""
-    kinds = ("default", "yarn") if plain.family == "nemotron" else ("default", "linear", "yarn")
+    # Nemotron's code knows no linear scaling, iLLaDA's none at all.
+    kinds = {"nemotron": ("default", "yarn"), "illada": ("default",)}.get(
+        plain.family, ("default", "linear", "yarn")
+    )
     kind, base = drawn.choice(kinds), drawn.choice((1e4, 5e5, 1e6, 10**7))
     inner: dict[str, Any] = {} if kind == "default" else {"factor": drawn.choice((0.25, 2, 4.0, 16.0))}
     own = dict(
