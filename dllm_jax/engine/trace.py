@@ -154,7 +154,7 @@ def _lengths(canvas: Canvas) -> list[Int[Array, "b 3"]]:
 
 
 def _completed_lengths(
-    lengths: Int[Array, "t_plus_1 b 3"],
+    lengths: Int[Array, "t_plus_1 b _"],
     ran: Bool[Array, "t_plus_1 b"],
     active: Bool[Array, "t b"],
     canvas: Canvas,

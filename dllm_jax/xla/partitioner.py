@@ -1,13 +1,14 @@
 """The mesh that XLA's partitioner splits a program over, and functions that each device runs itself."""
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Float
 
 
+@runtime_checkable
 class Rules(Protocol):
     """Says which axes of a mesh split an array, see `dllm_jax.nn.mesh.MeshRules`."""
 
