@@ -78,7 +78,7 @@ def test_weights_of_a_trip_are_read_by_its_counter():
     np.testing.assert_array_equal(read, [1, 2])
 
 
-def test_weights_of_a_loop_are_not_read_before_it_on_tpus():
+def test_weights_of_a_loop_are_not_read_before_it_on_a_v5e():
     """By the TPU's compiler: no loop is given a layer's matrix."""
     width = 512
 

@@ -71,7 +71,7 @@ class OneOfStacked(Mapping[str, Any]):
       the loop, changes nothing.
     Seen on: TPU v6e, jaxlib 0.10.2.
     Cost: Copies in a layer of `DLLMCache`, `MaskKV` and `ElasticCache`, before 302 MB, after none.
-    Test: test_xla.py::test_weights_of_a_loop_are_not_read_before_it_on_tpus
+    Test: test_xla.py::test_weights_of_a_loop_are_not_read_before_it_on_a_v5e
     """
 
     def __init__(self, stacks: dict[str, Any], index: Int[Array, ""]):
