@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax.engine.block_schedule import end_step, offered_positions
 from dllm_jax.engine.generation import Generation
@@ -122,7 +122,7 @@ def commit(decision: Decision, proposed: Proposed) -> Decision:
 
 def marked_on_canvas(
     marked: Bool[Array, "b c"], finite: Bool[Array, "b"], place: Int[Array, "b l"]
-) -> Shaped[Array, "b l"]:
+) -> Bool[Array, "b l"]:
     """Canvas positions of the marked candidates, in sequences whose logits are finite."""
     return spread(marked & finite[:, None], place, False)
 

@@ -102,10 +102,8 @@ def propose(
     # What holds a token has no score, and unless it may be edited it is offered no other.
     score = jnp.where(candidate & ~holds_token, proposed.score, -jnp.inf)
     token = proposed.token if sampler.edits else jnp.where(holds_token, canvas.spec.mask_id, proposed.token)
-    ends, sure = (
-        delimited_end(canvas, index, unconstrained),
-        end_confidence(plan, canvas, index, unconstrained),
-    )
+    ends = delimited_end(canvas, index, unconstrained)
+    sure = end_confidence(plan, canvas, index, unconstrained)
     return Proposed(proposed._replace(score=score, token=token), finite, commits, found, ends, sure)
 
 

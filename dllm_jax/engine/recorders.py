@@ -56,6 +56,13 @@ class Taken(NamedTuple):
     sequences: Int[Array, "b"] | None = None
 
     @property
+    def extra_positions(self) -> Float[Array, "b n"]:
+        """Positions that layers computed beyond the selection, 0 if none did."""
+        if self.extra is None:
+            return jnp.zeros((len(self.computed), self.before.spec.layers))
+        return self.extra
+
+    @property
     def left(self) -> Canvas:
         """The canvas that the step leaves."""
         return self.after if self.grown is None else self.grown
@@ -99,7 +106,7 @@ def recorders_of(plan: Plan, spec: ModelSpec) -> dict[str, Recorder]:
         ("causal_passes", CausalPasses(), spec.causal_context),
         ("accepted_tokens", AcceptedTokens(), plan.layout.drafts),
         ("reused", ReusedPrefix(), plan.prefix is not None),
-        ("drafting", DraftedSteps(), plan.drafting is not None),
+        ("branches", DraftedSteps(), plan.drafting is not None),
         ("unfilled_tokens", UnfilledTokens(), bool(plan.constraints)),
         ("lengths", Lengths(), plan.sampler.grows),
         ("confidence", Confidences(), plan.confidence),
@@ -145,15 +152,14 @@ class Counts(Recorder):
 
     def add(self, kept: Sums, taken: Taken) -> Sums:
         """Counts the positions of a step; padding is never counted, though a full step computes it along."""
-        before, extra = taken.before, taken.extra
+        before = taken.before
         counted = taken.computed & before.valid
         everything = before.active & ~any_marked(counted != before.valid)
-        extra = jnp.zeros((len(counted), before.spec.layers)) if extra is None else extra
         share = taken.executed / jnp.maximum(jnp.sum(before.active), 1)
         return Sums(
             computed_tokens=kept.computed_tokens + count_marked(counted),
             executed_tokens=kept.executed_tokens + before.active * share,
-            widened_tokens=kept.widened_tokens + jnp.mean(extra, axis=1),
+            widened_tokens=kept.widened_tokens + jnp.mean(taken.extra_positions, axis=1),
             refreshes=kept.refreshes + everything.astype(jnp.int32),
             finite=kept.finite & taken.finite,
         )
@@ -178,38 +184,52 @@ class Counts(Recorder):
         }
 
 
-class IdleSteps(Recorder):
-    """Counts the steps that had nothing to decode although the block had masks for them."""
+class Counter(Recorder):
+    """Counts something of each sequence's steps, in a field of `Stats` and of the record.
+
+    Attributes:
+      name: Name of the field.
+    """
+
+    name: ClassVar[str]
 
     def begin(self, canvas: Canvas, generation: Generation, extra) -> Int[Array, "b"]:
         """None yet."""
         return jnp.zeros_like(canvas.step)
 
     def add(self, kept: Int[Array, "b"], taken: Taken) -> Int[Array, "b"]:
+        """Adds the count of a step."""
+        return kept + self.count(taken)
+
+    def finish(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> dict[str, Array]:
+        """The sum."""
+        return {self.name: record[self.name]}
+
+    def count(self, taken: Taken) -> Int[Array, "b"] | Bool[Array, "b"]:
+        """The count of one step."""
+        raise NotImplementedError
+
+
+class IdleSteps(Counter):
+    """Counts the steps that had nothing to decode although the block had masks for them."""
+
+    name = "idle"
+
+    def count(self, taken: Taken) -> Bool[Array, "b"]:
         """A block with fewer masks than steps, as templates have, is idle under every schedule."""
         before = taken.before
         had_masks = before.schedule_step < before.block_masks
-        return kept + (before.active & ~jnp.any(before.unanswered, axis=1) & had_masks)
-
-    def finish(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> dict[str, Array]:
-        """`Stats.idle`."""
-        return {"idle": record["idle"]}
+        return before.active & ~jnp.any(before.unanswered, axis=1) & had_masks
 
 
-class CausalPasses(Recorder):
+class CausalPasses(Counter):
     """Counts the causal passes of models with a causal context."""
 
-    def begin(self, canvas: Canvas, generation: Generation, extra) -> Int[Array, "b"]:
-        """None yet."""
-        return jnp.zeros_like(canvas.step)
+    name = "causal_passes"
 
-    def add(self, kept: Int[Array, "b"], taken: Taken) -> Int[Array, "b"]:
-        """Adds the active sequences whose step was one."""
-        return kept + (taken.before.active & taken.before.causal[:, 0])
-
-    def finish(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> dict[str, Array]:
-        """`Stats.causal_passes`."""
-        return {"causal_passes": record["causal_passes"]}
+    def count(self, taken: Taken) -> Bool[Array, "b"]:
+        """The active sequences whose step was one."""
+        return taken.before.active & taken.before.causal[:, 0]
 
 
 class AcceptedTokens(Recorder):
@@ -232,20 +252,18 @@ class ReusedPrefix(Recorder):
         return dict(zip(("reused_tokens", "reused_bytes"), record["reused"], strict=True))
 
 
-class DraftedSteps(Recorder):
+class DraftedSteps(Counter):
     """Counts the canvases computed, and the steps of the sampler that they verified."""
 
-    def begin(self, canvas: Canvas, generation: Generation, extra) -> Int[Array, "b"]:
-        """None yet."""
-        return jnp.zeros_like(canvas.step)
+    name = "branches"
 
-    def add(self, kept: Int[Array, "b"], taken: Taken) -> Int[Array, "b"]:
-        """Adds the branches of a step."""
-        return kept + taken.branches
+    def count(self, taken: Taken) -> Int[Array, "b"] | Bool[Array, "b"]:
+        """The branches of a step."""
+        return taken.branches
 
     def finish(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> dict[str, Array]:
         """`Stats.branches` and `Stats.sampler_steps`."""
-        return {"branches": record["drafting"], "sampler_steps": canvas.step}
+        return super().finish(record, canvas, tokens) | {"sampler_steps": canvas.step}
 
 
 class UnfilledTokens(Recorder):
@@ -322,9 +340,8 @@ class Steps(Recorder):
 
     def add(self, kept: trace.Steps, taken: Taken) -> trace.Steps:
         """Writes the step in place, since the loop carries the trace."""
-        before, extra = taken.before, taken.extra
-        extra = jnp.zeros((len(before.step), before.spec.layers)) if extra is None else extra
-        widened = extra >= jnp.sum(before.valid & ~taken.computed, axis=1, keepdims=True)
+        before = taken.before
+        widened = taken.extra_positions >= jnp.sum(before.valid & ~taken.computed, axis=1, keepdims=True)
         return trace.add(
             kept, taken.sequences, before, taken.left, taken.computed, taken.read, widened, taken.proposal
         )
