@@ -19,11 +19,13 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench.pages import pictures  # noqa: E402
-from bench.pages.policy import POLICIES, by_kind, page_of, source  # noqa: E402
+from bench.pages.methods import SHARED, address, by_kind, methods, page_of_method, source  # noqa: E402
+from bench.pages.policy import POLICIES  # noqa: E402
 
 MOVED = {  # old pages of the site, and the pages that hold their content now
     "background/benchmarks": "background/results/",
     "coming-from": "quickstart/#coming-from-transformers-llada-or-dream",
+    "concepts": "background/design/",
     "guarantees": "background/design/#guarantees",
     "how-to/chat-with-llada": "quickstart/#llada-8b",
     "how-to/constraining": "how-to/generating/#regular-expressions-and-json-schemas",
@@ -31,11 +33,18 @@ MOVED = {  # old pages of the site, and the pages that hold their content now
     "installation": "quickstart/",
     "policies/overview": "policies/#all-policies",
     "policies/published-settings": "how-to/evaluation/#published-settings",
+    "reference/evaluation": "reference/models/#evaluation-tasks-and-roofline",
     "reference/eviction": "reference/policies/#eviction",
     "reference/inside": "reference/generation/#likelihoods-and-activations",
     "reference/samplers": "policies/samplers/#reference",
     "reference/testing": "reference/policies/#checks-of-your-own-policies-and-samplers",
     "reference/training": "reference/models/#training-and-lora",
+}
+MOVED |= {  # policies that share a page
+    f"policies/{kind}": f"policies/{name}/#{kind.lower()}"
+    for name, kinds in SHARED.items()
+    for kind in kinds
+    if kind not in SHARED
 }
 FORWARD = """\
 <!doctype html><meta charset="utf-8"><title>Moved</title>
@@ -48,16 +57,19 @@ def on_config(config: "MkDocsConfig") -> "MkDocsConfig":
     for section in config.nav or []:
         for entry in section.get("Policies and samplers", []):
             if "Policies" in entry:
-                entry["Policies"] = [{kind: list(map(source, found))} for kind, found in by_kind().items()]
+                entry["Policies"] = [
+                    {kind: [{name: source(name)} for name in found]} for kind, found in by_kind().items()
+                ]
     return config
 
 
 def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
-    """Adds a page and a picture for each policy."""
+    """Adds a page for each method, and a picture for each policy."""
     from mkdocs.structure.files import File
 
+    for name, policies in methods().items():
+        files.append(File.generated(config, source(name), content=page_of_method(name, policies)))
     for policy in POLICIES:
-        files.append(File.generated(config, source(policy), content=page_of(policy)))
         drawn = f"figures/steps-{type(policy).__name__}.svg"
         files.append(File.generated(config, drawn, content=pictures.picture(policy)))
     return files
@@ -77,7 +89,8 @@ def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files:
 
     own = "|".join(type(policy).__name__ for policy in POLICIES)
     if folder == "policies":  # a clone has no pages of policies
-        markdown = re.sub(rf"(\[`({own})`\]\()\.\./\.\./dllm_jax/policies/\w+\.py", r"\1\2.md", markdown)
+        page_link = lambda link: f"{link[1]}{address(link[2])}"
+        markdown = re.sub(rf"(\[`({own})`\]\()\.\./\.\./dllm_jax/policies/\w+\.py", page_link, markdown)
     written = lambda found: directive(found[1])
     markdown = re.sub(r"^::: (\S+)$(?!\n +options)", written, markdown, flags=re.MULTILINE)
     return re.sub(r"\]\((?![a-z]+:)([^)#\s]+)(#[^)]*)?\)", repository, markdown)

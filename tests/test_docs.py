@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
+from bench.pages import methods, speed, tables
 from bench.pages import policy as policy_pages
-from bench.pages import speed, tables
 from dllm_jax import checkpoint, testing
 from dllm_jax.options.renamed import Renamed
 from dllm_jax.testing import checks
@@ -240,10 +240,13 @@ def test_no_page_denies_what_was_measured():
 
 def test_every_old_address_leads_to_a_page_and_heading_of_today():
     hooks = runpy.run_path(str(DOCS / "hooks.py"))
+    made = {
+        f"policies/{name}/": methods.page_of_method(name, methods.methods()[name]) for name in methods.SHARED
+    }
     for old, new in hooks["MOVED"].items():
         page, _, anchor = new.partition("#")
         files = [DOCS / f"{page.rstrip('/')}.md", DOCS / page / "index.md"]
-        (text,) = [file.read_text() for file in files if file.exists()]
+        (text,) = [file.read_text() for file in files if file.exists()] or [made[page]]
         headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
         anchors = {re.sub(r"[^a-z0-9]+", "-", heading.lower()).strip("-") for heading in headings}
         assert not anchor or anchor in anchors, new
@@ -284,6 +287,21 @@ def test_the_site_has_a_page_for_every_policy_with_its_limit_and_options():
         assert named != isinstance(policy, dj.policies.SubBlockCache), "which is not measured"
         assert ("```bibtex" in page) == ("Paper: [" in page), f"docs/references.bib lacks a paper of {policy}"
     assert "`dllm-cache-by-d2cache/llada-8b-base`" in policy_pages.page_of(dj.policies.DLLMCache())
+
+
+def test_the_site_has_few_pages_and_each_policy_a_heading_on_one():
+    """And a method's page cites its paper once."""
+    found = methods.methods()
+    assert sum(map(len, found.values())) == len(policy_pages.POLICIES)
+    written = [page for page in pages() if page.name != "README.md"]
+    assert len(written) + len(found) <= 45
+    for name in methods.SHARED:
+        text = methods.page_of_method(name, found[name])
+        assert text.count("```bibtex") == text.count("\n## Cite\n") == 1
+        for policy in found[name]:
+            assert f"\n## {type(policy).__name__}\n" in text
+            assert methods.address(type(policy).__name__) == f"{name}.md#{type(policy).__name__.lower()}"
+    assert methods.address("D2Cache") == "D2Cache.md"
 
 
 PUBLIC = (  # functions that people call, whose docstrings have examples

@@ -1,6 +1,6 @@
 """A policy's page: docstring, annotations, published settings, what was measured, and a picture of a run.
 
-docs/hooks.py calls it when the site is built.
+docs/hooks.py calls it when the site is built, by bench/pages/methods.py.
 """
 
 import dataclasses
@@ -279,18 +279,3 @@ def _sentence(text: str) -> str:
 
 def _name(policy: dj.policies.Policy) -> str:
     return type(policy).__name__
-
-
-def source(policy: dj.policies.Policy) -> str:
-    """The path of a policy's page under docs/."""
-    return f"policies/{_name(policy)}.md"
-
-
-def by_kind() -> dict[str, list[dj.policies.Policy]]:
-    """Policies by what a step does: it selects tokens, changes its layers, or is of a block-causal model."""
-    found: dict[str, list[dj.policies.Policy]] = {}
-    for policy in POLICIES:
-        sets = "Sets of tokens" if policy.only_sets else "Layers of their own"
-        kind = "For block-causal models" if policy in dj.policies.BLOCK_CAUSAL else sets
-        found.setdefault(kind, []).append(policy)
-    return found

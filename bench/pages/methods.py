@@ -1,0 +1,63 @@
+"""Pages of methods: policies of one paper share a page.
+
+docs/hooks.py adds them when the site is built.
+"""
+
+import re
+
+from bench.pages.policy import POLICIES, citation, page_of
+from dllm_jax.policies import BLOCK_CAUSAL, Policy
+
+SHARED = {  # pages of methods that have several policies
+    "Fast-dLLM": ("PrefixCache", "DualCache", "SubBlockCache"),
+    "dKV-Cache": ("DKVDecode", "DKVGreedy", "DKVPrefill", "DKVPD"),
+    "MaskKV": ("MaskKV", "EvictPrompt"),
+    "FOCUS": ("DelayedCache", "FOCUS"),
+}
+
+
+def name_of(policy: Policy) -> str:
+    """The name of a policy's class."""
+    return type(policy).__name__
+
+
+def methods() -> dict[str, list[Policy]]:
+    """Pages by name: policies of one method share one, the others have their own."""
+    found: dict[str, list[Policy]] = {}
+    for policy in POLICIES:
+        name = name_of(policy)
+        page = next((method for method, names in SHARED.items() if name in names), name)
+        found.setdefault(page, []).append(policy)
+    return found
+
+
+def page_of_method(name: str, policies: list[Policy]) -> str:
+    """Makes the page of a method: that of its policy, or a section for each of them and one citation."""
+    if len(policies) == 1:
+        return page_of(policies[0])
+    sections = [re.sub(r"^## Cite\n.*?(?=^## )", "", page_of(one), flags=re.M | re.S) for one in policies]
+    deeper = [re.sub(r"^(?=#+ [A-Z])", "#", section, flags=re.MULTILINE) for section in sections]
+    return "\n".join(
+        [f"# {name}: {', '.join(map(name_of, policies))}\n", *deeper, f"## Cite\n\n{citation(policies[0])}\n"]
+    )
+
+
+def source(name: str) -> str:
+    """The path of a method's page under docs/."""
+    return f"policies/{name}.md"
+
+
+def address(kind: str) -> str:
+    """The page and heading of a policy, in docs/policies."""
+    page = next(name for name, found in methods().items() if kind in map(name_of, found))
+    return f"{page}.md" if page not in SHARED else f"{page}.md#{kind.lower()}"
+
+
+def by_kind() -> dict[str, list[str]]:
+    """Pages by what a step does: it selects tokens, changes its layers, or is of a block-causal model."""
+    found: dict[str, list[str]] = {}
+    for name, (policy, *_) in methods().items():
+        sets = "Sets of tokens" if policy.only_sets else "Layers of their own"
+        kind = "For block-causal models" if policy in BLOCK_CAUSAL else sets
+        found.setdefault(kind, []).append(name)
+    return found
