@@ -106,6 +106,12 @@ def check_draft_adapter(case: Case):
         )
 
 
+def check_drafts(case: Case):
+    """Refuses drafts that would not be what later steps compute."""
+    if case.asked.drafting:
+        check_drafting(case.asked.drafting, case.asked.policy, case.model.spec, case.layout)
+
+
 CHECKS = (
     check_logprobs,
     check_values,
@@ -113,7 +119,7 @@ CHECKS = (
     lambda case: check_policy(case.asked.sampler, case.policy),
     check_blocks,
     check_draft_adapter,
-    lambda case: check_drafting(case.asked.drafting, case.asked.policy, case.model.spec, case.layout),
+    check_drafts,
     lambda case: check_schedule(case.layout, case.policy, case.asked.sampler),
 )
 

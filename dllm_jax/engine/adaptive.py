@@ -22,7 +22,7 @@ def in_window(canvas: Canvas) -> Bool[Array, "b l"]:
 def delimited_end(
     canvas: Canvas, index: Int[Array, "b c"], logits: Float[Array, "b c v"]
 ) -> Int[Array, "b"] | None:
-    """The end of each sequence's block, which the block's first step sets; None if blocks are of one length.
+    """The end of each sequence's block, which the block's first step sets; None where steps set none.
 
     Args:
       canvas: Canvas before the step.
@@ -30,7 +30,7 @@ def delimited_end(
       logits: Those of the model, before constraints and filters.
     """
     if (rule := canvas.layout.adaptive) is None:
-        return None
+        return canvas.block_until
     layout, start = canvas.layout, canvas.block_start[:, None]
     is_delimiter = np.zeros(canvas.spec.vocab, bool)
     is_delimiter[list(rule.delimiters)] = True

@@ -31,7 +31,7 @@ def initial_state(generation: Generation, inputs: Inputs) -> State:
     model, plan = generation.model, generation.plan
     canvas = initial_canvas(generation, inputs)
     cache, canvas = initial_cache(generation, canvas)
-    extra, cache = cache.take_extra_positions(plan.streams)
+    extra, cache = cache.take_extra_positions(canvas, plan.streams)
     record = recorders.begin(generation, canvas, extra)
     remembered = plan.sampler.init(canvas) if plan.drafting is None else Predictions.none(canvas)
     memory = jax.tree.map(lambda array: constrain(array, model.rules, "b"), remembered)

@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dllm_jax.nn.layer import Layer, embed
 from dllm_jax.nn.mask import Mask
 from dllm_jax.nn.parameters import Params
+from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.state.cache import KV, LayerCache
@@ -127,9 +128,12 @@ def place_in_shadow(canvas: Canvas, index: Int[Array, "b c"]) -> Int[Array, "b c
 
 def shadow_of(sampler: Sampler, canvas: Canvas) -> Branches | None:
     """The shadow block of a sampler that verifies tokens by one; None for others."""
-    if sampler.verifies or (sampler.verifies_causally and not canvas.spec.shifted):
-        return shadow_block(canvas, sampler.verifies_causally)
-    return None
+    return shadow_block(canvas, sampler.verifies_causally) if has_shadow(sampler, canvas.spec) else None
+
+
+def has_shadow(sampler: Sampler, spec: ModelSpec) -> bool:
+    """Whether tokens take logits from a shadow block; a shifted head verifies drafts by the token before."""
+    return sampler.verifies or (sampler.verifies_causally and not spec.shifted)
 
 
 def shadow_block(canvas: Canvas, causal: bool = False) -> Branches:

@@ -9,7 +9,7 @@ from dllm_jax.state.canvas import Canvas
 
 def constrain_logits(
     generation: Generation, canvas: Canvas, index: Int[Array, "b c"], logits: Float[Array, "b c v"]
-) -> tuple[Float[Array, "b c v"], Bool[Array, "b c"] | None]:
+) -> tuple[Float[Array, "b c v"], Bool[Array, "b c"]]:
     """The logits with -inf at tokens that are not allowed, in float32; unchanged without constraints.
 
     Args:
@@ -19,14 +19,13 @@ def constrain_logits(
       logits: guided logits.
 
     Returns:
-      the logits, and positions that no token is allowed to: they wait (`Constraint.allowed`). None if all
-      positions have one in every step.
+      the logits, and positions that no token is allowed to: they wait (`Constraint.allowed`).
     """
     fixed, constraints = generation.allowed, generation.plan.constraints
+    waits = jnp.zeros(index.shape, bool)
     if fixed is None and not constraints:
-        return logits, None
+        return logits, waits
     allowed = jnp.ones(logits.shape, bool) if fixed is None else fixed.at(index)
-    waits = None
     if constraints:
         for constraint in constraints:
             allowed &= constraint.allowed(canvas, index)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from dllm_jax.engine.branches import shadow_of
-from dllm_jax.engine.decide import Decided, apply, decide
+from dllm_jax.engine.decide import apply, decide
 from dllm_jax.engine.generation import Generation, State
 from dllm_jax.engine.growth import grow
 from dllm_jax.engine.network import computed_rows, network, network_inputs
@@ -40,23 +40,42 @@ class Forward(NamedTuple):
     cache: Cache
 
 
-def denoise_once(generation: Generation, variant: Variant, state: State) -> tuple[Taken, Cache, PyTree]:
+def denoise_once(
+    generation: Generation, variant: Variant, state: State, sequences: Int[Array, "b"]
+) -> tuple[Taken, Cache, PyTree]:
     """One step of the sampler by one forward pass over the canvas: what it did, the cache, and the memory."""
     plan, canvas = generation.plan, state.canvas
     read = plan.sampler.read_as(canvas, state.memory)
     forward = run_forward(generation, variant, state, read)
     rows = forward.cache.with_output(own_rows(plan, forward.rows), plan.streams)
-    decided = decide(generation, canvas, rows, forward.hidden, state.memory, read.verifying)
+    decided = decide(generation, canvas, rows, forward.hidden, state.memory, read.verifies)
 
     # The policy sees what was proposed before the canvas moves on.
     proposal = repeat(decided.proposal, plan.streams)
     cache = plan.policy.observe(forward.cache, forward.canvas, forward.rows, proposal)
     after = apply(plan, canvas, decided)
-    extra, cache = cache.take_extra_positions(plan.streams)
-    taken = counted(generation, variant, state, forward, decided, after)
-    sure = decided.end_confidence
-    grown = None if sure is None else grow(plan, canvas, after, sure, decided.proposal)
-    return taken._replace(extra=extra, grown=grown), cache, decided.memory
+    extra, cache = cache.take_extra_positions(canvas, plan.streams)
+    left = after
+    if plan.sampler.grows:
+        left = grow(plan, canvas, after, decided.end_confidence, decided.proposal)
+
+    # Recorders see the conditional stream alone.
+    read = attended(plan.policy, state.cache, forward.canvas, forward.rows)
+    taken = Taken(
+        sequences=sequences,
+        before=canvas,
+        after=after,
+        left=left,
+        computed=own_rows(plan, forward.rows).mask(),
+        executed=executed_positions(variant, canvas),
+        read=stream(read, 0, plan.streams),
+        extra=extra,
+        finite=decided.finite,
+        proposal=decided.proposal,
+        branches=canvas.active,
+        kept=decided.added_to(state.record, canvas, after),
+    )
+    return taken, cache, decided.memory
 
 
 def run_forward(generation: Generation, variant: Variant, state: State, read: Canvas) -> Forward:
@@ -79,27 +98,6 @@ def run_forward(generation: Generation, variant: Variant, state: State, read: Ca
 def own_rows(plan: Plan, rows: Rows) -> Rows:
     """The rows of the conditional stream, which alone is sampled and counted."""
     return dataclasses.replace(rows, index=stream(rows.index, 0, plan.streams))
-
-
-def counted(
-    generation: Generation, variant: Variant, state: State, forward: Forward, decided: Decided, after: Canvas
-) -> Taken:
-    """Accounts for a step to the recorders, which see the conditional stream alone."""
-    plan, before = generation.plan, state.canvas
-    read = attended(plan.policy, state.cache, forward.canvas, forward.rows)
-    recorded = state.record.get("logprobs")
-    return Taken(
-        before=before,
-        after=after,
-        computed=own_rows(plan, forward.rows).mask(),
-        executed=executed_positions(variant, before),
-        read=stream(read, 0, plan.streams),
-        extra=None,
-        finite=decided.finite,
-        proposal=decided.proposal,
-        branches=before.active,
-        logprobs=decided.added_to(recorded, before, after),
-    )
 
 
 def executed_positions(variant: Variant, canvas: Canvas) -> Int[Array, ""] | int:

@@ -21,6 +21,7 @@ from dllm_jax.engine.decide import Decided, apply
 from dllm_jax.engine.generation import Generation
 from dllm_jax.engine.logprobs import LogProbs
 from dllm_jax.engine.plan import Plan
+from dllm_jax.engine.widths import Variant
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
 from dllm_jax.policies.fast_dllm import DualCache, PrefixCache, SubBlockCache
@@ -74,21 +75,19 @@ class Accepted(NamedTuple):
       canvas: Canvas after the steps.
       branch: Branch of the last of them.
       proposal: Candidates of each position in the step that unmasked it, or else in the last step.
-      logprobs: Log-probabilities so far; None if none are recorded.
+      kept: What recorders keep of candidates so far.
     """
 
     canvas: Canvas
     branch: Int[Array, "b"]
     proposal: Proposal
-    logprobs: LogProbs | None
+    kept: dict[str, LogProbs]
 
 
-def branch_count(plan: Plan, width: int | None, spec: ModelSpec) -> int:
+def branch_count(drafting: Drafting, plan: Plan, variant: Variant, spec: ModelSpec) -> int:
     """Number of branches of a step: one where none of its sequences has predictions (static)."""
-    if plan.drafting is None:
-        return 1
-    full = drafted_width(plan.policy, spec, plan.layout, plan.drafting) >= plan.layout.length
-    return plan.drafting.branches if full or width is not None else 1
+    full = drafted_width(plan.policy, spec, plan.layout, drafting) >= plan.layout.length
+    return drafting.branches if full or not variant.is_full else 1
 
 
 def drafted_width(policy: Policy, spec: ModelSpec, layout: Layout, drafting: Drafting) -> int:
@@ -108,13 +107,12 @@ def drafting_widths(policy: Policy, spec: ModelSpec, layout: Layout, drafting: D
     return {width for width in widths if width < layout.length}
 
 
-def further_positions(plan: Plan, canvas: Canvas) -> Bool[Array, "b l"]:
+def further_positions(drafting: Drafting, canvas: Canvas) -> Bool[Array, "b l"]:
     """Positions of the further blocks that drafts reach into, which a step computes too."""
-    assert plan.drafting is not None, "drafts"
-    size, block = canvas.spec.block_size, drafted_block(plan.drafting, canvas)
+    size, block, layout = canvas.spec.block_size, drafted_block(drafting, canvas), canvas.layout
     beyond = canvas.position - block - size
-    reached = (beyond >= 0) & (beyond < plan.drafting.further(plan.layout) * size)
-    in_answer = block + size + beyond // size * size < plan.layout.end
+    reached = (beyond >= 0) & (beyond < drafting.further(layout) * size)
+    in_answer = block + size + beyond // size * size < layout.end
     return canvas.valid & reached & in_answer
 
 
@@ -130,27 +128,29 @@ def goes_on(canvas: Canvas) -> Bool[Array, "b 1"]:
     return canvas.block_begins & ~canvas.first_step & (canvas.stored[:, None] == canvas.model_block)
 
 
-def draft(generation: Generation, canvas: Canvas, predictions: Predictions, branches: int) -> Drafts:
+def draft(
+    drafting: Drafting, generation: Generation, canvas: Canvas, predictions: Predictions, branches: int
+) -> Drafts:
     """The branches of a step.
 
     Args:
+      drafting: How steps are drafted.
       generation: Constants of the loop.
       canvas: Canvas before the step.
       predictions: Predictions of the last forward pass.
       branches: Number of branches, that of the canvas included.
     """
     plan, noise = generation.plan, generation.noise
-    assert plan.drafting is not None, "drafts"
     token, score, _ = predictions.proposal
     unknown = canvas.block_begins
     if canvas.spec.causal_context:
         unknown |= canvas.causal
     elif canvas.spec.block_size:
         enters = canvas.enters_model_block
-        unknown = enters & ~goes_on(canvas) if plan.drafting.eager else enters | unknown
+        unknown = enters & ~goes_on(canvas) if drafting.eager else enters | unknown
     score = jnp.where(unknown, -jnp.inf, score)
-    reach = plan.drafting.further(plan.layout) * plan.layout.block
-    last = drafted_block(plan.drafting, canvas)[:, 0] + reach
+    reach = drafting.further(plan.layout) * plan.layout.block
+    last = drafted_block(drafting, canvas)[:, 0] + reach
     most = min(plan.layout.widest_block + reach, plan.layout.response)
 
     def following(before: tuple[Canvas, Bool[Array, "b"]], _):
@@ -178,24 +178,25 @@ def draft(generation: Generation, canvas: Canvas, predictions: Predictions, bran
 
 
 def accept(
+    drafting: Drafting,
     generation: Generation,
     canvas: Canvas,
     drafts: Drafts,
     verified: Decided,
-    logprobs: LogProbs | None,
+    kept: dict[str, LogProbs],
 ) -> Accepted:
     """Follows the chain of drafts that are the steps of the sampler.
 
     Args:
+      drafting: How steps are drafted.
       generation: Constants of the loop.
       canvas: Canvas before the step.
       drafts: Branches of the step.
       verified: Decisions on them, [b k ..].
-      logprobs: Log-probabilities so far.
+      kept: What recorders keep of candidates so far.
     """
     plan, batch = generation.plan, jnp.arange(len(canvas.step))
-    assert plan.drafting is not None, "drafts"
-    drafting, tokens = plan.drafting, drafts.tokens()
+    tokens = drafts.tokens()
     reached = jnp.where(verified.chosen, verified.proposal.token, tokens)[:, :, None]
     agrees = reached == tokens[:, None]
     if drafting.subset:
@@ -205,11 +206,11 @@ def accept(
     agrees = jnp.all(agrees, axis=3) & follows & drafts.real[:, None]
 
     def taken(
-        before: Canvas, at: Int[Array, "b"], logprobs: LogProbs | None
-    ) -> tuple[Canvas, LogProbs | None]:
+        before: Canvas, at: Int[Array, "b"], kept: dict[str, LogProbs]
+    ) -> tuple[Canvas, dict[str, LogProbs]]:
         decided = verified.of_branch(at)
         after = apply(plan, before, decided)
-        return after, decided.added_to(logprobs, before, after)
+        return after, decided.added_to(kept, before, after)
 
     def following(chain: Accepted) -> tuple[Int[Array, "b"], Bool[Array, "b"]]:
         # A subset may be accepted of a step that has finished the sequence, as in the reference.
@@ -222,16 +223,16 @@ def accept(
         before = chain.canvas
         if drafting.subset:  # what the draft has not is a mask again
             before = jax.tree.map(lambda a: by_branch(a, drafting.branches)[batch, at], drafts.canvases)
-        after, logprobs = taken(before, at, chain.logprobs)
+        after, kept = taken(before, at, chain.kept)
         earlier = before.tokens != canvas.tokens
         keep = lambda new, old: jnp.where(earlier, old, new)
         proposal = jax.tree.map(keep, verified.of_branch(at).proposal, chain.proposal)
         choose = lambda new, old: jnp.where(some.reshape(-1, *[1] * (old.ndim - 1)), new, old)
-        return jax.tree.map(choose, Accepted(after, at, proposal, logprobs), chain)
+        return jax.tree.map(choose, Accepted(after, at, proposal, kept), chain)
 
     first = jnp.zeros_like(canvas.step)
-    after, logprobs = taken(canvas, first, logprobs)
-    chain = Accepted(after, first, verified.of_branch(first).proposal, logprobs)
+    after, kept = taken(canvas, first, kept)
+    chain = Accepted(after, first, verified.of_branch(first).proposal, kept)
     return jax.lax.while_loop(lambda chain: jnp.any(following(chain)[1]), follow, chain)
 
 
@@ -240,10 +241,8 @@ def by_branch(array: Array, branches: int) -> Array:
     return array.reshape(len(array) // branches, branches, *array.shape[1:])
 
 
-def check_drafting(drafting: Drafting | None, policy: Policy, spec: ModelSpec, layout: Layout):
+def check_drafting(drafting: Drafting, policy: Policy, spec: ModelSpec, layout: Layout):
     """Raises ValueError for a run whose steps cannot be drafted, or not over further blocks."""
-    if drafting is None:
-        return
     by_block = isinstance(policy, PrefixCache | DualCache) and not isinstance(policy, SubBlockCache)
     if type(policy) is not Policy and not by_block:
         raise ValueError(

@@ -82,7 +82,7 @@ def full_step_batch(plan: Plan, batch: int) -> int:
 def takes_part(plan: Plan, variant: Variant, state: State) -> Bool[Array, "b"]:
     """The sequences that a step of this variant is for."""
     whole = needs_full(plan, state)
-    return state.canvas.active & (whole if variant.width is None else ~whole)
+    return state.canvas.active & (whole if variant.is_full else ~whole)
 
 
 # -- a state of few sequences ----------------------------------------------------------------------------

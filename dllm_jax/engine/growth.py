@@ -28,8 +28,8 @@ def watched_positions(canvas: Canvas) -> Bool[Array, "b l"]:
 
 def end_confidence(
     plan: Plan, canvas: Canvas, index: Int[Array, "b c"], logits: Float[Array, "b c v"]
-) -> Float[Array, "b"] | None:
-    """The confidence in the end of each answer; None unless answers grow.
+) -> Float[Array, "b"]:
+    """The confidence in the end of each answer; 0 unless answers grow.
 
     From the end of the answer back, the first positions whose most likely token is end-of-text count, masked
     or not. Steps that leave out a part of the answer keep the last confidence, unless they predict its end
@@ -43,7 +43,7 @@ def end_confidence(
     """
     growth, sampler = canvas.growth, plan.sampler
     if growth is None:
-        return None
+        return jnp.zeros(canvas.step.shape)
     assert isinstance(sampler, DAEDAL), "answers grow"
     logits, eos = logits.astype(jnp.float32), canvas.spec.eos_id
     ends = (index < canvas.layout.length) & (scores.likeliest(logits) == eos)

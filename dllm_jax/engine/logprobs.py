@@ -4,13 +4,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.samplers.candidates import Candidates
 from dllm_jax.samplers.scores import ruled_out
 from dllm_jax.state.canvas import Canvas
-from dllm_jax.state.rows import gather
 
 
 class LogProbs(NamedTuple):
@@ -47,21 +46,16 @@ class LogProbs(NamedTuple):
         chosen = lambda new, old: jnp.where(changed.reshape(*changed.shape, *[1] * (old.ndim - 2)), new, old)
         return jax.tree.map(chosen, other, self)
 
-    def add(self, before: Canvas, after: Canvas, found: "LogProbs", place: Int[Array, "b l"]) -> "LogProbs":
+    def add(self, before: Canvas, after: Canvas, found: "LogProbs") -> "LogProbs":
         """Takes over what a step unmasked, and forgets what it masked again.
 
         Args:
           before: Canvas before the step.
           after: Canvas after the step.
-          found: Log-probabilities of the step's candidates, [b c].
-          place: Place of each canvas position among the candidates.
+          found: Log-probabilities of the step's candidates, at their positions.
         """
-
-        def on_canvas(values: Shaped[Array, "b c *k"]) -> Shaped[Array, "b l *k"]:
-            return gather(values, place)
-
         changed = changed_by(before, after)
-        added = self.where(changed, jax.tree.map(on_canvas, found))
+        added = self.where(changed, found)
         return added.where(changed & after.masked, LogProbs.begin(after, self.top_tokens.shape[2]))
 
 

@@ -132,6 +132,6 @@ def final_stats(plan: Plan, state: State, tokens: Int[Array, "b l"]) -> Stats:
 
 def scope(variant: Variant) -> str:
     """The name scope of a step's operations: its width, and its phase if the policy has several."""
-    if variant.width is None:
+    if variant.is_full:
         return "full_step"
     return f"partial_step_{variant.width}" + (f"_{variant.phase}" if variant.phase else "")

@@ -98,6 +98,13 @@ class Plan:
         return self.drafting is not None and self.drafting.eager
 
     @property
+    def scores_response(self) -> bool:
+        """Whether all masks of the response meet the vocabulary, not those of the block alone."""
+        sampler = self.sampler
+        wanted = "response" in (self.policy.scored, sampler.scored) or sampler.early_commit is not None
+        return wanted or self.drafts_eagerly
+
+    @property
     def step_limit(self) -> int:
         """Upper bound on denoising steps: the sampler's, and one for each position a policy offers late."""
         return self.sampler.max_steps(self.layout) + self.layout.response

@@ -28,44 +28,32 @@ class Taken(NamedTuple):
     """Account of one step, which counts for its active sequences alone.
 
     Attributes:
+      sequences: Places of the sequences in the trace of the whole batch.
       before: Canvas before the step.
       after: Canvas after it.
+      left: Canvas that the step leaves: `after`, unless answers have grown, and positions have moved.
       computed: Positions fed through the network.
       executed: Positions that the program ran, of all sequences.
       read: Positions that the computed ones attended to.
-      extra: Positions that layers computed beyond the selection (`Cache.extra_positions`); None if none did.
+      extra: Positions that layers computed beyond the selection (`Cache.extra_positions`).
       finite: Sequences whose logits were finite.
       proposal: Candidates offered to the sampler.
       branches: Canvases computed of each sequence.
-      logprobs: Log-probabilities so far, with those of the step; None if none are recorded.
-      grown: Canvas after answers have grown, in which positions have moved; None if they have one length.
-      sequences: Places of the sequences in the trace of the whole batch; None if these are all.
+      kept: What recorders keep of candidates so far, with the step, by the recorder's name.
     """
 
+    sequences: Int[Array, "b"]
     before: Canvas
     after: Canvas
+    left: Canvas
     computed: Bool[Array, "b l"]
     executed: Int[Array, ""] | int
     read: Bool[Array, "b l"]
-    extra: Float[Array, "b n"] | None
+    extra: Float[Array, "b n"]
     finite: Bool[Array, "b"]
     proposal: Proposal
     branches: Int[Array, "b"] | Bool[Array, "b"]
-    logprobs: LogProbs | None = None
-    grown: Canvas | None = None
-    sequences: Int[Array, "b"] | None = None
-
-    @property
-    def extra_positions(self) -> Float[Array, "b n"]:
-        """Positions that layers computed beyond the selection, 0 if none did."""
-        if self.extra is None:
-            return jnp.zeros((len(self.computed), self.before.spec.layers))
-        return self.extra
-
-    @property
-    def left(self) -> Canvas:
-        """The canvas that the step leaves."""
-        return self.after if self.grown is None else self.grown
+    kept: dict[str, LogProbs]
 
 
 class Recorder:
@@ -79,7 +67,7 @@ class Recorder:
     axis: ClassVar[int] = 0
     of_group: ClassVar[bool] = True
 
-    def begin(self, canvas: Canvas, generation: Generation, extra: Float[Array, "b n"] | None) -> PyTree:
+    def begin(self, canvas: Canvas, generation: Generation, extra: Float[Array, "b n"]) -> PyTree:
         """Returns what is kept before the first step; nothing by default.
 
         Args:
@@ -116,7 +104,7 @@ def recorders_of(plan: Plan, spec: ModelSpec) -> dict[str, Recorder]:
     return {name: recorder for name, recorder, wanted in offered if wanted}
 
 
-def begin(generation: Generation, canvas: Canvas, extra: Float[Array, "b n"] | None) -> Record:
+def begin(generation: Generation, canvas: Canvas, extra: Float[Array, "b n"]) -> Record:
     """The record of a run before its first step."""
     recorders = recorders_of(generation.plan, canvas.spec)
     return {name: recorder.begin(canvas, generation, extra) for name, recorder in recorders.items()}
@@ -144,11 +132,11 @@ class Sums(NamedTuple):
 class Counts(Recorder):
     """Counts forward passes and tokens."""
 
-    def begin(self, canvas: Canvas, generation: Generation, extra: Float[Array, "b n"] | None) -> Sums:
+    def begin(self, canvas: Canvas, generation: Generation, extra: Float[Array, "b n"]) -> Sums:
         """Nothing but what layers computed before the first step."""
         zeros = jnp.zeros(canvas.tokens.shape[0], jnp.int32)
-        widened = zeros.astype(jnp.float32) if extra is None else jnp.mean(extra, axis=1)
-        return Sums(zeros, zeros.astype(jnp.float32), widened, zeros, jnp.ones(zeros.shape, bool))
+        none = zeros.astype(jnp.float32)
+        return Sums(zeros, none, jnp.mean(extra, axis=1), zeros, jnp.ones(zeros.shape, bool))
 
     def add(self, kept: Sums, taken: Taken) -> Sums:
         """Counts the positions of a step; padding is never counted, though a full step computes it along."""
@@ -159,7 +147,7 @@ class Counts(Recorder):
         return Sums(
             computed_tokens=kept.computed_tokens + count_marked(counted),
             executed_tokens=kept.executed_tokens + before.active * share,
-            widened_tokens=kept.widened_tokens + jnp.mean(taken.extra_positions, axis=1),
+            widened_tokens=kept.widened_tokens + jnp.mean(taken.extra, axis=1),
             refreshes=kept.refreshes + everything.astype(jnp.int32),
             finite=kept.finite & taken.finite,
         )
@@ -317,8 +305,7 @@ class TokenLogProbs(Recorder):
 
     def add(self, kept: LogProbs, taken: Taken) -> LogProbs:
         """Those that the step made of what was kept, since one pass may take several steps of the sampler."""
-        assert taken.logprobs is not None, "recorded"
-        return moved_with(taken.left, taken.logprobs, LogProbs.begin(taken.left, self.count))
+        return moved_with(taken.left, taken.kept["logprobs"], LogProbs.begin(taken.left, self.count))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,7 +328,7 @@ class Steps(Recorder):
     def add(self, kept: trace.Steps, taken: Taken) -> trace.Steps:
         """Writes the step in place, since the loop carries the trace."""
         before = taken.before
-        widened = taken.extra_positions >= jnp.sum(before.valid & ~taken.computed, axis=1, keepdims=True)
+        widened = taken.extra >= jnp.sum(before.valid & ~taken.computed, axis=1, keepdims=True)
         return trace.add(
             kept, taken.sequences, before, taken.left, taken.computed, taken.read, widened, taken.proposal
         )

@@ -19,6 +19,6 @@ def select_positions(generation: Generation, cache: Cache, canvas: Canvas) -> Bo
     canvas = dataclasses.replace(canvas, planned_order=plan.sampler.planned(canvas, generation.noise))
     selected = stream(plan.policy.select(cache, repeat(canvas, plan.streams)), 0, plan.streams)
     selected = canvas.without_final(selected)
-    if plan.drafts_eagerly:
-        selected |= further_positions(plan, canvas)
+    if (drafting := plan.drafting) and drafting.eager:
+        selected |= further_positions(drafting, canvas)
     return repeat(selected & canvas.active[:, None], plan.streams)

@@ -1,6 +1,7 @@
 """One step of the loop: of the sequences that it is for, recorded, and with the next selection."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -34,8 +35,8 @@ def step(generation: Generation, variant: Variant, state: State) -> State:
     """
     plan = generation.plan
     part = takes_part(plan, variant, state)
-    if variant.width is not None or full_step_batch(plan, len(part)) == len(part):
-        return take_step(generation, variant, _only(state, part, plan))
+    if not variant.is_full or full_step_batch(plan, len(part)) == len(part):
+        return take_step(generation, variant, _only(state, part, plan), jnp.arange(len(part)))
     group = choose_group(part, state.canvas, plan)
     axes = axes_of_sequences(generation.model, plan, len(state.need))
     group_state = _only(gather_state(generation, state, group, axes), part[group], plan)
@@ -51,14 +52,12 @@ def _only(state: State, part: Bool[Array, "b"], plan: Plan) -> State:
     return state._replace(canvas=canvas, need=state.need & repeat(part, plan.streams)[:, None])
 
 
-def take_step(
-    generation: Generation, variant: Variant, state: State, sequences: Int[Array, "b"] | None = None
-) -> State:
+def take_step(generation: Generation, variant: Variant, state: State, sequences: Int[Array, "b"]) -> State:
     """Takes a step of the active sequences of a state, whose places in the trace are `sequences`."""
     plan = generation.plan
-    stages = denoise_once if plan.drafting is None else take_drafted_step
-    taken, cache, memory = stages(generation, variant, state)
-    after = count_forward(taken.after, state.canvas)
-    taken = taken._replace(after=after, sequences=sequences)
-    record, left = recorders.add(plan, state.record, taken), taken.left
+    stages = functools.partial(take_drafted_step, plan.drafting) if plan.drafting else denoise_once
+    taken, cache, memory = stages(generation, variant, state, sequences)
+    left = count_forward(taken.left, state.canvas)
+    taken = taken._replace(after=count_forward(taken.after, state.canvas), left=left)
+    record = recorders.add(plan, state.record, taken)
     return State(left, cache, select_positions(generation, cache, left), record, memory)

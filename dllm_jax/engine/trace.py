@@ -90,7 +90,7 @@ def begin(canvas: Canvas, limit: int) -> Steps:
 
 def add(
     steps: Steps,
-    sequences: Int[Array, "b"] | None,
+    sequences: Int[Array, "b"],
     before: Canvas,
     after: Canvas,
     computed: Bool[Array, "b l"],
@@ -102,7 +102,7 @@ def add(
 
     Args:
       steps: Steps recorded so far.
-      sequences: the places of these sequences among those of `steps`; None if they are all.
+      sequences: the places of these sequences among those of `steps`.
       before: the canvas before the step.
       after: the canvas after it.
       computed: Computed positions of the step (`Trace`).
@@ -115,7 +115,6 @@ def add(
     taken = jnp.where(before.causal, 3, 1) if before.spec.causal_context else 1
     layers = widened << _flags(before) | taken
     row = jnp.concatenate([after.tokens, flagged, score, layers, *_lengths(after)], axis=1)
-    sequences = jnp.arange(len(row)) if sequences is None else sequences
     # Of a sequence that takes no part the step is beyond the trace, and nothing is written.
     step = jnp.where(before.active, before.passes + 1, len(steps))
     return steps.at[step, sequences].set(row, mode="drop")

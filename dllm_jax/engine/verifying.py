@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.engine.branches import Branches
 from dllm_jax.engine.decide import Decided, decide
@@ -21,77 +21,86 @@ from dllm_jax.engine.drafting import (
 )
 from dllm_jax.engine.generation import Generation, State
 from dllm_jax.engine.network import computed_rows, network
-from dllm_jax.engine.plan import Plan
 from dllm_jax.engine.recorders import Taken
 from dllm_jax.engine.trace import attended
 from dllm_jax.engine.widths import Variant
+from dllm_jax.samplers.free_dave import Drafting
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas, repeat
 from dllm_jax.state.rows import Rows, compact_rows
 
 
 def take_drafted_step(
-    generation: Generation, variant: Variant, state: State
+    drafting: Drafting, generation: Generation, variant: Variant, state: State, sequences: Int[Array, "b"]
 ) -> tuple[Taken, Cache, Predictions]:
     """Takes one step of the sampler, or as many as its drafts foresaw, in one forward pass.
 
     Args:
+      drafting: How steps of the sampler are drafted.
       generation: Constants of the loop.
       variant: Kind of step, static.
       state: State before the step; its memory holds the predictions of the last pass.
+      sequences: Places of the sequences in the trace.
 
     Returns:
       what the step did, the cache, and the predictions after it.
     """
-    count = branch_count(generation.plan, variant.width, state.canvas.spec)
+    count = branch_count(drafting, generation.plan, variant, state.canvas.spec)
     if count == 1:
-        taken, cache, _ = denoise_once(generation, variant, state._replace(memory=()))
+        taken, cache, _ = denoise_once(generation, variant, state._replace(memory=()), sequences)
         proposal = taken.proposal._replace(delayed=None)
         return taken, cache, Predictions(proposal, jnp.zeros_like(state.canvas.step))
-    return verify_drafts(generation, variant, state, count)
+    return verify_drafts(drafting, generation, variant, state, sequences, count)
 
 
 def verify_drafts(
-    generation: Generation, variant: Variant, state: State, count: int
+    drafting: Drafting,
+    generation: Generation,
+    variant: Variant,
+    state: State,
+    sequences: Int[Array, "b"],
+    count: int,
 ) -> tuple[Taken, Cache, Predictions]:
     """Computes the canvas and `count - 1` drafts of its next steps, and takes those that agree."""
     canvas, plan = state.canvas, generation.plan
-    drafts = draft(generation, canvas, state.memory, count)
+    drafts = draft(drafting, generation, canvas, state.memory, count)
 
     # The network runs over the canvas and, at the same positions, over the drafts.
     rows = computed_rows(state.need, variant, canvas.spec, plan.policy)
-    assert plan.drafting is not None, "drafts"
-    widest = drafted_width(plan.policy, canvas.spec, plan.layout, plan.drafting)
+    widest = drafted_width(plan.policy, canvas.spec, plan.layout, drafting)
     others = branch_rows(rows, state.need, drafts, widest)
     tokens = jax.vmap(others.take, 1, 1)(drafts.tokens()[:, 1:])
     hidden, cache = network(generation, canvas.tokens, canvas, rows, state.cache, Branches(tokens, others))
 
     # The sampler decides on each; what it would have decided step by step is accepted.
     verified = verify(generation, drafts, rows, others, hidden)
-    accepted = accept(generation, canvas, drafts, verified, state.record.get("logprobs"))
+    kept = {name: state.record[name] for name in verified.found}
+    accepted = accept(drafting, generation, canvas, drafts, verified, kept)
+    after = stored_eagerly(drafting, canvas, accepted.canvas)
     last = verified.of_branch(accepted.branch)
     positions = executed_positions(variant, canvas)
     taken = Taken(
+        sequences=sequences,
         before=canvas,
-        after=stored_eagerly(plan, canvas, accepted.canvas),
+        after=after,
+        left=after,
         computed=rows.mask(),
         executed=positions + (count - 1) * (positions if others is rows else others.index.size),
         read=attended(plan.policy, state.cache, canvas, rows),
-        extra=None,
+        extra=jnp.zeros((len(canvas.tokens), canvas.spec.layers)),
         finite=last.finite,
         proposal=accepted.proposal,
         branches=jnp.sum(drafts.real, axis=1, dtype=jnp.int32),
-        logprobs=accepted.logprobs,
+        kept=accepted.kept,
     )
     return taken, cache, Predictions(last.proposal, accepted.branch)
 
 
-def stored_eagerly(plan: Plan, before: Canvas, after: Canvas) -> Canvas:
+def stored_eagerly(drafting: Drafting, before: Canvas, after: Canvas) -> Canvas:
     """The canvas after a step; of a block that an eager draft has finished nothing is stored yet."""
-    if not plan.drafts_eagerly:
+    if not drafting.eager:
         return after
-    assert plan.drafting is not None, "drafts"
-    stored = drafted_block(plan.drafting, before)[:, 0] + before.spec.block_size
+    stored = drafted_block(drafting, before)[:, 0] + before.spec.block_size
     return dataclasses.replace(after, stored=jnp.where(before.active, stored, after.stored))
 
 
@@ -127,6 +136,6 @@ def verify(
     every = generation._replace(noise=noise, allowed=allowed)
 
     # Each branch is the canvas of a sequence of its own.
-    decided = decide(every, canvases, dataclasses.replace(rows, index=index), hidden, ())
+    decided = decide(every, canvases, dataclasses.replace(rows, index=index), hidden, (), canvases.verifies)
     decided = decided._replace(proposal=decided.proposal._replace(delayed=None))
     return jax.tree.map(lambda a: by_branch(a, k), decided)

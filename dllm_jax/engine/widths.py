@@ -36,6 +36,11 @@ class Variant(NamedTuple):
     width: int | None
     phase: str = ""
 
+    @property
+    def is_full(self) -> bool:
+        """Whether steps of this kind compute the whole canvas."""
+        return self.width is None
+
 
 def saturating(device: jax.Device) -> int:
     """Returns the number of positions that a device computes in the time in which it reads the weights."""

@@ -49,11 +49,12 @@ class Cache(NamedTuple):
             return rows
         return rows.where(~rows.take(stream(self.no_output, 0, streams)))
 
-    def take_extra_positions(self, streams: int) -> tuple[Float[Array, "b n"] | None, "Cache"]:
+    def take_extra_positions(self, canvas: Canvas, streams: int) -> tuple[Float[Array, "b n"], "Cache"]:
         """The extra positions of the conditional stream, and the cache with their count at zero."""
         extra = self.extra_positions
-        taken = jax.tree.map(lambda counts: stream(counts, 0, streams), extra)
-        return taken, self._replace(extra_positions=jax.tree.map(jnp.zeros_like, extra))
+        if extra is None:
+            return jnp.zeros((len(canvas.tokens), canvas.spec.layers)), self
+        return stream(extra, 0, streams), self._replace(extra_positions=jnp.zeros_like(extra))
 
     def separate(self) -> "Cache":
         """The same with a list of layers, as `Policy.layer` finds it in a model with separate layers."""

@@ -94,6 +94,11 @@ class Canvas:
         """Network forwards each sequence has taken part in."""
         return self.step if self.forwards is None else self.forwards
 
+    @property
+    def verifies(self) -> Bool[Array, "b"]:
+        """Sequences whose draft the network verifies in this step."""
+        return jnp.zeros_like(self.done) if self.verifying is None else self.verifying
+
     # -- sets of positions --------------------------------------------------------------------------
 
     @property
@@ -275,8 +280,8 @@ class Canvas:
         return end[:, None]
 
     def ending_block(self, end: Int[Array, "b"] | None) -> "Canvas":
-        """The canvas whose current blocks end there; None leaves them as they are."""
-        return self if end is None else dataclasses.replace(self, block_until=end)
+        """The canvas whose current blocks end there; None where no step sets ends (`Layout.adaptive`)."""
+        return dataclasses.replace(self, block_until=end)
 
     @property
     def exact_positions(self) -> Int[Array, "b"]:
