@@ -141,7 +141,7 @@ def test_of_several_stops_the_first_of_the_list_counts():
         find_stop(
             dataclasses.replace(now, tokens=jnp.asarray([tokens]), stop=jnp.asarray([known], jnp.int32)),
             stop,
-            samplers.Confidence(),
+            final=True,
         ).stop[0]
     )
     tokens = [7, 8, 3, 5, mask_id, 4, 3, 5]

@@ -33,7 +33,9 @@ def initial_state(generation: Generation, inputs: Inputs) -> State:
     cache, canvas = initial_cache(generation, canvas)
     extra, cache = cache.take_extra_positions(canvas, plan.streams)
     record = recorders.begin(generation, canvas, extra)
-    remembered = plan.sampler.init(canvas) if plan.drafting is None else Predictions.none(canvas)
+    remembered = plan.sampler.init(canvas)
+    if plan.drafting:
+        canvas, remembered = dataclasses.replace(canvas, forwards=canvas.step), Predictions.none(canvas)
     memory = jax.tree.map(lambda array: constrain(array, model.rules, "b"), remembered)
     return State(canvas, cache, select_positions(generation, cache, canvas), record, memory)
 
@@ -43,11 +45,9 @@ def initial_canvas(generation: Generation, inputs: Inputs) -> Canvas:
     model, plan = generation.model, generation.plan
     tokens, valid = (constrain(array, model.rules, "bl") for array in (inputs.tokens, inputs.valid))
     canvas = begin(tokens, valid, model.spec, plan.layout)
-    canvas = begin_stops(canvas, bool(plan.stop), plan.stop_texts is not None)
+    canvas = begin_stops(canvas, plan.stop, plan.stop_texts)
     if plan.sampler.edits:
         canvas = dataclasses.replace(canvas, keeps_block=jnp.zeros_like(canvas.done))
-    if plan.drafting is not None:
-        canvas = dataclasses.replace(canvas, forwards=canvas.step)
     return advance(canvas, plan.policy, plan.sampler, plan.stop_at_eos)
 
 
@@ -62,7 +62,7 @@ def initial_cache(generation: Generation, canvas: Canvas) -> tuple[Cache, Canvas
     cache = empty_cache(model, plan.policy, plan.layout, batch)
     if cache.no_output is not None:
         check_outputs(plan, model.spec)
-    if plan.prefix is not None:
+    if plan.prefix:
         cache, canvas = reuse(cache, canvas, plan.prefix, model, generation.rope, plan.policy)
         streams = canvas
     x = embed(model.params, network_inputs(plan, streams), generation.embeds)
@@ -83,7 +83,7 @@ def check_outputs(plan: Plan, spec: ModelSpec):
             "it edits tokens by their outputs",
         ),
         ("cfg_scale", plan.streams == 2, "the two streams may let different positions go"),
-        ("early_commit", plan.sampler.early_commit is not None, "it needs the outputs of all masks"),
+        ("early_commit", bool(plan.sampler.early_commit), "it needs the outputs of all masks"),
         ("constraints", bool(plan.constraints), "the positions that they wait for may be let go"),
     ):
         if unsupported:

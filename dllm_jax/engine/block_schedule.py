@@ -9,27 +9,25 @@ from jaxtyping import Array, Bool, Int
 from dllm_jax.engine import nonfinite
 from dllm_jax.engine.adaptive import check_adaptive
 from dllm_jax.engine.plan import Plan
-from dllm_jax.engine.stops import read_on
+from dllm_jax.engine.stops import find_stop, read_on
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.state.canvas import Canvas, first_of, masks_in_block, revoke
 from dllm_jax.state.ends import first_eos
 from dllm_jax.state.layout import Layout
+from dllm_jax.state.sliding import AdaBlock, Sliding
 from dllm_jax.xla.reductions import any_marked
 
 
 def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool) -> Canvas:
     """Moves each sequence on by as many blocks as have nothing to do; what has something to do is active."""
 
-    # A sliding block that has nothing to do is the last, and so is a draft.
-    fixed = canvas.layout.sliding is None and not canvas.layout.drafts
-    by = canvas.layout.block if fixed else canvas.layout.length
     widest, end = canvas.layout.widest_block, canvas.layout.end
 
     def settle(moving: tuple[Canvas, Bool[Array, "b"], Bool[Array, ""]]):
         # The first round moves nothing, so that the program holds what decides about a block only once.
         canvas, moves, _ = moving
-        until, start = canvas.block_until, canvas.block_start + by * moves
+        until, start = canvas.block_until, canvas.block_start + canvas.layout.moves_by * moves
         if until is not None:
             start = jnp.where(moves, until, canvas.block_start)
             until = jnp.where(moves, jnp.minimum(start + widest, end), until)
@@ -38,7 +36,7 @@ def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool)
             block_start=start,
             block_until=until,
             block_step=jnp.where(moves, 0, canvas.block_step),
-            keeps_block=None if canvas.keeps_block is None else canvas.keeps_block & ~moves,
+            keeps_block=jax.tree.map(lambda stays: stays & ~moves, canvas.keeps_block),
         )
         masks = jnp.where(moves, masks_in_block(moved), canvas.block_masks)
         left = remaining(moved)
@@ -57,20 +55,18 @@ def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool)
         if canvas.layout.drafts:  # what was verified together with it is no answer
             behind = canvas.response & (canvas.position > first_eos(canvas)[:, None])
             canvas = revoke(canvas, at_eos[:, None] & behind)
-    if canvas.stop is not None:
-        canvas = dataclasses.replace(canvas, done=canvas.done | ended(canvas, canvas.stop))
+    canvas = dataclasses.replace(canvas, done=canvas.done | ended(canvas, canvas.stops_at))
     first = (canvas, jnp.zeros_like(canvas.done), jnp.bool_(True))
     return jax.lax.while_loop(lambda moving: moving[2], settle, first)[0]
 
 
-def end_step(plan: Plan, canvas: Canvas, finite: Bool[Array, "b"] | None = None) -> Canvas:
-    """The canvas at the end of a step that has written its tokens; logits are finite unless told."""
-    canvas = find_stop(canvas, plan.stop, plan.sampler)
-    if plan.stop_texts is not None:
-        canvas = read_on(canvas, plan.stop_texts, final(canvas, plan.sampler))
+def end_step(plan: Plan, canvas: Canvas, finite: Bool[Array, "b"]) -> Canvas:
+    """The canvas at the end of a step that has written its tokens, by logits that are finite or not."""
+    stays = final(canvas, plan.sampler)
+    canvas = read_on(find_stop(canvas, plan.stop, stays), plan.stop_texts, stays)
 
     # A step ends with the guard against NaN, and with what is finished: sequences, blocks.
-    canvas = canvas if finite is None else nonfinite.end(canvas, finite)
+    canvas = nonfinite.end(canvas, finite)
     canvas = dataclasses.replace(canvas, done=canvas.done | (canvas.step >= plan.step_limit))
     return advance(canvas, plan.policy, plan.sampler, plan.stop_at_eos)
 
@@ -96,9 +92,9 @@ def at_verified(canvas: Canvas) -> Canvas:
 
 def check_schedule(layout: Layout, policy: Policy, sampler: Sampler):
     """Raises ValueError if the block slides and the policy, or the sampler, rests on blocks that stay."""
-    if layout.adaptive is not None:
+    if isinstance(layout.schedule, AdaBlock):
         check_adaptive(layout, policy, sampler)
-    if layout.sliding is None:
+    if not isinstance(layout.schedule, Sliding):
         return
     if not policy.only_sets:
         raise ValueError(
@@ -135,8 +131,7 @@ def block_finished(canvas: Canvas, policy: Policy, sampler: Sampler) -> Bool[Arr
 
 def offered_positions(policy: Policy, canvas: Canvas) -> Bool[Array, "b l"]:
     """The positions that may be decoded in the coming step: those the policy offers, in front of a stop."""
-    eligible = policy.eligible(canvas)
-    return eligible if canvas.stop is None else eligible & (canvas.position < canvas.stop[:, None])
+    return canvas.in_front_of_stop(policy.eligible(canvas))
 
 
 def final(canvas: Canvas, sampler: Sampler) -> Bool[Array, "b"] | bool:
@@ -155,29 +150,3 @@ def ended(canvas: Canvas, end: Int[Array, "b"]) -> Bool[Array, "b"]:
     """Sequences whose answer is there: an end (end-of-text, a stop), and nothing before it is masked."""
     open_before = jnp.any(canvas.masked & (canvas.position < end[:, None]), axis=1)
     return (end < canvas.layout.length) & ~open_before
-
-
-def find_stop(canvas: Canvas, stop: tuple[tuple[int, ...], ...], sampler: Sampler) -> Canvas:
-    """Looks for stop sequences in the response after a step; their first position is where the answer ends.
-
-    Tokens that may be revoked are looked at when their block is finished.
-
-    As in LLaDA-V's reference implementation: the first of the list that is found counts, at its leftmost
-    place; from then on only the first of the list is looked for, and counts if it lies further to the left.
-    """
-    if canvas.stop is None or not stop:
-        return canvas
-    layout, found = canvas.layout, canvas.stop
-    open_ended = found == layout.length
-    for rank, ids in enumerate(stop):
-        # Where all of its ids stand one after the other, as far as the response reaches.
-        response = canvas.tokens[:, layout.prompt : layout.end]
-        if (places := response.shape[1] - len(ids) + 1) < 1:
-            continue
-        hit = jnp.ones((len(response), places), bool)
-        for i, token in enumerate(ids):
-            hit &= response[:, i : i + places] == token
-        where = layout.prompt + first_of(hit, layout.length - layout.prompt)
-        counts = (open_ended & (found == layout.length)) | ((rank == 0) & (where < found))
-        found = jnp.where(counts, where, found).astype(jnp.int32)
-    return dataclasses.replace(canvas, stop=jnp.where(final(canvas, sampler), found, canvas.stop))

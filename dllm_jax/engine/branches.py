@@ -32,6 +32,31 @@ from pallas_kernels.ragged_attention.xla import merge_by_lse
 Both = tuple[Float[Array, "b q m"], Float[Array, "b n_w m"]]  # residual streams of the rows, of the branches
 
 
+PolicyLayer = Callable[..., tuple[Array, LayerCache]]
+
+
+@dataclasses.dataclass(frozen=True)
+class OneCanvas:
+    """No branches: a step computes one canvas of each sequence."""
+
+    def over(self, layer: PolicyLayer) -> PolicyLayer:
+        """The layer itself."""
+        return layer
+
+    def beside(
+        self, x: Float[Array, "b q m"], params: Params, embeds: Float[Array, "b l m"] | None
+    ) -> Float[Array, "b q m"]:
+        """The residual stream itself."""
+        return x
+
+    def joined_streams(self, streams: Float[Array, "b q m"]) -> Float[Array, "b q m"]:
+        """The residual stream itself."""
+        return streams
+
+
+ONE_CANVAS = OneCanvas()
+
+
 @dataclasses.dataclass(frozen=True)
 class Branches:
     """Branches of every sequence, n of w positions each.
@@ -62,6 +87,18 @@ class Branches:
         """Embedded inputs, branch after branch; `embeds` are those in place of embeddings."""
         at_rows = None if embeds is None or self.blind else self.each(self.rows.take(embeds), axis=1)
         return embed(params, self.tokens.reshape(len(self.tokens), -1), at_rows)
+
+    def over(self, layer: PolicyLayer) -> Callable[..., tuple[Both, LayerCache]]:
+        """A policy's layer, over its rows and over the branches."""
+        return over_branches(layer, self)
+
+    def beside(self, x: Float[Array, "b q m"], params: Params, embeds: Float[Array, "b l m"] | None) -> Both:
+        """The residual stream of the rows, and that of the branches before the first layer."""
+        return x, self.embedded(params, embeds)
+
+    def joined_streams(self, streams: Both) -> Float[Array, "b q_n_w m"]:
+        """The residual streams, that of the branches after that of the rows."""
+        return jnp.concatenate(streams, axis=1)
 
     def split(self, x: Float[Array, "b n_w h d"]) -> Float[Array, "b_n w h d"]:
         """The branches in place of sequences."""
@@ -126,9 +163,11 @@ def place_in_shadow(canvas: Canvas, index: Int[Array, "b c"]) -> Int[Array, "b c
     return jnp.clip(index - canvas.block_start[:, None], 0, canvas.layout.block - 1)
 
 
-def shadow_of(sampler: Sampler, canvas: Canvas) -> Branches | None:
-    """The shadow block of a sampler that verifies tokens by one; None for others."""
-    return shadow_block(canvas, sampler.verifies_causally) if has_shadow(sampler, canvas.spec) else None
+def shadow_of(sampler: Sampler, canvas: Canvas) -> Branches | OneCanvas:
+    """The shadow block of a sampler that verifies tokens by one; no branches for others."""
+    return (
+        shadow_block(canvas, sampler.verifies_causally) if has_shadow(sampler, canvas.spec) else OneCanvas()
+    )
 
 
 def has_shadow(sampler: Sampler, spec: ModelSpec) -> bool:
@@ -145,38 +184,33 @@ def shadow_block(canvas: Canvas, causal: bool = False) -> Branches:
     return Branches(masks, Rows(position, canvas.layout.length), blind=True, causal=causal)
 
 
-def over_branches(
-    layer: Callable[..., tuple[Array, LayerCache]], branches: Branches
-) -> Callable[..., tuple[Both, LayerCache]]:
+def over_branches(layer: PolicyLayer, branches: Branches) -> Callable[..., tuple[Both, LayerCache]]:
     """A policy's layer, over its rows and over the branches."""
 
     def both(
         weights: Layer, streams: Both, cache: LayerCache, rows: Rows, canvas: Canvas
     ) -> tuple[Both, LayerCache]:
         x, branch = streams
-        stored = _not_stored(weights, x, rows, cache) if branches.blind else None
+        stores = bool(jax.tree.leaves(cache.storage.layers))
         after, cache = layer(weights, x, cache, rows, canvas)
         q, k = weights.qk(branch, branches.position)
 
-        # Keys and values of the canvas, as the step has left them; drafts share none if it computes all.
-        of_canvas = None
-        if stored is not None or jax.tree.leaves(cache.storage.layers):
-            now = cache.read() if stored is None else stored
-            of_canvas = weights.attention(q, now.k, now.v, branches.shared(cache, canvas))
-
-        # And those of the branch itself; the two disjoint sets are merged by their log-sum-exp.
+        # Keys and values of the branch itself.
         inside = branches.inside(cache, canvas)
         split, value = branches.split, weights.value(branch)
         own = branches.joined(*weights.attention(split(q), split(k), split(value), inside))
-        o = own[0] if of_canvas is None else merge_by_lse(of_canvas, own)[0]
-        return (after, weights.finish(branch, o.astype(q.dtype))), cache
+
+        # And those of the canvas, as the step has left them; drafts share none if it computes all. The two
+        # disjoint sets are merged by their log-sum-exp.
+        if stores or branches.blind:
+            now = cache.read() if stores else pairs_of_canvas(weights, x, rows)
+            own = merge_by_lse(weights.attention(q, now.k, now.v, branches.shared(cache, canvas)), own)
+        return (after, weights.finish(branch, own[0].astype(q.dtype))), cache
 
     return both
 
 
-def _not_stored(layer: Layer, x: Float[Array, "b q m"], rows: Rows, cache: LayerCache) -> KV | None:
-    """The layer's keys and values where the policy stores none, as the exact decoder: those of the canvas."""
-    if jax.tree.leaves(cache.storage.layers):
-        return None
+def pairs_of_canvas(layer: Layer, x: Float[Array, "b q m"], rows: Rows) -> KV:
+    """The layer's keys and values of the canvas, where the policy stores none, as the exact decoder."""
     assert rows.full, "what stores nothing computes everything"
     return KV(layer.qk(x, rows.positions)[1], layer.value(x))

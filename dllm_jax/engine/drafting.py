@@ -152,6 +152,7 @@ def draft(
     reach = drafting.further(plan.layout) * plan.layout.block
     last = drafted_block(drafting, canvas)[:, 0] + reach
     most = min(plan.layout.widest_block + reach, plan.layout.response)
+    finite = jnp.ones_like(canvas.done)
 
     def following(before: tuple[Canvas, Bool[Array, "b"]], _):
         drafted, real = before
@@ -165,7 +166,7 @@ def draft(
             chosen = spread(plan.sampler.transfer(candidates, drafted, noise), place, False)
         else:
             chosen = known & (order >= 0)
-        after = end_step(plan, write(drafted, chosen, token))
+        after = end_step(plan, write(drafted, chosen, token), finite)
         real &= after.active & (after.block_start <= last) & jnp.any(after.tokens != drafted.tokens, axis=1)
         return (after, real), (jax.tree.leaves(after), real)
 

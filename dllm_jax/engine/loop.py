@@ -30,7 +30,7 @@ from dllm_jax.engine.trace import Trace
 from dllm_jax.engine.widths import Variant
 from dllm_jax.nn.mesh import over_mesh
 from dllm_jax.nn.model import Model
-from dllm_jax.state.ends import first_eos
+from dllm_jax.state.ends import first_eos, with_stop
 
 
 @jax.jit
@@ -117,10 +117,7 @@ def final_tokens(plan: Plan, state: State) -> Int[Array, "b l"]:
         if plan.constraints:
             remaining &= state.canvas.position > first_eos(state.canvas)[:, None]
         tokens = jnp.where(remaining, eos_id, tokens)
-    if (stop := state.canvas.stop) is not None:
-        behind = (state.canvas.position >= stop[:, None]) & (state.canvas.position < state.canvas.layout.end)
-        tokens = jnp.where(behind, eos_id, tokens)
-    return state.canvas.with_ends(tokens)
+    return state.canvas.with_ends(with_stop(state.canvas, tokens))
 
 
 def final_stats(plan: Plan, state: State, tokens: Int[Array, "b l"]) -> Stats:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.engine.branches import Branches, over_branches
+from dllm_jax.engine.branches import ONE_CANVAS, Branches, OneCanvas
 from dllm_jax.engine.generation import Generation
 from dllm_jax.engine.plan import Plan
 from dllm_jax.engine.widths import Variant, at_end
@@ -51,7 +51,7 @@ def network(
     canvas: Canvas,
     rows: Rows,
     cache: Cache,
-    branches: Branches | None = None,
+    branches: Branches | OneCanvas = ONE_CANVAS,
 ) -> tuple[Float[Array, "b q_plus_s m"], Cache]:
     """Runs the rows through all layers; the stacked cache is part of the carry and is written in place.
 
@@ -61,7 +61,7 @@ def network(
       canvas: state before the step.
       rows: Positions to compute.
       cache: the policy's.
-      branches: Further canvases of each sequence; None if there are none.
+      branches: Further canvases of each sequence, if there are any.
 
     Returns:
       the residual stream at the rows after the last layer, after it that of the branches, and the changed
@@ -75,17 +75,15 @@ def network(
     # What layers may attend to is settled before the first of them, like the rows.
     readable = policy.readable(cache, canvas)
     cache = policy.before_layers(cache, canvas, rows)
-    layer = policy.layer if branches is None else over_branches(policy.layer, branches)
-    walker = Walker.of(generation, canvas, rows, readable, layer)
-    x = walker.embedded(tokens, generation.embeds)
-    start = x if branches is None else (x, branches.embedded(walker.params, generation.embeds))
+    walker = Walker.of(generation, canvas, rows, readable, branches.over(policy.layer))
+    start = branches.beside(walker.embedded(tokens, generation.embeds), walker.params, generation.embeds)
     x, cache = run_with_exits(policy, canvas, walker.run, walker.layer_at, (start, cache), rows)
 
     # Whether layers run again is decided once per step: no layer waits for it.
-    more = None if rows.full else policy._repairs(cache, canvas, generation.model.spec.layers - 1)
-    if more is not None:
+    if policy._runs_again and not rows.full:
+        more = policy._repairs(cache, canvas, generation.model.spec.layers - 1)
         x, cache = when(jnp.any(more), walker.run_again, (x, cache), name=REFRESH)
-    return x if branches is None else jnp.concatenate(x, axis=1), cache
+    return branches.joined_streams(x), cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +167,7 @@ class Walker:
                 return x, view.into(cache, weights.index)
 
             needed = self._policy._repairs(carry[1], self.canvas, weights.index)
-            return carry if needed is None else when(jnp.any(needed), change, carry, name=REFRESH)
+            return when(jnp.any(needed), change, carry, name=REFRESH)
 
         return self._walk(one, carry)
 

@@ -69,10 +69,9 @@ def run_piece(
     canvas, record = after.canvas, after.record
     tokens, running = final_tokens(plan, after), jnp.any(canvas.active)
     tokens = jnp.where(running, canvas.with_ends(canvas.tokens), tokens) if together else tokens
-    confidence = record.get("confidence")
-    if confidence is not None and canvas.stop is not None:
-        # No step decoded the end-of-text at a stop and after it.
-        confidence = jnp.where(tokens == canvas.tokens, confidence, jnp.inf)
+    # No step decoded the end-of-text at a stop and after it.
+    decoded = tokens == canvas.tokens
+    confidence = jax.tree.map(lambda kept: jnp.where(decoded, kept, jnp.inf), record.get("confidence"))
     piece = Piece(
         tokens=tokens,
         goes_on=canvas.active,

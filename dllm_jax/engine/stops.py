@@ -1,4 +1,7 @@
-"""Stop texts in the loop: an automaton reads each response up to its first mask, token by token."""
+"""Stops in the loop: sequences of token ids, and texts.
+
+An automaton reads each response up to its first mask, token by token, and finds the texts.
+"""
 
 import dataclasses
 
@@ -28,24 +31,54 @@ class StopTable:
     follows: Int[AnyArray, "states kinds"]
 
 
-def begin_stops(canvas: Canvas, sequences: bool, texts: bool) -> Canvas:
+def begin_stops(canvas: Canvas, stop: tuple[tuple[int, ...], ...], texts: StopTable | None) -> Canvas:
     """The canvas before anything is looked for.
 
     Args:
       canvas: Canvas before the first step.
-      sequences: Whether answers end at sequences of token ids.
-      texts: Whether they end at texts: the automaton is then in front of each response.
+      stop: Sequences of token ids at which answers end.
+      texts: Automaton of texts at which they end; it begins in front of each response.
     """
-    if sequences or texts:
-        nowhere = jnp.full(len(canvas.tokens), canvas.layout.length, jnp.int32)
-        canvas = dataclasses.replace(canvas, stop=nowhere)
+    if stop or texts:
+        canvas = dataclasses.replace(canvas, stop=canvas.stops_at)
     if not texts:
         return canvas
     at = jnp.full(len(canvas.tokens), canvas.layout.prompt, jnp.int32)
     return dataclasses.replace(canvas, read=(at, jnp.full_like(at, BEGIN)))
 
 
-def read_on(canvas: Canvas, table: StopTable, final: Bool[Array, "b"] | bool) -> Canvas:
+def find_stop(canvas: Canvas, stop: tuple[tuple[int, ...], ...], final: Bool[Array, "b"] | bool) -> Canvas:
+    """Looks for stop sequences in the response after a step; their first position is where the answer ends.
+
+    Tokens that may be revoked are looked at when their block is finished.
+
+    As in LLaDA-V's reference implementation: the first of the list that is found counts, at its leftmost
+    place; from then on only the first of the list is looked for, and counts if it lies further to the left.
+
+    Args:
+      canvas: State after a step.
+      stop: Sequences of token ids.
+      final: Whether the sequence's tokens stay.
+    """
+    if not stop:
+        return canvas
+    layout, found = canvas.layout, canvas.stops_at
+    open_ended = found == layout.length
+    for rank, ids in enumerate(stop):
+        # Where all of its ids stand one after the other, as far as the response reaches.
+        response = canvas.tokens[:, layout.prompt : layout.end]
+        if (places := response.shape[1] - len(ids) + 1) < 1:
+            continue
+        hit = jnp.ones((len(response), places), bool)
+        for i, token in enumerate(ids):
+            hit &= response[:, i : i + places] == token
+        where = layout.prompt + first_of(hit, layout.length - layout.prompt)
+        counts = (open_ended & (found == layout.length)) | ((rank == 0) & (where < found))
+        found = jnp.where(counts, where, found).astype(jnp.int32)
+    return dataclasses.replace(canvas, stop=jnp.where(final, found, canvas.stops_at))
+
+
+def read_on(canvas: Canvas, table: StopTable | None, final: Bool[Array, "b"] | bool) -> Canvas:
     """Reads what a step has unmasked, as far as no mask precedes it; the first stop ends the answer.
 
     The response ends after the token that decides where the stop begins. Each token is read once in a
@@ -53,10 +86,11 @@ def read_on(canvas: Canvas, table: StopTable, final: Bool[Array, "b"] | bool) ->
 
     Args:
       canvas: State after a step.
-      table: Automaton of the stop texts.
+      table: Automaton of the stop texts; None where there are none.
       final: Whether the sequence's tokens stay.
     """
-    assert canvas.read is not None, "begin_reading"
+    if table is None or canvas.read is None:
+        return canvas
     layout, start = canvas.layout, canvas.read[0]
     known = jnp.minimum(first_of(canvas.masked & canvas.response, layout.end), layout.end)
     known = jnp.where(final, known, start)

@@ -71,8 +71,7 @@ def attended(policy: Policy, cache: Cache, canvas: Canvas, rows: Rows) -> Bool[A
       rows: Positions that the step computes.
     """
     read = policy.reads(cache, canvas) & canvas.valid
-    if (gone := policy._evicted(cache, canvas)) is not None:
-        read &= ~gone | rows.mask()
+    read &= ~policy._evicted(cache, canvas) | rows.mask()
     # Masks of blocks and causal ones leave the last position the most.
     last = jnp.max(jnp.where(rows.real, rows.index, 0), axis=1, keepdims=True)
     mask = canvas.attends(Rows(last, rows.length), read)

@@ -95,24 +95,30 @@ def step_widths(
         override = check_argument("widths", override, tuple[PositiveInt, ...])
     if not policy.stores(spec):
         return ()
-    own = check_argument("widths", tuple(policy.widths(spec, layout)), tuple[PositiveInt, ...])
-
-    # Of a block-causal model a step computes its block, and once the finished one before it; with a causal
-    # context either of them. A template may hold whole blocks that are finished too.
-    if size := layout.fitted(spec).block_size:
-        entering = () if spec.causal_context else (2 * size, *([] if layout.prompt else [layout.length]))
-        own = (*(w for w in own if w < size), size, *entering)
+    own = own_widths(policy, spec, layout)
 
     # Widths of at least the canvas run no faster than the step over the canvas in place.
     chosen = own if override is None else override
     widths = {int(width) for width in chosen if width < layout.length}
-
-    if override is None and widths and layout.compiles_longer_than_it_runs(spec):
-        widths = {max(widths)}
-    if not policy.only_sets:
-        widest = min(max(own, default=0), layout.length)
-        widths |= {widest} if widest > max(widths, default=0) else set()
+    if override is None and layout.compiles_longer_than_it_runs(spec):
+        widths = set(sorted(widths)[-1:])
+    widest = min(max(own, default=0), layout.length)
+    if not policy.only_sets and widest > max(widths, default=0):
+        widths |= {widest}
     return tuple(sorted(widths))
+
+
+def own_widths(policy: Policy, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
+    """The widths that a policy proposes, with those that a block-causal model needs.
+
+    A step computes the model's block, and once the finished one before it; with a causal context either of
+    them. A template may hold whole blocks that are finished too.
+    """
+    own = check_argument("widths", tuple(policy.widths(spec, layout)), tuple[PositiveInt, ...])
+    if not (size := layout.fitted(spec).block_size):
+        return own
+    entering = () if spec.causal_context else (2 * size, *([] if layout.prompt else [layout.length]))
+    return (*(width for width in own if width < size), size, *entering)
 
 
 def at_end(policy: Policy, spec: ModelSpec) -> bool:

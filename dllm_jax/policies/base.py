@@ -174,12 +174,16 @@ class Policy(Options):
         """Returns the kind of one layer in a step; `layer` is None for stacked layers after the first."""
         return phase
 
-    def _repairs(self, cache: Cache, canvas: Canvas, layer: LayerIndex) -> Bool[Array, "b"] | None:
-        """Returns the sequences whose layer a partial step runs again, by `_repair`; None if it never does.
+    _runs_again: ClassVar[bool] = False
+    """Whether a partial step may run layers again after the last one (`_repairs`)."""
 
-        Asked after all layers. A sequence of which a layer runs again runs all further layers again.
+    def _repairs(self, cache: Cache, canvas: Canvas, layer: LayerIndex) -> Bool[Array, "b"]:
+        """Returns the sequences whose layer a partial step runs again, by `_repair`.
+
+        Asked after all layers, if `_runs_again`. A sequence of which a layer runs again runs all further
+        layers again.
         """
-        return None
+        raise NotImplementedError(f"{type(self).__name__} runs no layer again")
 
     def _repair(
         self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
@@ -220,12 +224,12 @@ class Policy(Options):
         """
         return self
 
-    def _evicted(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"] | None:
-        """Marks positions without a stored pair in any layer, for traces; None if nothing is evicted.
+    def _evicted(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+        """Marks positions without a stored pair in any layer, for traces; none by default.
 
         A step attends to such a position only if it computes it.
         """
-        return None
+        return ~canvas.everything
 
     def _dense_pairs(self, storage: PyTree) -> KV | None:
         """Finds the rotated keys and values of all positions in a layer's storage; None if there are none.

@@ -1,7 +1,7 @@
 """Elastic-Cache (arXiv:2510.14973): a sliding window, and deep layers refreshed once attention drifts."""
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -157,6 +157,8 @@ class ElasticCache(Policy):
     def top(self, votes: Float[Array, "b l"], canvas: Canvas) -> Int[Array, "b track"]:
         """The most attended decoded tokens, which are tracked in the next step."""
         return most_attended(votes, canvas.valid & ~self.undecided(canvas), self.track)
+
+    _runs_again: ClassVar[bool] = True
 
     @override
     def _repairs(self, cache: Cache, canvas: Canvas, layer: LayerIndex) -> Bool[Array, "b"]:

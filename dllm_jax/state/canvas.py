@@ -161,8 +161,7 @@ class Canvas:
 
         Masks left in earlier blocks are among them, as in LLaDA's reference.
         """
-        eligible = self._predicted & self.active[:, None]
-        return eligible if self.stop is None else eligible & (self.position < self.stop[:, None])
+        return self.in_front_of_stop(self._predicted & self.active[:, None])
 
     @property
     def _predicted(self) -> Bool[Array, "b l"]:
@@ -196,6 +195,15 @@ class Canvas:
     def predicting_positions(self, positions: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
         """The positions whose output predicts these positions, see `predictor`."""
         return shift.predicting_positions(positions, self.valid, self.spec)
+
+    @property
+    def stops_at(self) -> Int[Array, "b"]:
+        """Position of the stop in each answer; l where there is none."""
+        return jnp.full_like(self.step, self.layout.length) if self.stop is None else self.stop
+
+    def in_front_of_stop(self, positions: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
+        """The positions of a set that no stop precedes."""
+        return positions if self.stop is None else positions & (self.position < self.stop[:, None])
 
     # -- conditions per sequence -------------------------------------------------------------------------
 

@@ -29,6 +29,14 @@ def answer_end(canvas: Canvas) -> Int[Array, "b"]:
     return first if canvas.stop is None else jnp.minimum(first, canvas.stop)
 
 
+def with_stop(canvas: Canvas, tokens: Int[Array, "b l"]) -> Int[Array, "b l"]:
+    """The tokens with end-of-text from a stop to the end of the answer."""
+    if canvas.stop is None:
+        return tokens
+    stopped = (canvas.position >= canvas.stop[:, None]) & (canvas.position < canvas.layout.end)
+    return jnp.where(stopped, canvas.spec.eos_id, tokens)
+
+
 def behind_first_eos(canvas: Canvas) -> Bool[Array, "b l"]:
     """Positions after the leftmost end-of-text of the first step that decoded one."""
     # Only decoded ones count: an end-of-text in the prompt is text. Without any, a step after all steps.

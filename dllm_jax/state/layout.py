@@ -136,6 +136,11 @@ class Layout(Options):
         return 1 if self.schedule is not None else -(-(self.end - self.prompt) // self.block)
 
     @property
+    def moves_by(self) -> int:
+        """Positions by which a finished block moves on; a sliding block, or a draft, is then the last."""
+        return self.length if self.sliding or self.drafts else self.block
+
+    @property
     def widest_block(self) -> int:
         """Upper bound of the positions of a block."""
         if self.cut_short:  # positions of the prompt may be among them
