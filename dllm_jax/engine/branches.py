@@ -85,7 +85,8 @@ class Branches:
 
     def embedded(self, params: Params, embeds: Float[Array, "b l m"] | None) -> Float[Array, "b n_w m"]:
         """Embedded inputs, branch after branch; `embeds` are those in place of embeddings."""
-        at_rows = None if embeds is None or self.blind else self.each(self.rows.take(embeds), axis=1)
+        at_rows = lambda embeds: self.each(self.rows.take(embeds), axis=1)
+        at_rows = None if self.blind else jax.tree.map(at_rows, embeds)
         return embed(params, self.tokens.reshape(len(self.tokens), -1), at_rows)
 
     def over(self, layer: PolicyLayer) -> Callable[..., tuple[Both, LayerCache]]:
@@ -117,7 +118,7 @@ class Branches:
     def shared(self, cache: LayerCache, canvas: Canvas) -> Mask:
         """Keys of the canvas that the positions attend to."""
         if self.blind:
-            read = canvas.valid if cache.readable is None else cache.readable
+            read = canvas.shown(cache.readable)
             own = self.rows.index[:, None, :, None]
             seen = own > canvas.position if self.causal else own != canvas.position
             return read[:, None, None, :] & seen

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
@@ -43,12 +44,13 @@ class Generation(NamedTuple):
     def of(model: Model, inputs: Inputs, plan: Plan) -> "Generation":
         """The constants of a request, inside of its program."""
         interventions = for_sequences(plan.interventions, inputs.tokens.shape[0], plan.streams)
-        embeds = inputs.embeds
-        if embeds is not None:
-            # Read where ids are negative: never in the response, nor in the stream whose prompt is masked.
-            of_canvas = jnp.pad(embeds, ((0, 0), (0, plan.layout.response), (0, 0)))
-            embeds = constrain(repeat(of_canvas, plan.streams), model.rules, "bl")
 
+        def on_canvas(embeds: Float[Array, "b p m"]) -> Float[Array, "streams_b l m"]:
+            # Read where ids are negative: never in the response, nor in the stream whose prompt is masked.
+            padded = jnp.pad(embeds, ((0, 0), (0, plan.layout.response), (0, 0)))
+            return constrain(repeat(padded, plan.streams), model.rules, "bl")
+
+        embeds = jax.tree.map(on_canvas, inputs.embeds)
         rope = before_loops(rope_of(model.spec, plan.layout.length))
         plan = dataclasses.replace(plan, interventions=interventions)
         return Generation(model, plan, inputs.noise, embeds, rope, inputs.allowed)

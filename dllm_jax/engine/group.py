@@ -22,6 +22,7 @@ from dllm_jax.nn.intervention import of_sequences as interventions_of
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
+from dllm_jax.samplers.noise import noise_of
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas, repeat, stream
 from dllm_jax.state.layout import Layout
@@ -106,7 +107,7 @@ def gather_constants(generation: Generation, index: Int[Array, "g"]) -> Generati
     return Generation(
         model,
         dataclasses.replace(plan, interventions=interventions_of(plan.interventions, both)),
-        None if noise is None else noise.of_sequences(index),
+        noise_of(noise, index),
         jax.tree.map(lambda array: gather_sequences(array, both, 0, plan.shares), embeds),
         rope,
         jax.tree.map(lambda array: gather_sequences(array, index, 0, plan.shares), allowed),

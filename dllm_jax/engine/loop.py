@@ -71,20 +71,21 @@ def _denoise(
 
 
 def run(
-    generation: Generation, state: State, wanted: Callable[[State], Bool[Array, ""]] | None = None
+    generation: Generation,
+    state: State,
+    wanted: Callable[[State], Bool[Array, ""]] = lambda state: jnp.bool_(True),
 ) -> State:
     """The state after as many steps as are wanted, at most until the generation is finished.
 
     Args:
       generation: the constants.
       state: before the first of these steps.
-      wanted: whether another step is wanted; None wants all of them.
+      wanted: whether another step is wanted; by default, all of them.
     """
     plan = generation.plan
 
     def running(state: State) -> Bool[Array, ""]:
-        goes_on = jnp.any(state.canvas.active)
-        return goes_on if wanted is None else goes_on & wanted(state)
+        return jnp.any(state.canvas.active) & wanted(state)
 
     def comes_next(variant: Variant, state: State) -> Bool[Array, ""]:
         return next_variant(plan, state) == plan.variants.index(variant)

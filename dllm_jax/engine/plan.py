@@ -95,14 +95,14 @@ class Plan:
     @property
     def drafts_eagerly(self) -> bool:
         """Whether drafts reach into further blocks, which steps compute too."""
-        return self.drafting is not None and self.drafting.eager
+        return bool(self.drafting and self.drafting.eager)
 
     @property
     def scores_response(self) -> bool:
         """Whether all masks of the response meet the vocabulary, not those of the block alone."""
         sampler = self.sampler
-        wanted = "response" in (self.policy.scored, sampler.scored) or sampler.early_commit is not None
-        return wanted or self.drafts_eagerly
+        scored = "response" in (self.policy.scored, sampler.scored)
+        return scored or bool(sampler.early_commit) or self.drafts_eagerly
 
     @property
     def step_limit(self) -> int:

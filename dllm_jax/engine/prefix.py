@@ -135,7 +135,7 @@ def _not_rotated(rope: Rope) -> Rope:
 
 def refusal(model: Model, policy: Policy, sampler: Sampler) -> str | None:
     """Why a model, policy or sampler cannot reuse a prefix; None if they can."""
-    if (reason := model_refusal(model, reads_causally(model.spec, sampler))) is not None:
+    if reason := model_refusal(model, reads_causally(model.spec, sampler)):
         return reason
     runs = for_model(policy, model.spec)
     layers = jax.eval_shape(lambda: runs.init(model.spec, Layout.of(8, 8), 1, model.dtype)).layers

@@ -89,7 +89,7 @@ def read_on(canvas: Canvas, table: StopTable | None, final: Bool[Array, "b"] | b
       table: Automaton of the stop texts; None where there are none.
       final: Whether the sequence's tokens stay.
     """
-    if table is None or canvas.read is None:
+    if not (table and canvas.read):
         return canvas
     layout, start = canvas.layout, canvas.read[0]
     known = jnp.minimum(first_of(canvas.masked & canvas.response, layout.end), layout.end)

@@ -25,6 +25,7 @@ from dllm_jax.engine.recorders import Taken
 from dllm_jax.engine.trace import attended
 from dllm_jax.engine.widths import Variant
 from dllm_jax.samplers.free_dave import Drafting
+from dllm_jax.samplers.noise import noise_of
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas, repeat
 from dllm_jax.state.rows import Rows, compact_rows
@@ -131,9 +132,8 @@ def verify(
     index = jnp.concatenate([rows.index, *[index] * (k - 1)], axis=1).reshape(b * k, q)
     later = jnp.pad(hidden[:, q:].reshape(b, k - 1, w, -1), ((0, 0), (0, 0), (0, q - w), (0, 0)))
     hidden = jnp.concatenate([hidden[:, None, :q], later], axis=1).reshape(b * k, q, -1)
-    noise, allowed = generation.noise, repeat(generation.allowed, k)
-    noise = None if noise is None else noise.of_sequences(jnp.repeat(jnp.arange(b), k))
-    every = generation._replace(noise=noise, allowed=allowed)
+    noise = noise_of(generation.noise, jnp.repeat(jnp.arange(b), k))
+    every = generation._replace(noise=noise, allowed=repeat(generation.allowed, k))
 
     # Each branch is the canvas of a sequence of its own.
     decided = decide(every, canvases, dataclasses.replace(rows, index=index), hidden, (), canvases.verifies)

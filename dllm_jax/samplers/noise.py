@@ -37,6 +37,11 @@ class Noise(Protocol):
         ...
 
 
+def noise_of(noise: Noise | None, who: Int[Array, "g"]) -> Noise | None:
+    """The draws of some of the sequences; None of a sampler that draws none."""
+    return None if noise is None else noise.of_sequences(who)
+
+
 def require_noise(noise: Noise | None) -> Noise:
     """The noise of a sampler that draws.
 

@@ -314,10 +314,14 @@ class Canvas:
           rows: the computed positions.
           readable: positions that may be attended to, without padding; None for all that are not padding.
         """
-        keys = self.valid if readable is None else readable
+        keys = self.shown(readable)
         if self.layout.padded:
             return padding_mask(keys, rows.take(self.valid), self.spec)
         return None if readable is None else key_mask(keys)
+
+    def shown(self, readable: Bool[Array, "b l"] | None) -> Bool[Array, "b l"]:
+        """The positions that may be attended to: `readable`, or all that are not padding if it is None."""
+        return self.valid if readable is None else readable
 
     def lookahead(self, rows: Rows) -> int | None:
         """Bounds what the rows attend to: row i to no position from i + lookahead on; None without a bound.

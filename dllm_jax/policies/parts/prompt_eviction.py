@@ -53,7 +53,7 @@ class LayerStep(NamedTuple):
     @property
     def visible(self) -> Bool[Array, "b l"]:
         """Positions that may be attended to."""
-        return self.canvas.valid if self.readable is None else self.readable
+        return self.canvas.shown(self.readable)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +159,7 @@ class PromptEviction(Policy):
             unread = canvas.layout.padded or readable is not None
             mask = key_mask(step.visible) if unread else None
         else:
-            prompt = canvas.prompt if readable is None else canvas.prompt & readable
+            prompt = canvas.prompt & canvas.shown(readable)
             prompt_k, prompt_v, in_prompt = prompt_pairs(
                 pairs, layer.index, due, keys, values, prompt, columns, readable
             )
