@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import jax
+
 if TYPE_CHECKING:  # a test reads the pages where mkdocs is not at hand
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
@@ -67,6 +69,7 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
     """Adds a page for each method, and a picture for each policy."""
     from mkdocs.structure.files import File
 
+    jax.config.update("jax_disable_most_optimizations", True)  # programs of pictures run once
     for name, policies in methods().items():
         files.append(File.generated(config, source(name), content=page_of_method(name, policies)))
     for policy in POLICIES:

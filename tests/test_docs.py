@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from bench.pages import methods, speed, tables
+from bench.pages import methods, pictures, speed, tables
 from bench.pages import policy as policy_pages
 from dllm_jax import checkpoint, testing
 from dllm_jax.options.renamed import Renamed
@@ -302,6 +302,22 @@ def test_the_site_has_few_pages_and_each_policy_a_heading_on_one():
             assert f"\n## {type(policy).__name__}\n" in text
             assert methods.address(type(policy).__name__) == f"{name}.md#{type(policy).__name__.lower()}"
     assert methods.address("D2Cache") == "D2Cache.md"
+
+
+def test_pictures_show_what_each_layer_updates_and_retains():
+    """Of dLLM-Cache a quarter of the response, all of it in the first layer; of MaskKV the budget."""
+    run, layers = pictures.recording(dj.policies.DLLMCache())
+    prompt, whole = run.to_fill[0], layers.whole
+    refreshed = np.isin(np.arange(run.steps), (0, 4, 8, 12))
+    assert np.all(whole[:, 0, prompt:])
+    assert np.all(layers.updated[..., prompt:])
+    assert np.all(np.sum(whole[:, 1:, prompt:], axis=2) == np.where(refreshed, 16, 16 * 0.25)[:, None])
+    np.testing.assert_array_equal(np.flatnonzero(whole[:, 3, 0]), [0, 8])
+    assert [name for name, *_ in pictures.merged(layers)] == ["layer 0", "layers 1 to 3"]
+    _, layers = pictures.recording(dj.policies.MaskKV())
+    partial = ~layers.whole[:, :, 0]
+    assert np.sum(layers.attended[..., :prompt], axis=2)[partial].mean() == pytest.approx(8)
+    assert np.ptp(layers.attended[1, :, :prompt], axis=0).max() > 0, "layers retain different pairs"
 
 
 PUBLIC = (  # functions that people call, whose docstrings have examples

@@ -102,7 +102,9 @@ KV pairs per layer and head that a later step attends to, on average. computed: 
 exact decoding. CPU, float32. [All policies](index.md#long-prompts-on-block-causal-models).*
 
 """
-BESIDES = "The picture cannot show which tokens a layer updates, skips or evicts; see Accuracy and cost. "
+BESIDES = """\
+One panel for each layer, or for layers that do the same. Light blue: only values (`SPACache`: and keys) are
+new, attention and MLP outputs are cached. Paler: retained by fewer heads. """
 UNMEASURED = """
 
 The defaults are the paper's, for models of 8B parameters and long answers. No row above has them: `{}` is not
