@@ -21,9 +21,10 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
 from dllm_jax.state.cache import Cache
-from dllm_jax.state.canvas import Canvas, repeat
+from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.contexts import begin
 from dllm_jax.state.layout import Layout
+from dllm_jax.state.streams import repeat
 
 
 def initial_state(generation: Generation, inputs: Inputs) -> State:

@@ -12,9 +12,11 @@ from dllm_jax.engine.plan import Plan
 from dllm_jax.engine.stops import find_stop, read_on
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.base import Sampler
-from dllm_jax.state.canvas import Canvas, first_of, masks_in_block, revoke
+from dllm_jax.state.canvas import Canvas, masks_in_block
+from dllm_jax.state.changes import revoke
 from dllm_jax.state.ends import first_eos
 from dllm_jax.state.layout import Layout
+from dllm_jax.state.rows import first_of
 from dllm_jax.state.sliding import AdaBlock, Sliding
 from dllm_jax.xla.reductions import any_marked
 

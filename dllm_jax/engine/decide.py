@@ -19,7 +19,8 @@ from dllm_jax.engine.logprobs import LogProbs
 from dllm_jax.engine.plan import Plan
 from dllm_jax.engine.propose import propose
 from dllm_jax.samplers.candidates import Decision
-from dllm_jax.state.canvas import Canvas, end, keep_block, revoke, write
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.changes import end, keep_block, revoke, write
 from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import Rows, gather, places, spread
 

@@ -20,8 +20,9 @@ from dllm_jax.engine.recorders import Taken
 from dllm_jax.engine.trace import attended
 from dllm_jax.engine.widths import Variant
 from dllm_jax.state.cache import Cache
-from dllm_jax.state.canvas import Canvas, repeat, stream
+from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows
+from dllm_jax.state.streams import repeat, stream
 
 
 class Forward(NamedTuple):

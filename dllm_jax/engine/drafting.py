@@ -27,7 +27,8 @@ from dllm_jax.policies.base import Policy
 from dllm_jax.policies.fast_dllm import DualCache, PrefixCache, SubBlockCache
 from dllm_jax.samplers.candidates import Candidates
 from dllm_jax.samplers.free_dave import Drafting
-from dllm_jax.state.canvas import Canvas, write
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.changes import write
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import compact, gather, places, spread

@@ -16,7 +16,8 @@ from dllm_jax.nn.rope import Rope, rope_of
 from dllm_jax.samplers.noise import Noise
 from dllm_jax.state.allowed import Allowed
 from dllm_jax.state.cache import Cache
-from dllm_jax.state.canvas import Canvas, repeat
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.streams import repeat
 from dllm_jax.xla.dependencies import before_loops
 
 

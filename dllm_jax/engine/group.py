@@ -24,8 +24,9 @@ from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.noise import noise_of
 from dllm_jax.state.cache import Cache
-from dllm_jax.state.canvas import Canvas, repeat, stream
+from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
+from dllm_jax.state.streams import repeat, stream
 from dllm_jax.xla.loops import apart_on_cpu
 
 

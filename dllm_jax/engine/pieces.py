@@ -24,7 +24,8 @@ from dllm_jax.engine.stats import Stats
 from dllm_jax.engine.trace import Trace
 from dllm_jax.nn.mesh import over_mesh
 from dllm_jax.nn.model import Model
-from dllm_jax.state.canvas import Canvas, first_of
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.rows import first_of
 
 
 class Piece(NamedTuple):

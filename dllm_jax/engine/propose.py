@@ -18,8 +18,9 @@ from dllm_jax.nn.layer import unembed
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.samplers.candidates import Candidates
-from dllm_jax.state.canvas import Canvas, repeat, stream
+from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows, compact, gather
+from dllm_jax.state.streams import repeat, stream
 from dllm_jax.xla.reductions import any_marked
 
 

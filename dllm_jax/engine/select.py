@@ -7,7 +7,8 @@ from jaxtyping import Array, Bool
 from dllm_jax.engine.drafting import further_positions
 from dllm_jax.engine.generation import Generation
 from dllm_jax.state.cache import Cache
-from dllm_jax.state.canvas import Canvas, repeat, stream
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.streams import repeat, stream
 
 
 def select_positions(generation: Generation, cache: Cache, canvas: Canvas) -> Bool[Array, "streams_b l"]:

@@ -22,7 +22,8 @@ from dllm_jax.engine.plan import Plan
 from dllm_jax.engine.select import select_positions
 from dllm_jax.engine.verifying import take_drafted_step
 from dllm_jax.engine.widths import Variant
-from dllm_jax.state.canvas import count_forward, repeat
+from dllm_jax.state.changes import count_forward
+from dllm_jax.state.streams import repeat
 
 
 def step(generation: Generation, variant: Variant, state: State) -> State:

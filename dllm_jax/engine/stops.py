@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from dllm_jax.state.canvas import Canvas, first_of
+from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.ends import is_end
 from dllm_jax.state.host import AnyArray
+from dllm_jax.state.rows import first_of
 
 BEGIN, FOUND, ENDED = 0, 1, 2  # nothing is read yet; the answer ends at a stop; it has ended without one
 FIRST_STATE = 3  # of those that tables count further states from

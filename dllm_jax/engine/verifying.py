@@ -27,8 +27,9 @@ from dllm_jax.engine.widths import Variant
 from dllm_jax.samplers.free_dave import Drafting
 from dllm_jax.samplers.noise import noise_of
 from dllm_jax.state.cache import Cache
-from dllm_jax.state.canvas import Canvas, repeat
+from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows, compact_rows
+from dllm_jax.state.streams import repeat
 
 
 def take_drafted_step(

@@ -10,8 +10,9 @@ from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt
 from dllm_jax.policies.base import Policy, halvings
 from dllm_jax.state.cache import Cache
-from dllm_jax.state.canvas import Canvas, first_of
+from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
+from dllm_jax.state.rows import first_of
 
 
 @dataclasses.dataclass(frozen=True)

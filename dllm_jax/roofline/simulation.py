@@ -22,7 +22,8 @@ from dllm_jax.roofline.traffic import assumed_statistics, drift_widens, extra_tr
 from dllm_jax.samplers import Confidence
 from dllm_jax.samplers.free_dave import Drafting
 from dllm_jax.samplers.transfer import even_schedule
-from dllm_jax.state.canvas import Canvas, write
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.changes import write
 from dllm_jax.state.contexts import begin
 from dllm_jax.state.layout import Layout
 

@@ -19,9 +19,9 @@ from dllm_jax.samplers.dynamic import scheduled
 from dllm_jax.samplers.noise import Noise, require_noise
 from dllm_jax.samplers.parallel import UntilDone
 from dllm_jax.samplers.transfer import sure_or_best
-from dllm_jax.state.canvas import Canvas, first_of
+from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
-from dllm_jax.state.rows import gather, places, spread
+from dllm_jax.state.rows import first_of, gather, places, spread
 from dllm_jax.traced import fixed_at
 
 GAP = 0.05  # of the two largest probabilities, above which "margin" expects acceptance

@@ -1,11 +1,10 @@
 """The canvas: the sequence being denoised, and the named sets of positions policies are written in."""
 
 import dataclasses
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Bool, Int
 
 from dllm_jax.nn import shift
 from dllm_jax.nn.mask import Mask, key_mask, padding_mask
@@ -16,8 +15,6 @@ from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows
 from dllm_jax.traced import Count
 from dllm_jax.xla.reductions import count_marked
-
-Streamed = TypeVar("Streamed")  # an array or a pytree of them
 
 
 @jax.tree_util.register_dataclass
@@ -335,66 +332,3 @@ def masks_in_block(canvas: Canvas) -> Int[Array, "b"]:
     """How many positions of the current block are masked, per sequence; of all, if it slides."""
     block = canvas.block if canvas.layout.sliding is None else canvas.response
     return count_marked(canvas.masked & block)
-
-
-def write(canvas: Canvas, chosen: Bool[Array, "b l"], token: Int[Array, "b l"]) -> Canvas:
-    """Decodes the chosen positions; active sequences count one more step."""
-    # A sequence that a step leaves out counts no step: its refreshes and draws are what they are alone.
-    took_part = canvas.active.astype(jnp.int32)
-    return dataclasses.replace(
-        canvas,
-        tokens=jnp.where(chosen, token, canvas.tokens),
-        decoded_at=jnp.where(chosen, canvas.step[:, None], canvas.decoded_at),
-        step=canvas.step + took_part,
-        block_step=canvas.block_step + took_part,
-        stored=canvas._stored_after(chosen),
-    )
-
-
-def revoke(canvas: Canvas, revoked: Bool[Array, "b l"]) -> Canvas:
-    """Masks these decoded positions again."""
-    return dataclasses.replace(
-        canvas,
-        tokens=jnp.where(revoked, canvas.spec.mask_id, canvas.tokens),
-        decoded_at=jnp.where(revoked, -1, canvas.decoded_at),
-    )
-
-
-def count_forward(canvas: Canvas, before: Canvas) -> Canvas:
-    """The canvas after a forward pass of the sequences that were active before; `write` counts steps."""
-    counted = jax.tree.map(lambda forwards: forwards + before.active, before.forwards)
-    return dataclasses.replace(canvas, forwards=counted)
-
-
-def keep_block(canvas: Canvas, stays: Bool[Array, "b"]) -> Canvas:
-    """Sequences stay in their block while its tokens are edited, or may leave it."""
-    if canvas.keeps_block is None:
-        return canvas
-    return dataclasses.replace(canvas, keeps_block=jnp.where(canvas.active, stays, canvas.keeps_block))
-
-
-def end(canvas: Canvas, ends: Bool[Array, "b"]) -> Canvas:
-    """Finishes these sequences."""
-    return dataclasses.replace(canvas, done=canvas.done | ends)
-
-
-def repeat(tree: Streamed, streams: int) -> Streamed:
-    """Arrays of sequences with each sequence once per stream (conditional and unconditional, for guidance).
-
-    The streams of a sequence are neighbours: over a mesh, they lie on the same devices.
-    """
-    if streams == 1:
-        return tree
-    return jax.tree.map(lambda a: jnp.repeat(a, streams, axis=0), tree)
-
-
-def stream(array: Shaped[Array, "streams_b ..."], index: int, streams: int) -> Shaped[Array, "b ..."]:
-    """One of the streams that `repeat` put side by side, 0 the conditional one."""
-    if streams == 1:
-        return array
-    return array.reshape(-1, streams, *array.shape[1:])[:, index]
-
-
-def first_of(positions: Bool[Array, "b l"], otherwise: int) -> Int[Array, "b"]:
-    """The first position of each set; of an empty one `otherwise`, which lies after all of them."""
-    return jnp.min(jnp.where(positions, jnp.arange(positions.shape[1]), otherwise), axis=1).astype(jnp.int32)

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.state.canvas import Canvas, first_of
+from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.rows import first_of
 
 
 def is_end(tokens: Int[Array, "b l"], spec: ModelSpec) -> Bool[Array, "b l"]:

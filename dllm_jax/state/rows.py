@@ -186,3 +186,8 @@ def spread(
 ) -> Shaped[Array, "b l"]:
     """The values on the canvas, given each position's place among them (`places`); `otherwise` elsewhere."""
     return jnp.where(place < values.shape[1], gather(values, place), otherwise)
+
+
+def first_of(positions: Bool[Array, "b l"], otherwise: int) -> Int[Array, "b"]:
+    """The first position of each set; of an empty one `otherwise`, which lies after all of them."""
+    return jnp.min(jnp.where(positions, jnp.arange(positions.shape[1]), otherwise), axis=1).astype(jnp.int32)
