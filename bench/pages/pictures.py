@@ -5,7 +5,6 @@ import functools
 import re
 from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import Bool
 
