@@ -7,7 +7,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from dllm_jax.command_line import PATHS, keep_programs, plain_errors, run
+from dllm_jax.command_line import PATHS, keep_programs, plain_errors, run, usage
 
 COMMANDS = {  # by name: module, and what `--help` says
     "demo": ("dllm_jax.demo.command", "a bundled model answers; what policies cost (default)"),
@@ -32,7 +32,9 @@ def main() -> int:
     """Runs a subcommand; options without a name are those of `demo`."""
     name, *args = sys.argv[1:] or ["demo"]
     if name in ("-h", "--help"):
-        print(usage())
+        about = "Diffusion language models in JAX, with training-free KV-cache policies."
+        command = "dllm-jax [COMMAND] [OPTIONS]      (or python -m dllm_jax)"
+        print(usage(command, about, {name: text for name, (_, text) in COMMANDS.items()}))
         return 0
     if name.startswith("-"):
         name, args = "demo", sys.argv[1:]
@@ -75,17 +77,6 @@ def bench(args: list[str]) -> int:
 
 def _is_program(path: Path) -> bool:
     return (path / "__main__.py").exists() or (path.suffix == ".py" and path.stem != "__init__")
-
-
-def usage() -> str:
-    """Writes the list of subcommands."""
-    lines = (f"  {name:10}{about}" for name, (_, about) in COMMANDS.items())
-    return "\n".join([
-        "usage: dllm-jax [COMMAND] [OPTIONS]      (or python -m dllm_jax)", "",
-        "Diffusion language models in JAX, with training-free KV-cache policies.", "",
-        "commands:", *lines, "",
-        "dllm-jax COMMAND --help describes the options of a command.",
-    ])  # fmt: skip
 
 
 if __name__ == "__main__":

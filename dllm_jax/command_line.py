@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -81,6 +81,23 @@ def kept_programs(where: Path) -> str:
     return f"Compiled programs are kept in {shown} ({kept / 1e6:.0f} MB), where later runs find them."
 
 
+def with_new_names(args: list[str], renamed: Mapping[str, str]) -> list[str]:
+    """Replaces old names of options by new ones, and says so on standard error.
+
+    Args:
+      args: Words of a command line.
+      renamed: New names by old ones, with their dashes.
+    """
+    found = []
+    for word in args:
+        name, equals, value = word.partition("=")
+        new = renamed.get(name.replace("_", "-"), name)
+        if new != name:
+            print(f"{name} is deprecated: use {new}", file=sys.stderr)
+        found.append(f"{new}{equals}{value}")
+    return found
+
+
 @contextlib.contextmanager
 def wrapped_help() -> Iterator[None]:
     """Wraps the lines of a help text, which tyro leaves to the terminal to break within words."""
@@ -98,7 +115,8 @@ def wrapped_help() -> Iterator[None]:
         # A default of None, or of no values, is told by the help text; boxes keep their width.
         hint = r"\(default:(?:\s*│\n│\s*)?(?: ?None)?\s?\)"
         shown = re.sub(hint, lambda found: re.sub(r"[^\s│]", " ", found[0]), text.read())
-        shown = re.sub(METAVAR, _named, shown)
+        shown = re.sub(METAVAR, _named, re.sub(r"\{None,([^}]*\})", r"{\1     ", shown))
+        shown = re.sub(r"^│ +│\n", "", shown, flags=re.MULTILINE)
         for line in re.sub(r"\n{3,}", "\n\n", shown).splitlines():
             indent = "  " if line.startswith("usage:") else ""
             wrapper = textwrap.TextWrapper(
@@ -113,6 +131,24 @@ def _named(found: re.Match) -> str:
     word = found[1].rpartition("-")[2].upper() if kind == "STR" else kind
     named = f"--{found[1]} {word}{'...' if found[2].startswith('[') else ''}"
     return named.ljust(len(found[0])) if len(named) < len(found[0]) else found[0]
+
+
+def usage(command: str, about: str, subcommands: Mapping[str, str]) -> str:
+    """Writes the help of a command that has subcommands, with a line for each.
+
+    Args:
+      command: Usage of the command, as it is typed.
+      about: Sentence about the command.
+      subcommands: Descriptions by name.
+    """
+    indent = max(map(len, subcommands)) + 4
+    wrapper = textwrap.TextWrapper(
+        shutil.get_terminal_size().columns, subsequent_indent=" " * indent, break_on_hyphens=False
+    )
+    lines = (wrapper.fill(f"  {name:{indent - 2}}{text}") for name, text in subcommands.items())
+    name = re.split(r" \[?COMMAND", command)[0]
+    last = f"{name} COMMAND --help describes the options of a command."
+    return "\n".join([f"usage: {command}", "", about, "", "commands:", *lines, "", last])
 
 
 def usable_output():

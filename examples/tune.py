@@ -1,6 +1,6 @@
 """Finds the cache policy that answers chains as well as exact decoding, and moves the fewest bytes.
 
-    python examples/tune.py --count 128
+    python examples/tune.py --limit 128
 
 Walks the grids of three methods on a bundled model. Interrupted, it goes on where it was: answers are kept
 in the journal.
@@ -20,7 +20,7 @@ from dllm_jax.tasks import Chain, examples
 def main(
     methods: tuple[str, ...] = ("DualCache", "DKVDecode", "SparseDLLM"),
     links: int = 7,
-    count: int = 64,
+    limit: int = 64,
     within: float = 0.02,
     out: Path = Path("runs/example-tune"),
 ):
@@ -29,12 +29,12 @@ def main(
     Args:
       methods: Names of policies whose grids are tried.
       links: Number of links of each chain.
-      count: Number of questions.
+      limit: Number of questions.
       within: Maximum loss of accuracy compared with exact decoding.
       out: Folder of the results.
     """
     path = dj.bundled.path("tiny-llada")
-    questions = examples(Chain(), 0, links, count, "held_out")
+    questions = examples(Chain(), 0, links, limit, "held_out")
     tuned = dj.tune(
         dj.load(path),
         read_tokenizer(path),

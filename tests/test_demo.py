@@ -20,6 +20,7 @@ from dllm_jax.command_line import keep_programs, kept_programs
 from dllm_jax.demo import trains
 from dllm_jax.demo.command import Arguments
 from dllm_jax.encoding import encodable
+from dllm_jax.eval import __main__ as evaluations
 from dllm_jax.policies import DualCache, Policy
 from dllm_jax.samplers import Threshold
 from dllm_jax.tasks import Chain, Example
@@ -28,7 +29,7 @@ from tests.models import tiny
 
 def test_the_demonstration_answers_and_measures(tmp_path):
     report = tmp_path / "table.json"
-    command = [sys.executable, "-m", "dllm_jax", "--models", "tiny-dream", "--prompts", "4"]
+    command = [sys.executable, "-m", "dllm_jax", "--models", "tiny-dream", "--limit", "4"]
     wide = os.environ | {"COLUMNS": "100", "PYTHONIOENCODING": "ascii"}  # as a console may be
     run = subprocess.run([*command, "--json", str(report)], capture_output=True, text=True, env=wide)
     assert run.returncode == 0, run.stderr
@@ -78,7 +79,13 @@ def test_help_lists_every_command_and_a_typing_error_gets_the_name_that_is_meant
     for name in ("demo", "chat", "generate", "check", "convert", "export", "verify", "eval"):
         code, out, _ = ended(name, "--help")
         assert code == 0
-        assert f"usage: {'python -m dllm_jax.eval' if name == 'eval' else f'dllm-jax {name}'}" in out
+        assert f"usage: dllm-jax {name}" in out
+        assert max(map(len, out.splitlines())) <= 80
+        assert not re.search(r"STR|\{None|INT \[", out), "an option whose value has no name"
+    assert all(f"\n  {name} " in out for name in (*evaluations.COMMANDS, "lm_eval"))  # of eval, the last one
+    texts = "".join(ended("eval", name, "--help")[1] for name in ("tasks", "images", "tune"))
+    assert all(f"{new} " in texts for new in evaluations.RENAMED.values())
+    assert not any(f"{old} " in texts for old in evaluations.RENAMED)
     assert ended("chekc")[::2] == (
         2,
         "error: command='chekc' is not a command of dllm-jax. Did you mean check?\n",

@@ -142,7 +142,7 @@ def refuse(*args, **options):
 
 def test_a_run_from_the_command_line(llada_v_path, folder, tmp_path, monkeypatch, capsys, evaluate):
     """Answers are those of `chat`; a second run takes them from the journal and scores them anew."""
-    options = ("--model", llada_v_path, "--task", "chartqa", "--length", 8, "--block", 4, "--batch", 2)
+    options = ("--model", llada_v_path, "--task", "chartqa", "--length", 8, "--block", 4, "--slots", 2)
     policies = ("--policy", "Policy", "DualCache")
     run_here = lambda out: evaluate("images", "--data", folder / "q.jsonl", *options, *policies, "--out", out)
     assert run_here(tmp_path / "one") == 0

@@ -253,6 +253,17 @@ def test_errors_of_the_user_are_one_line(tmp_path, monkeypatch, evaluate):
         assert evaluate(*words, error=reason) == 2
 
 
+def test_old_names_of_options_work_and_name_the_new_ones(monkeypatch, capsys):
+    words = "tasks --sizes 3 --count=2 --batch 2 --part 9/4"
+    monkeypatch.setattr("sys.argv", ["dllm_jax.eval", *words.split()])
+    with pytest.raises(SystemExit):
+        command.main()
+    *told, error = capsys.readouterr().err.splitlines()
+    new = {"--sizes": "--difficulty", "--count": "--limit", "--batch": "--slots", "--part": "--shard"}
+    assert told == [f"{old} is deprecated: use {name}" for old, name in new.items()]
+    assert error.startswith("error: shard='9/4' must be like 2/4")
+
+
 def test_responses_without_a_length_are_as_long_as_the_longest_answer_and_its_end_in_whole_blocks():
     needed = synthetic.response(FewShot(), (3, 5)), synthetic.response(Sorting(), (3, 5)), synthetic.RECALLED
     assert needed == (2, 6, 4)

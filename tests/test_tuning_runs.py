@@ -163,6 +163,6 @@ def test_the_command_of_the_page_runs_as_printed(tmp_path, monkeypatch, capsys, 
 
 @pytest.mark.exhaustive
 def test_the_example_runs(tmp_path, capsys):
-    tune.main(methods=("DKVPrefill",), links=2, count=2, out=tmp_path)
+    tune.main(methods=("DKVPrefill",), links=2, limit=2, out=tmp_path)
     assert "dj.generate" in capsys.readouterr().out
     assert {"tune.toml", "tune.png", "journal.jsonl"} <= {path.name for path in tmp_path.iterdir()}

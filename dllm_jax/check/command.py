@@ -51,7 +51,7 @@ class Arguments(Options):
     """Time limit of the speed part, in minutes; the correctness parts always finish."""
     peers: bool = False
     """Also time the reference implementations in torch, which must be installed; needs a clone."""
-    parts: tuple[Part, ...] = get_args(Part)
+    parts: Annotated[tuple[Part, ...], tyro.conf.arg(metavar="PART...")] = get_args(Part)
     """Parts of the report to run."""
 
 

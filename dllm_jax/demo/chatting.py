@@ -68,9 +68,9 @@ class Arguments(Options):
     """Number of denoising steps. Default: one per token."""
     every: PositiveInt = 1
     """Redraw every N denoising steps."""
-    system: str | None = None
+    system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
     """System message before the conversation."""
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT...")] = ()
     """Texts at which an answer ends, and decoding with it."""
     chat_template_args: str = "{}"
     """Variables of the chat template as a JSON object: '{"enable_thinking": false}'."""

@@ -14,7 +14,7 @@ import tyro
 from dllm_jax import bundled, provenance
 from dllm_jax.checkpoint import load
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
-from dllm_jax.command_line import PATHS, keep_programs, kept_programs
+from dllm_jax.command_line import PATHS, keep_programs, kept_programs, with_new_names
 from dllm_jax.decoding.chat import decode_answers
 from dllm_jax.decoding.generate import generate
 from dllm_jax.decoding.watch.grid import grid
@@ -58,9 +58,9 @@ READING = bundled.TEXT + bundled.BLOCK_CAUSAL
 class Arguments(Options):
     """Demonstration of dllm_jax on the checkpoints that ship with it."""
 
-    models: tuple[str, ...] = bundled.TEXT[:1]
+    models: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME...")] = bundled.TEXT[:1]
     """Bundled text models to run."""
-    prompts: PositiveInt = 16
+    prompts: Annotated[PositiveInt, tyro.conf.arg(name="limit")] = 16
     """Number of held-out prompts of each task."""
     seed: NonNegativeInt = 0
     """Seed of the prompts."""
@@ -75,6 +75,7 @@ class Arguments(Options):
 
 def main(args: list[str]) -> int:
     """Entry point of the command; its arguments are those after `demo`."""
+    args = with_new_names(args, {"--prompts": "--limit"})
     return demonstration(tyro.cli(Arguments, prog="dllm-jax demo", args=args, registry=PATHS))
 
 

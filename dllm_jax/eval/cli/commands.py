@@ -9,7 +9,7 @@ import tyro
 
 from dllm_jax.checkpoint.files import sha256
 from dllm_jax.eval.benchmarks import images, longbench, needle, synthetic
-from dllm_jax.eval.cli.options import JOURNAL, WITHOUT_PREFIX, Options, task_of
+from dllm_jax.eval.cli.options import JOURNAL, WITHOUT_PREFIX, Difficulty, Limit, Options, task_of
 from dllm_jax.eval.results import record, show
 from dllm_jax.eval.results.comparison import compare
 from dllm_jax.eval.run.journal import Journal
@@ -27,7 +27,7 @@ DEPTHS = (0.0, 11.0, 22.0, 33.0, 44.0, 56.0, 67.0, 78.0, 89.0, 100.0)
 
 
 def run_tasks(
-    options: Shared = DEFAULTS, task: str = "FewShot", sizes: tuple[int, ...] = (5,), count: int = 32
+    options: Shared = DEFAULTS, task: str = "FewShot", sizes: Difficulty = (5,), count: Limit = 32
 ) -> int:
     """Measures exact match on held-out examples of a task of `dllm_jax.tasks`.
 
@@ -36,8 +36,8 @@ def run_tasks(
     Args:
       options: Model and decoding.
       task: Task, as a constructor call.
-      sizes: Sizes of the examples: examples of each kind (FewShot), steps (Chain), pairs (Recall).
-      count: Number of examples of each size.
+      sizes: Sizes of the questions: examples of each kind (FewShot), steps (Chain), pairs (Recall).
+      count: Number of questions of each size.
     """
     chosen, seed = task_of(task), options.decoding.seed
     settings = {"task": repr(chosen), "sizes": list(sizes), "count": count}
@@ -54,7 +54,7 @@ def run_longbench(
     limit: int | None = None,
     answer_length: int | None = None,
 ) -> int:
-    """LongBench's English tasks, from a local copy of the data set.
+    """Runs LongBench's English tasks, from a local copy of the data set.
 
     Answers have the task's length. --steps is the number of steps of each of them; --length L with --steps S
     means S steps for L positions instead, so that longer answers have more steps.
@@ -156,9 +156,9 @@ def run_images(
     options: Shared = DEFAULTS,
     task: str | None = None,
     metric: images.Metric | None = None,
-    template: str | None = None,
-    stop: tuple[str, ...] | None = None,
-    behind: Annotated[str | None, tyro.conf.arg(aliases=("--answer-after",))] = None,
+    template: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None,
+    stop: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="TEXT...")] = None,
+    behind: Annotated[str | None, tyro.conf.arg(name="answer-after", metavar="TEXT")] = None,
     limit: int | None = None,
     drop_first_id: bool = True,
     newline: bool = False,
@@ -177,7 +177,7 @@ def run_images(
       metric: Score of answers: relaxed (ChartQA), anls (DocVQA), exact, or letter of a choice.
       template: Template of the user's text, with {question}, and {choices} for multiple choice.
       stop: Texts that end an answer.
-      behind: Texts after the last of which an answer is scored.
+      behind: Text after whose last occurrence the answer is scored. Default: all of the answer.
       limit: Number of questions to ask, from the first.
       drop_first_id: Leave out the first id after an image, as in the reference implementation but unlike in
         training.

@@ -22,6 +22,8 @@ from dllm_jax.options import shown
 from dllm_jax.published import expressions
 
 WITHOUT_PREFIX = tyro.conf.arg(name="")
+Difficulty = Annotated[tuple[int, ...], tyro.conf.arg(name="difficulty", metavar="INT...")]
+Limit = Annotated[int, tyro.conf.arg(name="limit")]
 JOURNAL = "journal.jsonl"
 
 
@@ -35,7 +37,7 @@ class Options:
       policy: One or more policies, as constructor calls: 'DualCache' 'DKVDecode(refresh_every=8)'.
       sampler: Sampler, as a constructor call.
       out: Folder of the results and of the journal from which an interrupted run resumes.
-      part: Part of the requests to answer. "2/4" answers the second of four parts into the journal in --out,
+      part: Shard of the requests to answer. "2/4" answers the second of four parts into the journal in --out,
         and writes no result; `merge` puts such journals together.
     """
 
@@ -44,7 +46,7 @@ class Options:
     policy: tuple[str, ...] = ("Policy",)
     sampler: Annotated[str, tyro.conf.arg(metavar="SAMPLER")] = "Confidence"
     out: Path = Path("runs/eval")
-    part: Annotated[str, tyro.conf.arg(aliases=("--shard",))] = "1/1"
+    part: Annotated[str, tyro.conf.arg(name="shard", metavar="N/COUNT")] = "1/1"
 
     def with_length(self, needed: int) -> "Options":
         """These options, with the given length or else what is needed, rounded up to whole blocks."""
@@ -91,7 +93,7 @@ class Options:
             for runner in runners.values():
                 number_of = lambda request, runner=runner: int(runner.key(request)[:8], 16) % count + 1
                 runner.run([one for one in ask(runner) if number_of(one) == number], journal)
-            show.line(f"part {self.part}: {journal.path}")
+            show.line(f"shard {self.part}: {journal.path}")
             return 0
         for text, runner in runners.items():
             record.check_replaceable(paths[text], kind, runner, settings)
@@ -129,5 +131,5 @@ def part_of(text: str) -> tuple[int, int]:
     """
     found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
     if not found or not 1 <= int(found[1]) <= int(found[2]):
-        raise ValueError(f"part={shown(text)} must be like 2/4, from 1/4 to 4/4")
+        raise ValueError(f"shard={shown(text)} must be like 2/4, from 1/4 to 4/4")
     return int(found[1]), int(found[2])

@@ -36,16 +36,16 @@ MARKERS = "osD^v<>Ph*X"  # one more than colours: methods differ in one of both
 
 
 def run_reproduce(
-    table: tyro.conf.Positional[str | None] = None,
+    table: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[TABLE]")] = None,
     asked: Annotated[Asked, WITHOUT_PREFIX] = DEFAULTS,
     checkpoint: Annotated[Checkpoint, WITHOUT_PREFIX] = Checkpoint(),
-    rows_of: str | None = None,
+    rows_of: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None,
     figure: Path | None = None,
     list_: Annotated[bool, tyro.conf.arg(name="list")] = False,
     chip: str = "h100",
     prompt: int = 1024,
 ) -> int:
-    """A published table measured again: accuracy and speed compared with what is printed.
+    """Measures a published table again: accuracy and speed compared with what is printed.
 
     Args:
       table: Table to reproduce: maskkv/1, maskkv/2, dkv-cache/1 to 4, elastic-cache/1 and 2, sparse-dllm/1

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import rich.console
 
 from dllm_jax import eviction, policies, samplers
-from dllm_jax.eval.cli.options import JOURNAL, WITHOUT_PREFIX, task_of
+from dllm_jax.eval.cli.options import JOURNAL, WITHOUT_PREFIX, Difficulty, Limit, task_of
 from dllm_jax.eval.results import record, show
 from dllm_jax.eval.run.checkpoint import Checkpoint
 from dllm_jax.eval.run.files import write_json
@@ -31,8 +31,8 @@ def run_tune(
     decoding: Annotated[Decoding, WITHOUT_PREFIX] = Decoding(),
     search: Annotated[Search, WITHOUT_PREFIX] = SEARCH,
     task: str = "FewShot",
-    sizes: tuple[int, ...] = (5,),
-    count: int = 128,
+    sizes: Difficulty = (5,),
+    count: Limit = 128,
     questions: Path | None = None,
     policy: tuple[str, ...] = (),
     sampler: str = "Confidence",
@@ -48,12 +48,11 @@ def run_tune(
       decoding: Settings of exact decoding, from which others differ in policy, sampler, block or steps.
       search: Goal and rules of the search.
       task: Task of `dllm_jax.tasks`, as a constructor call.
-      sizes: Sizes of the task's examples.
-      count: Number of held-out examples of each size.
+      sizes: Sizes of the task's questions.
+      count: Number of held-out questions of each size.
       questions: File with one JSON object {"prompt": ..., "answer": ...} per line, instead of a task.
       policy: Policies to try. A name is a grid of settings, a constructor call ('DualCache()') one policy,
-        and 'Candidate(DualCache(), Threshold(0.9), block=Sliding(32))' one setting. Default: the grids of all
-        policies.
+        and 'Candidate(DualCache(), Threshold(0.9), block=Sliding(32))' one setting. Default: all grids.
       sampler: Sampler of exact decoding, as a constructor call.
       samplers: Samplers to combine with each policy, as constructor calls. Default: that of exact decoding.
       out: Folder of the results and of the journal from which an interrupted run resumes.

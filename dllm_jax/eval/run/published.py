@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, SupportsFloat
 
+import tyro
+
 from dllm_jax.eval.benchmarks import longbench
 from dllm_jax.eval.harness.arguments import Arguments
 from dllm_jax.eval.results import record, show
@@ -45,7 +47,7 @@ class Asked(Options):
     methods: tuple[str, ...] = ()
     limit: Annotated[PositiveInt | None, NoneMeans("all")] = None
     truncate_to: Annotated[PositiveInt | None, NoneMeans("never")] = None
-    batch: PositiveInt = 1
+    batch: Annotated[PositiveInt, tyro.conf.arg(name="slots")] = 1
     run_code: bool = False
     out: Path = Path("runs/reproduce")
 

@@ -50,7 +50,7 @@ class Decoding(Options):
     sampler: Annotated[Sampler, tyro.conf.Suppress] = Confidence()
     stop_at_eos: bool = True
     seed: Annotated[int, Ge(0)] = 0
-    batch: PositiveInt = 8
+    batch: Annotated[PositiveInt, tyro.conf.arg(name="slots")] = 8
     bucket: PositiveInt = 64
     max_positions: Annotated[PositiveInt | None, NoneMeans("no limit")] = None
     max_length: Annotated[PositiveInt | None, NoneMeans("answers of one length")] = None

@@ -77,10 +77,14 @@ class Search(Options):
     """
 
     accuracy_within: Annotated[float, Ge(0), Lt(1)] = 0.01
-    objective: Annotated[Any, tyro.conf.arg(constructor=str, help_behavior_hint="(default: time)")] = "time"
-    accelerator: Annotated[Any, tyro.conf.arg(constructor=str, help_behavior_hint="(default: None)")] = None
+    objective: Annotated[
+        Any, tyro.conf.arg(constructor=str, metavar="NAME", help_behavior_hint="(default: time)")
+    ] = "time"
+    accelerator: Annotated[
+        Any, tyro.conf.arg(constructor=str, metavar="NAME", help_behavior_hint="(default: None)")
+    ] = None
     score: Annotated[Score, tyro.conf.Suppress] = exact_match
-    first: PositiveInt = 16
+    first: Annotated[PositiveInt, tyro.conf.arg(name="first-round")] = 16
     confidence: Annotated[float, Gt(0), Lt(1)] = 0.95
     keep_all: bool = False
 
