@@ -32,7 +32,7 @@ class Watch(dj.Intervention):
 
 
 class Layers(NamedTuple):
-    """What each layer of each step did with the tokens of one sequence.
+    """The tokens of one sequence that each layer of each step recomputed, updated and attended to.
 
     Attributes:
       whole: tokens whose MLP it computed.
