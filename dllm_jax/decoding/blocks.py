@@ -31,7 +31,8 @@ def blocks_of(
     """
     if isinstance(block, AdaBlock):
         block.check(spec.vocab, spec.mask_id)
-    if not spec.block_size:
+    context = spec.context
+    if not context.has_blocks:
         return block, 0
     check_answer_ends(spec, suffix, infilled)
     size = own_block(block, spec, sampler)
@@ -41,13 +42,13 @@ def blocks_of(
             f"of its own. Use an integer that divides block_size={size}."
         )
     block = size if block is None else block
-    if spec.causal_context:
+    if context.has_causal_passes:
         drafts = sampler is not None and sampler.drafts
         return check_argument("block", block, PositiveInt), size - 1 if drafts else 0
     if size % check_argument("block", block, PositiveInt):
         raise ValueError(f"block={block} must divide the blocks of {spec.family}, block_size={size}")
-    within = ends_within_a_block(spec) and not infilled
-    return block, 0 if within or is_cut_short(spec) else size - 1
+    completed = context.completed or (context.from_response and infilled)
+    return block, size - 1 if completed else 0
 
 
 def check_answer_ends(spec: ModelSpec, suffix: int, infilled: bool):
@@ -57,7 +58,7 @@ def check_answer_ends(spec: ModelSpec, suffix: int, infilled: bool):
             f"suffix= is not supported by block-causal models ({spec.family}): a block attends to "
             "nothing after it. Put the text into the prompt."
         )
-    if spec.causal_context and infilled:
+    if spec.context.has_causal_passes and infilled:
         raise ValueError(f"infill does not support {spec.family}: its blocks follow a prompt. Use generate")
 
 
@@ -72,7 +73,7 @@ def own_block(block: int | BlockSchedule | None, spec: ModelSpec, sampler: Sampl
         raise ValueError(
             f"block={shown(block)} must be left out, or {own}: {sampler!r} decodes in blocks of its own"
         )
-    return spec.block_size if own is None else own
+    return spec.context.size if own is None else own
 
 
 def scheduled_by(sampler: Sampler, layout: Layout) -> Layout:
@@ -80,13 +81,3 @@ def scheduled_by(sampler: Sampler, layout: Layout) -> Layout:
     if sampler.own_block is None:
         return layout
     return dataclasses.replace(layout, own_blocks=True, drafts=sampler.drafts)
-
-
-def ends_within_a_block(spec: ModelSpec) -> bool:
-    """Whether a response's last block has only the positions that are left: blocks begin where it does."""
-    return spec.block_size > 0 and spec.blocks_from == "response"
-
-
-def is_cut_short(spec: ModelSpec) -> bool:
-    """Whether the canvas ends with the response, wherever that is in a block of the model."""
-    return spec.block_size > 0 and spec.blocks_from == "sequence" and not spec.completes_blocks

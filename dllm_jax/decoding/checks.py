@@ -50,7 +50,7 @@ def warn_of(case: Case, stacklevel: int):
 
     # What a bucket adds is padding, no part of the length that a model was made for.
     inputs.warn_of_length(layout.end - case.extra, spec, stacklevel=stacklevel + 1)
-    if case.asked.sampler.max_steps(layout) > layout.response and not spec.block_size:
+    if case.asked.sampler.max_steps(layout) > layout.response and not spec.context.has_blocks:
         # It follows the schedule.
         positions = max(layout.end - layout.prompt, layout.blocks * layout.block)
         inputs.warn_of_idle_steps(layout.steps, positions, stacklevel=stacklevel + 1)

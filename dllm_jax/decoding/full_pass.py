@@ -45,7 +45,7 @@ def forward(
         rows of images and soft prompts; None if there are none.
       response: position where the response begins, from which some block-causal models count their blocks
         (`ModelSpec.blocks_from`); None counts from each sequence's first position. With
-        `ModelSpec.causal_context` the current block begins there; None attends causally everywhere.
+        a causal context the current block begins there; None attends causally everywhere.
 
     Returns:
       logits in the model's dtype; over a mesh, split by sequence and vocabulary.

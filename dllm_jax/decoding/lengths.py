@@ -63,7 +63,7 @@ def _check_options(asked: Asked, spec: ModelSpec):
             raise ValueError(
                 f"{option}={value} is not supported with max_length={asked.max_length}: {reason}."
             )
-    if spec.block_size:
+    if spec.context.has_blocks:
         raise ValueError(
             f"max_length={asked.max_length} is not supported by {spec.family}: it decodes block after block, "
             "and may end after any of them. Use stop_at_eos=True."

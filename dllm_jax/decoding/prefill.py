@@ -55,7 +55,7 @@ def prefill(
       ValueError: The model is not block-causal, or an argument breaks a rule.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
-    causal = check_argument("causal", causal, bool) or model.spec.causal_context
+    causal = check_argument("causal", causal, bool) or model.spec.context.has_causal_passes
     if (reason := model_refusal(model, causal)) is not None:
         raise ValueError(reason)
     if prefix is not None:
@@ -68,7 +68,7 @@ def prefill(
     inputs.no_masks(ids, model.spec)
     # Attention by token is that of blocks of one.
     runs = model.replace_spec(block_size=1) if causal else model
-    tokens, size = tuple(ids[0].tolist()), runs.spec.block_size
+    tokens, size = tuple(ids[0].tolist()), runs.spec.context.size
     end = len(tokens) // size * size
     start = 0 if prefix is None else min(common(tokens, prefix.tokens), end) // size * size
 

@@ -17,7 +17,7 @@ from annotated_types import MinLen
 from jaxtyping import Array, Bool, Int, Key
 
 from dllm_jax.decoding import buckets as ladders
-from dllm_jax.decoding.blocks import blocks_of, ends_within_a_block, is_cut_short, scheduled_by
+from dllm_jax.decoding.blocks import blocks_of, scheduled_by
 from dllm_jax.decoding.checks import CHECKS, Case, check_interventions, warn_of
 from dllm_jax.decoding.constraints import allowed_tokens, constraints_of
 from dllm_jax.decoding.lengths import canvas_length, check_infill, growing, growing_widths
@@ -84,8 +84,8 @@ def prepare(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions]
     block, tail = blocks_of(asked.block, model.spec, given, sampler=asked.sampler)
     tail = aligned(width + length, tail) if tail else 0
     padded = prompts.mask is not None
-    whole = asked.sampler.whole_blocks and not ends_within_a_block(model.spec)
-    cut = is_cut_short(model.spec)
+    whole = asked.sampler.whole_blocks and not model.spec.context.from_response
+    cut = model.spec.context.cut_short
     layout = Layout.of(width, length, block, asked.steps, padded, given, tail, whole, cut)
     layout = growing(scheduled_by(asked.sampler, layout), asked)
     tokens, valid = inputs.masked_response(prompts.ids, prompts.mask, layout.response, model.spec)
@@ -120,7 +120,7 @@ def prepare_infill(model: Model, tokens: inputs.Ids, **options: Unpack[InfillOpt
         steps = _most_masks(tokens, valid, model.spec.mask_id)
 
     # With a prompt of 0 positions the masks may stand anywhere on the canvas.
-    whole, cut = asked.sampler.whole_blocks, is_cut_short(model.spec)
+    whole, cut = asked.sampler.whole_blocks, model.spec.context.cut_short
     layout = Layout.of(0, length, block, steps, mask is not None, 0, tail, whole, cut)
     layout = scheduled_by(asked.sampler, layout)
     tokens, valid = inputs.masked_response(tokens, valid, tail, model.spec)

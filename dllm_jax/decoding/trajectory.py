@@ -83,7 +83,7 @@ def trajectory_log_probs(
       ValueError: a run without a trace, of another vocabulary, or an argument out of range.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
-    if model.spec.block_size and model.spec.blocks_from == "response":
+    if model.spec.context.from_response:
         reason = (
             f"{model.spec.family} counts its blocks from the response, and a trace does not say where it is"
         )
@@ -133,9 +133,9 @@ def _padding(mask: ArrayLike | None, trace: Trace) -> Bool[AnyArray, "b l"] | No
 
 def _check_whole_blocks(model: Model, trace: Trace, padding: Bool[AnyArray, "b l"] | None):
     """Raises ValueError if a block-causal run ends within a block: the rest of it is in no trace."""
-    if not (size := model.spec.block_size) or not model.spec.completes_blocks:
+    if not model.spec.context.completed:
         return
-    known = None if padding is None else host.readable(padding)
+    size, known = model.spec.context.size, None if padding is None else host.readable(padding)
     lengths = [trace.tokens.shape[-1]] if known is None else known.sum(axis=1).tolist()
     if ends := [length % size for length in lengths if length % size]:
         raise ValueError(

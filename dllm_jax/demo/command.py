@@ -116,7 +116,7 @@ def _first_answer(console: rich.console.Console, name: str, model: Model, tokeni
     with console.status("compiling"):
         asked = [Example(trains.QUESTION, trains.ANSWER)]
         prompt, _ = prompt_arrays(tokenizer, asked, model.spec.eos_id)
-        length, block = LENGTH, model.spec.block_size or 8
+        length, block = LENGTH, model.spec.context.size or 8
         out = generate(model, prompt, length=length, block=block, sampler=Threshold(0.9), trace=True)
         (answer,) = decode_answers(model, tokenizer, np.asarray(out.tokens[:, prompt.shape[1] :]))
     console.print("[bold]1. Denoising:[/] each step unmasks every token with confidence of at least 0.9")

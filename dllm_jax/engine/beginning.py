@@ -88,7 +88,7 @@ def check_outputs(plan: Plan, spec: ModelSpec):
         ("constraints", bool(plan.constraints), "the positions that they wait for may be let go"),
     ):
         if unsupported:
-            other = "DelayedCache()" if spec.block_size else "DualCache()"
+            other = "DelayedCache()" if spec.context.has_blocks else "DualCache()"
             raise ValueError(f"{option} is not supported by {name}: {reason}. Use {other}.")
 
 

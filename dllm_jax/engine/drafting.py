@@ -95,7 +95,7 @@ def drafted_width(policy: Policy, spec: ModelSpec, layout: Layout, drafting: Dra
     """Upper bound of the positions that a step computes of a sequence that has predictions."""
     if not policy.stores(spec):
         return layout.length
-    if size := layout.fitted(spec).block_size:
+    if size := layout.fitted(spec).context.size:
         return min((1 + drafting.further(layout)) * size, layout.length)
     return min(max(policy.widths(spec, layout), default=layout.length), layout.length)
 
@@ -104,13 +104,13 @@ def drafting_widths(policy: Policy, spec: ModelSpec, layout: Layout, drafting: D
     """Widths that steps need besides those of a run that drafts nothing."""
     widths = {drafted_width(policy, spec, layout, drafting)} if policy.stores(spec) else set()
     if drafting.eager:
-        widths |= {max(widths) + spec.block_size}  # with the finished block
+        widths |= {max(widths) + layout.block}  # with the finished block
     return {width for width in widths if width < layout.length}
 
 
 def further_positions(drafting: Drafting, canvas: Canvas) -> Bool[Array, "b l"]:
     """Positions of the further blocks that drafts reach into, which a step computes too."""
-    size, block, layout = canvas.spec.block_size, drafted_block(drafting, canvas), canvas.layout
+    size, block, layout = canvas.layout.block, drafted_block(drafting, canvas), canvas.layout
     beyond = canvas.position - block - size
     reached = (beyond >= 0) & (beyond < drafting.further(layout) * size)
     in_answer = block + size + beyond // size * size < layout.end
@@ -120,8 +120,8 @@ def further_positions(drafting: Drafting, canvas: Canvas) -> Bool[Array, "b l"]:
 def drafted_block(drafting: Drafting, canvas: Canvas) -> Int[Array, "b 1"]:
     """Where the block begins in which drafts begin: the current one, or the finished one before it."""
     if not drafting.eager:
-        return canvas.model_block if canvas.spec.block_size else canvas.block_start[:, None]
-    return jnp.where(goes_on(canvas), canvas.model_block - canvas.spec.block_size, canvas.model_block)
+        return canvas.model_block if canvas.spec.context.has_blocks else canvas.block_start[:, None]
+    return jnp.where(goes_on(canvas), canvas.model_block - canvas.layout.block, canvas.model_block)
 
 
 def goes_on(canvas: Canvas) -> Bool[Array, "b 1"]:
@@ -144,9 +144,9 @@ def draft(
     plan, noise = generation.plan, generation.noise
     token, score, _ = predictions.proposal
     unknown = canvas.block_begins
-    if canvas.spec.causal_context:
+    if canvas.spec.context.has_causal_passes:
         unknown |= canvas.causal
-    elif canvas.spec.block_size:
+    elif canvas.spec.context.has_blocks:
         enters = canvas.enters_model_block
         unknown = enters & ~goes_on(canvas) if drafting.eager else enters | unknown
     score = jnp.where(unknown, -jnp.inf, score)
@@ -258,15 +258,18 @@ def check_drafting(drafting: Drafting, policy: Policy, spec: ModelSpec, layout: 
         )
     if not drafting.eager:
         return
-    if not spec.block_size or spec.causal_context or spec.shifted:
-        attends = "has a causal context" if spec.causal_context else "attends to later blocks"
-        attends = "has a shifted output head" if spec.block_size and spec.shifted else attends
-        raise ValueError(
-            f"eager=True is not supported by {spec.family}: it {attends}, and a branch of "
-            "further blocks would not be what later steps compute. Use eager=False."
-        )
-    if layout.block != spec.block_size:
+    for unsupported, what in (
+        (not spec.context.has_blocks, "attends to later blocks"),
+        (spec.context.has_causal_passes, "has a causal context"),
+        (spec.shifted, "has a shifted output head"),
+    ):
+        if unsupported:
+            raise ValueError(
+                f"eager=True is not supported by {spec.family}: it {what}, and a branch of "
+                "further blocks would not be what later steps compute. Use eager=False."
+            )
+    if layout.block != spec.context.size:
         raise ValueError(
             f"block={layout.block} is not supported with eager=True: drafts reach into further blocks of the "
-            f"model. Use block={spec.block_size}."
+            f"model. Use block={spec.context.size}."
         )

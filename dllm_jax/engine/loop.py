@@ -53,7 +53,7 @@ def denoise(
     lies = functools.partial(model.rules.of_results, (model, inputs.tokens), b=len(inputs.tokens))
     by_sequence, by_step = lies("b"), lies("tb")
     specs: dict[str, Any] = dict.fromkeys(Trace._fields, by_step) | {"steps": PartitionSpec()}
-    specs |= {} if model.spec.causal_context else {"causal": None}
+    specs |= {} if model.spec.context.has_causal_passes else {"causal": None}
     specs |= {} if plan.sampler.grows else dict.fromkeys(("length", "inserted", "moved"))
     trace = Trace(**specs) if plan.trace else None
     return over_mesh(_denoise, model, inputs, plan, out=(by_sequence, by_sequence, trace, by_sequence))

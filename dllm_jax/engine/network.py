@@ -41,8 +41,8 @@ def computed_rows(need: Bool[Array, "b l"], variant: Variant, spec: ModelSpec, p
         return dataclasses.replace(last_rows(need, width), phase=phase)
 
     # A step that computes a finished block computes all of it, and more than that (`Canvas.without_final`).
-    one = width <= spec.block_size and not spec.causal_context
-    return dataclasses.replace(compact_rows(need, width), in_one_block=one, phase=phase)
+    one_block = spec.context.in_one_block(width)
+    return dataclasses.replace(compact_rows(need, width), in_one_block=one_block, phase=phase)
 
 
 def network(

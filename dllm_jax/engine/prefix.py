@@ -51,10 +51,10 @@ class StoredPrefix:
     def first_width(self, policy: Policy, spec: ModelSpec, layout: Layout) -> int:
         """Upper bound of the positions that a first step computes of a sequence."""
         spec = layout.fitted(spec)
-        size = _unit(spec)
+        size = spec.context.unit
         least = self.least // size * size
         least = max(least - size, 0) if _computes_last(policy, spec, layout) else least
-        return max((layout.prompt if spec.causal_context else layout.length) - least, 1)
+        return max((layout.prompt if spec.context.has_causal_passes else layout.length) - least, 1)
 
     @property
     def slots(self) -> int:
@@ -107,7 +107,7 @@ def compute_prefix(
             _, k = dataclasses.replace(layer, rope=_not_rotated(rope)).qk(x, rows.index)
             view, now = view.update(rows, KV(k, layer.value(x)))
             keys = rotate(now.k, rope, every, spec.rope_in_f32)
-            o, _ = layer.attention(q, keys, now.v, mask, spec.block_size if whole else None)
+            o, _ = layer.attention(q, keys, now.v, mask, spec.context.size if whole else None)
             return layer.finish(x, o), view
 
         through = traced_once(through, model.params)
@@ -158,18 +158,20 @@ def refusal(model: Model, policy: Policy, sampler: Sampler) -> str | None:
 
 def reads_causally(spec: ModelSpec, sampler: Sampler) -> bool:
     """Whether a prompt's tokens attend to those in front of them alone, not to their whole block."""
-    return spec.block_size > 0 and (spec.causal_context or sampler.own_block == 1 or sampler.stores_causally)
+    context = spec.context
+    by_sampler = context.has_blocks and (sampler.own_block == 1 or sampler.stores_causally)
+    return context.has_causal_passes or by_sampler
 
 
 def model_refusal(model: Model, causal: bool) -> str | None:
     """Why no prefix of a model can be computed, whose tokens attend causally or not; None if one can."""
     spec = model.spec
-    if not spec.block_size:
+    if not spec.context.has_blocks:
         return (
             f"prefill does not support full attention ({spec.family}): prompt tokens attend to the response, "
             "so that their keys and values change with it. Use a block-causal model, or a cache policy"
         )
-    if spec.blocks_from == "response" and not causal:
+    if spec.context.from_response and not causal:
         return (
             f"prefill does not support {spec.family}: its blocks are counted from the response, and move "
             "with the length of the prompt"
@@ -181,26 +183,21 @@ def model_refusal(model: Model, causal: bool) -> str | None:
     return None
 
 
-def _unit(spec: ModelSpec) -> int:
-    """Number of positions that are reused together: those of a block, or one in a causal context."""
-    return 1 if spec.causal_context else spec.block_size
-
-
 def _computes_last(policy: Policy, spec: ModelSpec, layout: Layout) -> bool:
     """Whether a first step computes the last position of the prompt, even if the prefix holds it.
 
     It may predict the first token of the response. A layer of one's own tells a step that enters a block by
     the width: it takes more than one.
     """
-    one_block = not policy.only_sets and layout.response <= spec.block_size
-    return spec.shifted or spec.causal_context or one_block
+    one_block = not policy.only_sets and layout.response <= spec.context.size
+    return spec.shifted or spec.context.has_causal_passes or one_block
 
 
 def reuse(
     cache: Cache, canvas: Canvas, stored: StoredPrefix, model: Model, rope: Rope, policy: Policy
 ) -> tuple[Cache, Canvas]:
     """The cache with the prefix's keys and values in every sequence, and the canvas that knows of them."""
-    spec, size = canvas.spec, _unit(canvas.spec)
+    spec, size = canvas.spec, canvas.spec.context.unit
     count = jnp.broadcast_to(stored.count, canvas.step.shape) // size * size
     if _computes_last(policy, spec, canvas.layout):
         prompt = jnp.sum(canvas.prompt, axis=1, dtype=jnp.int32)
@@ -222,14 +219,14 @@ def reuse(
         layers = [filled(own, new) for own, new in zip(cache.layers, stored.kv, strict=True)]
     else:
         layers = jax.lax.map(lambda both: filled(*both), (cache.layers, stored.kv))
-    begun = 0 if spec.causal_context else size
-    return cache._replace(layers=layers), dataclasses.replace(canvas, stored=first + count + begun)
+    stored_until = first + count + spec.context.begun
+    return cache._replace(layers=layers), dataclasses.replace(canvas, stored=stored_until)
 
 
 def reused_of(canvas: Canvas, model: Model) -> tuple[Int[Array, "b"], Float[Array, "b"]]:
     """Tokens of each sequence whose keys and values are there before the first step, and their bytes."""
-    spec, begun = model.spec, 0 if model.spec.causal_context else canvas.spec.block_size
-    known = canvas.valid & (canvas.position < canvas.stored[:, None] - begun)
+    spec = canvas.spec
+    known = canvas.valid & (canvas.position < canvas.stored[:, None] - spec.context.begun)
     count = jnp.sum(known, axis=1, dtype=jnp.int32)
     per_token = 2.0 * spec.layers * spec.kv_heads * spec.head_dim * np.dtype(model.dtype).itemsize
     return count, count * jnp.float32(per_token)

@@ -149,7 +149,7 @@ def _logits(
 
 def predicts_itself(spec: ModelSpec) -> bool:
     """Whether each position's own output predicts it in every step (`Canvas.predictor`)."""
-    return not spec.shifted and not spec.causal_context
+    return not spec.shifted and not spec.context.has_causal_passes
 
 
 def _positions(plan: Plan, canvas: Canvas, rows: Rows) -> Int[Array, "b c"]:

@@ -91,7 +91,7 @@ def recorders_of(plan: Plan, spec: ModelSpec) -> dict[str, Recorder]:
     offered = (
         ("counts", Counts(), True),
         ("idle", IdleSteps(), plan.sampler.may_idle),
-        ("causal_passes", CausalPasses(), spec.causal_context),
+        ("causal_passes", CausalPasses(), spec.context.has_causal_passes),
         ("accepted_tokens", AcceptedTokens(), plan.layout.drafts),
         ("reused", ReusedPrefix(), bool(plan.prefix)),
         ("branches", DraftedSteps(), bool(plan.drafting)),

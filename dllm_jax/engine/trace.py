@@ -54,10 +54,10 @@ class Trace(NamedTuple):
 
 
 # A row holds, one after the other: tokens [l], proposed tokens with two flags in their lowest bits [l], the
-# bits of the scores [l], and of each layer whether it was widened, with the flag that the step was taken [n].
-# With a causal context that flag has one of its own. Of answers that grow their length, the mask that became
-# several, and by how much others moved [3]. The sequences are those of the whole batch, of which a
-# step may take a group.
+# bits of the scores [l], and of each layer whether it was widened, with two flags in its lowest bits: that the
+# step was taken, and that it was a causal pass [n]. Of answers that grow their length, the mask that became
+# several, and by how much others moved [3]. The sequences are those of the whole batch, of which a step may
+# take a group.
 Steps = Int[Array, "t_plus_1 everyone _"]
 
 
@@ -111,8 +111,7 @@ def add(
     """
     flagged = proposal.token << 2 | read << 1 | computed
     score = jax.lax.bitcast_convert_type(proposal.score, jnp.int32)
-    taken = jnp.where(before.causal, 3, 1) if before.spec.causal_context else 1
-    layers = widened << _flags(before) | taken
+    layers = widened << 2 | before.causal << 1 | 1
     row = jnp.concatenate([after.tokens, flagged, score, layers, *_lengths(after)], axis=1)
     # Of a sequence that takes no part the step is beyond the trace, and nothing is written.
     step = jnp.where(before.active, before.passes + 1, len(steps))
@@ -135,9 +134,9 @@ def completed(steps: Steps, canvas: Canvas) -> Trace:
         proposed=jnp.where(active[..., None], flagged >> 2, mask_id),
         score=jnp.where(active[..., None], score, -jnp.inf),
         active=active,
-        widened=layers > (1 << _flags(canvas)) - 1,
+        widened=layers > 3,
         steps=jnp.max(canvas.passes),
-        causal=(layers[..., 0] & 2) == 2 if canvas.spec.causal_context else None,
+        causal=(layers[..., 0] & 2) == 2 if canvas.spec.context.has_causal_passes else None,
         **_completed_lengths(lengths, ran, active, canvas),
     )
 
@@ -166,8 +165,3 @@ def _completed_lengths(
         "inserted": jnp.where(active, inserted[1:], -1),
         "moved": jnp.where(active, moved[1:], 0),
     }
-
-
-def _flags(canvas: Canvas) -> int:
-    """Number of flags in a layer's entry, below whether it was widened."""
-    return 2 if canvas.spec.causal_context else 1

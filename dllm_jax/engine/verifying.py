@@ -102,7 +102,7 @@ def stored_eagerly(drafting: Drafting, before: Canvas, after: Canvas) -> Canvas:
     """The canvas after a step; of a block that an eager draft has finished nothing is stored yet."""
     if not drafting.eager:
         return after
-    stored = drafted_block(drafting, before)[:, 0] + before.spec.block_size
+    stored = drafted_block(drafting, before)[:, 0] + before.layout.block
     return dataclasses.replace(after, stored=jnp.where(before.active, stored, after.stored))
 
 

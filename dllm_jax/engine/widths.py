@@ -109,16 +109,9 @@ def step_widths(
 
 
 def own_widths(policy: Policy, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
-    """The widths that a policy proposes, with those that a block-causal model needs.
-
-    A step computes the model's block, and once the finished one before it; with a causal context either of
-    them. A template may hold whole blocks that are finished too.
-    """
+    """The widths that a policy proposes, with those that a block-causal model needs."""
     own = check_argument("widths", tuple(policy.widths(spec, layout)), tuple[PositiveInt, ...])
-    if not (size := layout.fitted(spec).block_size):
-        return own
-    entering = () if spec.causal_context else (2 * size, *([] if layout.prompt else [layout.length]))
-    return (*(width for width in own if width < size), size, *entering)
+    return layout.fitted(spec).context.widths(own, layout.length, infilled=not layout.prompt)
 
 
 def at_end(policy: Policy, spec: ModelSpec) -> bool:
@@ -126,7 +119,7 @@ def at_end(policy: Policy, spec: ModelSpec) -> bool:
 
     The engine adds blocks to the selections on block-causal models.
     """
-    return policy._at_end and not spec.block_size
+    return policy._at_end and not spec.context.has_blocks
 
 
 def exceeds(width: int, need: Bool[Array, "b l"], policy: Policy, spec: ModelSpec) -> Bool[Array, "b"]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.nn.layer import unembed
-from dllm_jax.nn.mask import Mask, block_start
+from dllm_jax.nn.mask import Mask
 from dllm_jax.nn.model import LayerPass, Model, encode
 from dllm_jax.nn.shift import first_predictor, predictors
 from dllm_jax.nn.spec import ModelSpec
@@ -39,9 +39,9 @@ def answer_logits(
       within: Attention mask to narrow further (`encode`); None for block-causal models.
       embeds: Inputs in place of embeddings (`encode`).
       causally: Whether r rows follow in which the clean answer is predicted, each token by those before it
-        (`ModelSpec.causal_context`). Of a prompt without tokens the first one means nothing.
+        (a causal context). Of a prompt without tokens the first one means nothing.
     """
-    if model.spec.block_size:
+    if model.spec.context.has_blocks:
         hidden = _of_two_copies(model, tokens, answer, valid, remat, layer_pass, embeds, causally)
     else:
         hidden = encode(model, tokens, valid, remat, layer_pass, within, embeds=embeds)
@@ -63,8 +63,7 @@ def _of_two_copies(
     # What stands before the block of the answer's first token is the same in both copies, and there once.
     # Unless blocks are counted from the response, that block may begin in the prompt.
     response = length - r
-    shared = spec.block_size - 1 if spec.blocks_from == "sequence" else 0
-    first = max(response - shared, 0)
+    first = max(response - spec.context.shared, 0)
     clean = jnp.concatenate([tokens[:, : length - r], answer], axis=1)
     both = lambda clean, noisy: jnp.concatenate([clean, noisy[:, first:]], axis=1)
     twice = lambda array: None if array is None else both(array, array)
@@ -80,7 +79,7 @@ def _of_two_copies(
     # Of a shifted head, the left neighbour of a block's first token is the end of a finished block, which is
     # clean, as in decoding; that of other tokens is noisy. A token without a left neighbour predicts itself.
     position = jnp.broadcast_to(jnp.arange(length - r, length), (b, r))
-    begins = block_start(position, valid, spec, response) == position
+    begins = spec.context.start(position, valid, response) == position
     all_valid = jnp.ones((b, length), bool) if valid is None else valid
     left, noisy = predictors(all_valid, spec)[:, -r:], position + length - first
     source = jnp.where(begins & (left < position), left, noisy + left - position)

@@ -50,23 +50,19 @@ def block_causal(
     it (SDAR, arXiv:2510.06303; Fast-dLLM v2, arXiv:2509.26328; LLaDA2, arXiv:2512.15745). Or both are counted
     from where the response begins (`ModelSpec.blocks_from`).
 
-    With `ModelSpec.causal_context` the response is the current block, whose positions see everything; those
+    With a causal context the response is the current block, whose positions see everything; those
     in front of it, or all where none is known, attend causally (arXiv:2607.05722).
 
     Args:
       mask: narrowed; None for all keys.
-      spec: `block_size` is B, or 0 for full attention.
+      spec: its `context` has blocks of B positions, or none.
       position: Canvas position of each query; any at padding.
       valid: False at left padding; None if there is none.
       length: positions of the canvas, which are the keys.
       response: canvas position where the response begins; None if it is not known.
     """
-    if not spec.block_size:
-        return mask
-    if spec.causal_context:
-        begins = length if response is None else response
-        return in_front_of(jnp.where(position < begins, position + 1, length), mask, length)
-    return in_front_of(block_start(position, valid, spec, response) + spec.block_size, mask, length)
+    end = spec.context.end(position, valid, length, response)
+    return mask if end is None else in_front_of(end, mask, length)
 
 
 def in_front_of(end: Int[Array, "b #q"], mask: Mask | None, length: int) -> Mask:
@@ -106,36 +102,20 @@ def with_noisy_copy(
 
     Args:
       mask: narrowed; None for all keys.
-      spec: has a `block_size`.
+      spec: has blocks.
       position: Canvas position of each query and key; those of the copy occur twice.
       valid: False at left padding; None if there is none.
       length: positions of the canvas; the copy's are after them.
       response: canvas position where the response begins; None if it is not known.
     """
-    start = block_start(position[:1] if valid is None else position, valid, spec, response)
+    context = spec.context
+    start = context.start(position[:1] if valid is None else position, valid, response)
     query, key = start[:, :, None], start[:, None, :]
     noisy = jnp.arange(position.shape[1]) >= length
-    clean = position[:, None] <= position[:, :, None] if spec.causal_context else key <= query
+    clean = position[:, None] <= position[:, :, None] if context.has_causal_passes else key <= query
     of_clean = jnp.where(noisy[:, None], key < query, clean)
     sees = jnp.where(noisy, noisy[:, None] & (key == query), of_clean)[:, None]
     return sees if mask is None else mask & sees
-
-
-def block_start(
-    position: Int[Array, "b q"],
-    valid: Bool[Array, "b l"] | None,
-    spec: ModelSpec,
-    response: int | None = None,
-) -> Int[Array, "b q"]:
-    """The first position of the model's block that each position lies in; padding is in the first block.
-
-    Counted from the response, a prompt's first block may begin in front of the canvas. Where no response is
-    known, blocks are counted from the sequence's first position.
-    """
-    if spec.blocks_from == "response" and response is not None:
-        return position - (position - response) % spec.block_size
-    first = 0 if valid is None else jnp.argmax(valid, axis=1).astype(jnp.int32)[:, None]
-    return first + jnp.maximum(position - first, 0) // spec.block_size * spec.block_size
 
 
 def require_full_attention(
@@ -155,7 +135,7 @@ def require_full_attention(
     Raises:
       ValueError: the model attends within blocks.
     """
-    if spec.block_size:
+    if spec.context.has_blocks:
         raise ValueError(
             f"{what} does not support block-causal models ({spec.family}, block_size={spec.block_size}): "
             f"it {does}. {fix}."
@@ -173,12 +153,12 @@ def require_blocks(spec: ModelSpec, what: str, fix: str):
     Raises:
       ValueError: the model attends everywhere, or its context is causal.
     """
-    if spec.causal_context:
+    if spec.context.has_causal_passes:
         raise ValueError(
             f"{what} does not support a causal context ({spec.family}): a block's keys and values become "
             "final in a pass of their own, not with the next block's first step. Use Policy()."
         )
-    if not spec.block_size:
+    if not spec.context.has_blocks:
         raise ValueError(
             f"{what} supports block-causal models only ({spec.family} attends everywhere): it rests on keys "
             f"and values of finished blocks that are final. {fix}."

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval, MinLen
 
+from dllm_jax.nn.context import BlockCausal, CausalContext, Context
 from dllm_jax.options import (
     NoneMeans,
     NonNegativeFloat,
@@ -300,6 +301,15 @@ class ModelSpec(Options):
     def ends(self) -> tuple[int, ...]:
         """Token ids that end a response: end-of-text first."""
         return (self.eos_id, *(self.stop_ids or ()))
+
+    @property
+    def context(self) -> Context:
+        """How far positions attend, and what becomes final: a plain `Context` if all attend to all."""
+        if not self.block_size:
+            return Context()
+        kind = CausalContext if self.causal_context else BlockCausal
+        from_response = self.blocks_from == "response"
+        return kind(self.block_size, from_response, self.completes_blocks and not from_response)
 
     @property
     def rotated(self) -> int:

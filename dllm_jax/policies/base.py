@@ -253,7 +253,7 @@ class Policy(Options):
     @final
     def stores(self, spec: ModelSpec) -> bool:
         """Whether keys and values are cached: if the policy reuses them, or the model is block-causal."""
-        return self.reuses or spec.block_size > 0
+        return self.reuses or spec.context.has_blocks
 
     @property
     @final
@@ -274,7 +274,7 @@ class Policy(Options):
 
 def for_model(policy: Policy, spec: ModelSpec) -> Policy:
     """Returns the policy that runs on a model (`Policy.in_blocks`)."""
-    return policy._in_blocks(spec) if spec.block_size else policy
+    return policy._in_blocks(spec) if spec.context.has_blocks else policy
 
 
 def halvings(length: int, smallest: int = 8) -> tuple[int, ...]:

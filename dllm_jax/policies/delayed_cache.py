@@ -49,11 +49,11 @@ class DelayedCache(Policy):
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
         """A half and a quarter of the model's block."""
-        return halvings(max(spec.block_size, 1), smallest=1)[-3:]
+        return halvings(max(spec.context.size, 1), smallest=1)[-3:]
 
 
 def settled(canvas: Canvas) -> Bool[Array, "b l"]:
     """Positions of the model's block that the previous step computed with their last token and neighbour."""
     known = canvas.valid & ~canvas.masked & ~canvas.just_decoded
-    last = canvas.position == canvas.model_block + canvas.spec.block_size - 1
+    last = canvas.position == canvas.model_block_end - 1
     return known & (jnp.pad(known[:, 1:], ((0, 0), (0, 1)), constant_values=True) | last)

@@ -105,7 +105,7 @@ class EvictPrompt(PromptEviction):
         """Raises ValueError for options that evict nothing on this kind of model."""
         if not self.policy.stores(spec):
             raise ValueError(f"policy={self.policy!r} recomputes the prompt in every step: nothing to evict")
-        if spec.block_size and self.reselect:  # `in_blocks` has taken those over `Policy`
+        if spec.context.has_blocks and self.reselect:  # `in_blocks` has taken those over `Policy`
             raise ValueError(
                 f"reselect=True is not supported by EvictPrompt on block-causal models ({spec.family}): "
                 "their prompt is computed once. Use policy=Policy(), which selects again at each block."
@@ -113,11 +113,10 @@ class EvictPrompt(PromptEviction):
 
     def dense_positions(self, spec: ModelSpec, layout: Layout) -> int:
         """Positions that are stored densely, the last ones: the response and inputs next to it."""
-        if not spec.block_size:
+        if not spec.context.has_blocks:
             return layout.response_inputs(spec.shifted)
         # A prompt's end may begin the first block that is decoded.
-        shared = spec.block_size - 1 if spec.blocks_from == "sequence" else 0
-        return min(layout.response + shared, layout.length)
+        return min(layout.response + spec.context.shared, layout.length)
 
     @override
     def before_first_step(
@@ -139,7 +138,7 @@ class EvictPrompt(PromptEviction):
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Selects the policy's positions; of the prompt all or none."""
         evictable, selected = self._evictable(canvas), self.policy.select(_under(cache), canvas)
-        if canvas.spec.block_size:
+        if canvas.spec.context.has_blocks:
             return selected
         due = _all_of(evictable & canvas.valid, selected)
         return jnp.where(due, selected | evictable, selected & ~evictable)
@@ -154,7 +153,7 @@ class EvictPrompt(PromptEviction):
         slots = self.dense_positions(canvas.spec, canvas.layout)
         cache, dense = cache.update(rows.last(slots), KV(k, v))
 
-        if canvas.spec.block_size:
+        if canvas.spec.context.has_blocks:
             new = KV(k, v)
             o, pairs = self.attend_in_blocks(layer, q, shared.pairs, dense, new, rows, canvas, cache.readable)
             return layer.finish(x, o), cache._replace(shared=shared._replace(pairs=pairs))
@@ -174,7 +173,7 @@ class EvictPrompt(PromptEviction):
 
     def packed(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Positions that are kept as pairs or evicted; the others are stored densely."""
-        return self.evictable(canvas) if canvas.spec.block_size else self._evictable(canvas)
+        return self.evictable(canvas) if canvas.spec.context.has_blocks else self._evictable(canvas)
 
     @override
     def _in_blocks(self, spec: ModelSpec) -> Policy:

@@ -83,7 +83,7 @@ def selected_positions(policy: Policy, spec: ModelSpec, layout: Layout, assumed:
     if not policy.stores(spec):
         return np.full(layout.steps, layout.length)
     # Selections do not depend on what heads keep of a prompt: policies that differ in it share a simulation.
-    if isinstance(policy, PromptEviction) and not spec.block_size:
+    if isinstance(policy, PromptEviction) and not spec.context.has_blocks:
         usual = {field.name: field.default for field in dataclasses.fields(PromptEviction)}
         alike = dataclasses.replace(policy, **usual)
         if alike != policy:
@@ -144,5 +144,5 @@ def _simulate(policy: Policy, spec: ModelSpec, layout: Layout, prompt: Int[Array
         return after, jnp.sum(selected & canvas.active[:, None])
 
     # A causal pass decodes one token, also if the schedule wants more: a block may take a step more.
-    most = layout.scheduled_steps + layout.blocks * spec.causal_context
+    most = layout.scheduled_steps + layout.blocks * spec.context.has_causal_passes
     return jax.lax.scan(step, start, length=most)[1]

@@ -83,8 +83,8 @@ class Setting:
 
     def step_of_model_block(self, index: int) -> int:
         """Steps before the generation's step `index` in the same block of a block-causal model."""
-        size, block, steps = self.spec.block_size, self.layout.block, self.layout.steps_per_block
-        began = self.layout.prompt % size if self.spec.blocks_from == "sequence" else 0
+        context, block, steps = self.spec.context, self.layout.block, self.layout.steps_per_block
+        size, began = context.size, 0 if context.from_response else self.layout.prompt % context.size
         return (index + began // block * steps) % (size // block * steps)
 
     def step(self, policy: Policy, selected: int) -> Step:
@@ -217,7 +217,7 @@ def cost(step: Step, spec: ModelSpec, batch: int, itemsize: int) -> Cost:
     routers = 2 * mixtures(spec) * step.rows * m * count
     # Two products, q k^T and weights v, of 2 FLOPs a multiply-add; all query heads, grouped or not. Rows of a
     # block-causal canvas attend to its first block, to two, and so on up to all of them.
-    seen = (step.slots + spec.block_size) / 2 if step.full and spec.block_size else step.slots
+    seen = spec.context.mean_keys(step.slots) if step.full else step.slots
     scores = 4 * n * step.rows * seen * spec.heads * spec.head_dim
     # Everything that a sequence has of its own counts `batch` times: this is where batching stops to be free.
     return Cost(

@@ -100,7 +100,7 @@ def evicted_store(policy: PromptEviction, at: Setting, dense: int) -> StoreCost:
     chunk = slots_of_chunk(policy.budget, widest)
     longest = np.minimum(budgets * at.assumed.uneven, widest)
     unpacked, budget = float(np.mean(np.ceil(longest / chunk) * chunk)), float(budgets.mean())
-    voting, size = layout.length, at.spec.block_size
+    voting, size = layout.length, at.spec.context.size
     if size and not policy.votes.of_prompt:
         voting = min(size, layout.length)
     scores = at.score_flops(voting, layout.length)
@@ -184,7 +184,7 @@ def _evicting(policy: p.EvictPrompt, at: Setting, step: Step, index: int) -> Ste
         return store.refresh
 
     # A step wide enough for the prompt is ready for its refresh: kept pairs are laid out, votes are counted.
-    if step.rows >= columns and not at.spec.block_size:
+    if step.rows >= columns and not at.spec.context.has_blocks:
         products = at.score_flops(step.rows, at.layout.length)
         return dataclasses.replace(step, moved=store.refresh.moved, products=products)
     return dataclasses.replace(step, slots=store.slots, moved=store.moved)
@@ -193,7 +193,7 @@ def _evicting(policy: p.EvictPrompt, at: Setting, step: Step, index: int) -> Ste
 @extra_traffic.register
 def _choosing(policy: ChosenReads, at: Setting, step: Step, index: int) -> Step:
     """Exact steps read everything, score it and gather what the block's other steps read."""
-    size, length = at.spec.block_size, at.layout.length
+    size, length = at.spec.context.size, at.layout.length
     slots = policy.slots(at.spec, at.layout)
     choice = {"moved": length / 2 + 2 * (slots - size)}
     if not isinstance(policy, SparseBlocks):  # which scores keys by one mean query
@@ -212,7 +212,7 @@ def _choosing(policy: ChosenReads, at: Setting, step: Step, index: int) -> Step:
 @extra_traffic.register
 def _rolling(policy: RollingEviction, at: Setting, step: Step, index: int) -> Step:
     """Kept pairs and the block; where one is entered the choice too, among kept pairs and the last block."""
-    size, slots = at.spec.block_size, policy.slots(at.spec, at.layout)
+    size, slots = at.spec.context.size, policy.slots(at.spec, at.layout)
     kept = slots - size
     choice = lambda among: {"moved": among / 2 + 2 * kept, "products": at.score_flops(size, among)}
     if step.full:
@@ -258,7 +258,8 @@ def _leaving(policy: p.FOCUS, at: Setting, step: Step, index: int) -> Step:
     masks = block - each * (index % at.layout.steps_per_block)
     # Decoded from left to right, those of the last two steps are not settled.
     decoded = min(2 * each, block - masks) if policy.delayed else block - masks
-    entering = spec.block_size * (step.rows > spec.block_size)
+    size = spec.context.size
+    entering = size if step.rows > size else 0
     stay = entering + decoded + min(masks, 2 * wanted(policy.alpha, each))
     few = step.rows - block // 2
     later = few if stay <= few and not step.full else step.rows

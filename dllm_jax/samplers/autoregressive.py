@@ -43,7 +43,7 @@ class Autoregressive(UntilDone):
     @override
     def check_model(self, spec: ModelSpec):
         super().check_model(spec)
-        if not spec.block_size:
+        if not spec.context.has_blocks:
             raise ValueError(
                 f"sampler=Autoregressive() does not support {spec.family}: its tokens attend to all others. "
                 "Use Confidence() with a step per token."
@@ -92,7 +92,7 @@ class SelfSpeculation(UntilDone):
     @override
     def check_model(self, spec: ModelSpec):
         super().check_model(spec)
-        if not spec.causal_context:
+        if not spec.context.has_causal_passes:
             raise ValueError(
                 f"sampler=SelfSpeculation() does not support {spec.family}: it has no causal passes, which "
                 "verify a draft. Use Threshold()."

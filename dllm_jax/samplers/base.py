@@ -167,7 +167,7 @@ class Sampler(Options, abc.ABC):
         schedule_over = canvas.schedule_step >= canvas.layout.steps_per_block
         if self.allow_mask_token:
             return schedule_over
-        return (schedule_over | (canvas.spec.block_size > 0)) & ~any_marked(canvas.unanswered)
+        return (schedule_over | canvas.spec.context.has_blocks) & ~any_marked(canvas.unanswered)
 
     def planned(self, canvas: Canvas, noise: Noise | None) -> Int[Array, "b l"] | None:
         """The order in which the coming step decodes positions: 0, 1, .., and -1 at all others.

@@ -61,7 +61,7 @@ class DreamSchedule(Sampler):
     @override
     def check_model(self, spec: ModelSpec):
         super().check_model(spec)
-        if spec.shifted and spec.block_size:
+        if spec.shifted and spec.context.has_blocks:
             raise ValueError(
                 f"DreamSchedule is not supported with blocks on {spec.family}: its first step may unmask "
                 "nothing, and only that step predicts a block's first token. Use Threshold()."

@@ -226,6 +226,11 @@ class Canvas:
         return jnp.zeros_like(self.block_start)[:, None]
 
     @property
+    def model_block_end(self) -> Int[Array, "b 1"]:
+        """The first position after the model's own block."""
+        return jnp.full_like(self.model_block, self.layout.length)
+
+    @property
     def in_model_block(self) -> Bool[Array, "b l"]:
         """Positions of the model's own block that holds the current block."""
         return self.everything

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 from typing_extensions import override
 
-from dllm_jax.nn.mask import Mask, block_causal, block_start, in_front_of
+from dllm_jax.nn.mask import Mask, block_causal, in_front_of
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.state.canvas import Canvas, masks_in_block
 from dllm_jax.state.growth import Growth
@@ -40,13 +40,17 @@ class BlockCausal(Canvas):
     @property
     @override
     def model_block(self) -> Int[Array, "b 1"]:
-        return block_start(self.block_start[:, None], self.valid, self.spec, self.layout.response_start)
+        return self.spec.context.start(self.block_start[:, None], self.valid, self.layout.response_start)
+
+    @property
+    @override
+    def model_block_end(self) -> Int[Array, "b 1"]:
+        return self.model_block + self.spec.context.size
 
     @property
     @override
     def in_model_block(self) -> Bool[Array, "b l"]:
-        start = self.model_block
-        return (self.position >= start) & (self.position < start + self.spec.block_size)
+        return (self.position >= self.model_block) & (self.position < self.model_block_end)
 
     @property
     @override
@@ -56,7 +60,7 @@ class BlockCausal(Canvas):
     @property
     @override
     def enters_model_block(self) -> Bool[Array, "b 1"]:
-        first = self.first_step | (self.stored[:, None] != self.model_block + self.spec.block_size)
+        first = self.first_step | (self.stored[:, None] != self.model_block_end)
         return first | self._at_first(self.just_decoded)
 
     @property
@@ -76,21 +80,21 @@ class BlockCausal(Canvas):
 
     @override
     def without_final(self, selected: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
-        size = self.spec.block_size
-        end = self.model_block + jnp.where(self.opens_model_block, 0, size)
-        open_ = self.position >= self.stored[:, None] - size
+        end = jnp.where(self.opens_model_block, self.model_block, self.model_block_end)
+        open_ = self.position >= self.stored[:, None] - self.spec.context.size
         return open_ & (self.first_step | ((self.position < end) & (selected | self.enters_model_block)))
 
     @override
     def _stored_after(self, chosen: Bool[Array, "b l"]) -> Int[Array, "b"]:
-        return jnp.where(self.active, self.model_block[:, 0] + self.spec.block_size, self.stored)
+        return jnp.where(self.active, self.model_block_end[:, 0], self.stored)
 
     @override
     def attends(self, rows: Rows, readable: Bool[Array, "b l"] | None = None) -> Mask | None:
         mask, length = super().attends(rows, readable), self.layout.length
         real, response = self.valid if self.layout.padded else None, self.layout.response_start
         if self.causal_before is not None:
-            end = block_start(rows.index, real, self.spec, response) + self.spec.block_size
+            end = self.spec.context.end(rows.index, real, length, response)
+            assert end is not None, "a block's"
             end = jnp.where(rows.index < self.causal_before[:, None], rows.index + 1, end)
             return in_front_of(end, mask, length)
         # Padding, whose index is the length, may stand before the first row (`Rows.where`).
@@ -99,7 +103,7 @@ class BlockCausal(Canvas):
 
     @override
     def lookahead(self, rows: Rows) -> int | None:
-        return self.spec.block_size if rows.full else None
+        return self.spec.context.size if rows.full else None
 
 
 @jax.tree_util.register_dataclass
@@ -178,11 +182,11 @@ def begin(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec,
     batch, spec = tokens.shape[0], layout.fitted(spec)
     zeros = jnp.zeros((batch,), jnp.int32)
     start, kind, stored = jnp.full((batch,), layout.prompt, jnp.int32), Canvas, zeros
-    if spec.block_size:
+    if spec.context.has_blocks:
         # What a prompt has beyond whole blocks begins the first block.
-        start = block_start(start[:, None], valid, spec, layout.response_start)[:, 0]
+        start = spec.context.start(start[:, None], valid, layout.response_start)[:, 0]
         kind = BlockCausal
-    if spec.causal_context:
+    if spec.context.has_causal_passes:
         kind, stored = CausalContext, jnp.argmax(valid, axis=1).astype(jnp.int32)
     canvas = kind(
         tokens=tokens.astype(jnp.int32),

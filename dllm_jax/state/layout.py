@@ -109,11 +109,8 @@ class Layout(Options):
 
     def fitted(self, spec: ModelSpec) -> ModelSpec:
         """The model as this generation decodes it: with blocks of `block` where they replace its own."""
-        if spec.block_size == self.block or not (
-            spec.causal_context or (self.own_blocks and spec.block_size)
-        ):
-            return spec
-        return dataclasses.replace(spec, block_size=self.block)
+        replaced = spec.context.has_causal_passes or (self.own_blocks and spec.context.has_blocks)
+        return dataclasses.replace(spec, block_size=self.block) if replaced else spec
 
     @property
     def schedule(self) -> BlockSchedule | None:

@@ -154,7 +154,7 @@ def encode_batch(
     else:
         prompt, mask = prompt_arrays(tokenizer, examples, spec.eos_id)
     # An answer, its end of turn, and end of text up to the length: where to stop is learnt too.
-    size = spec.block_size or 1
+    size = spec.context.size or 1
     answers = np.full((len(examples), length + size - 1), spec.eos_id, np.int32)
     for answer, example in zip(answers, examples, strict=True):
         ids = [*tokenizer.encode(example.answer, add_special_tokens=False), end]

@@ -114,7 +114,7 @@ def exact_limit(of: Subject):
 
     # Guards the comparison: if caching never changed anything, equality would prove nothing. With a causal
     # context finished blocks are final, so that most policies are exact everywhere.
-    if of.policy.reuses and not of.model.spec.causal_context:
+    if of.policy.reuses and not of.model.spec.context.has_causal_passes:
         scores = [finite(out.trace.score) for out in (of.batch, of.run(policy=Policy())) if out.trace]
         apart = max(np.abs(ours - exact).max() for ours, exact in zip(*scores, strict=False))
         assert apart > 1e-5, "nor does the policy differ outside of the limit, which then proves nothing"
@@ -127,7 +127,7 @@ def reuse_is_exact_while_nothing_changes(of: Subject):
     options = dict(length=4, block=4, steps=4, sampler=Frozen(), widths=WIDE)
     ours, exact = (of.run(policy=policy, **options) for policy in (of.lossless, Policy()))
     assert_close_scores(ours.trace, exact.trace, atol=2e-6)
-    if not of.model.spec.causal_context:  # there exact decoding caches the prompt too
+    if not of.model.spec.context.has_causal_passes:  # there exact decoding caches the prompt too
         assert ours.stats.computed_tokens.sum() < exact.stats.computed_tokens.sum(), "nothing was reused"
 
 
@@ -305,7 +305,7 @@ def stopping_keeps_the_answer(of: Subject):
 
 def infilling_fills_the_masks_and_nothing_else(of: Subject):
     """Masks anywhere in a template are filled, by a schedule that does not divide them."""
-    if of.model.spec.causal_context:  # blocks follow a prompt: `infill` raises ValueError
+    if of.model.spec.context.has_causal_passes:  # blocks follow a prompt: `infill` raises ValueError
         return
     template, _ = prompts(of.model, (12, 12))
     template[0, [0, 3, 7]] = template[1, [5, 6]] = of.model.spec.mask_id

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from dllm_jax.nn.answers import answer_logits
 from dllm_jax.nn.keys import one_key
-from dllm_jax.nn.mask import Mask, block_start, require_full_attention
+from dllm_jax.nn.mask import Mask, require_full_attention
 from dllm_jax.nn.mesh import number_modes, over_mesh
 from dllm_jax.nn.model import LayerPass, Model
 from dllm_jax.nn.spec import ModelSpec
@@ -241,7 +241,7 @@ def cross_entropy(
 
 def check_causal(spec: ModelSpec, causal_weight: float):
     """Raises ValueError if causal predictions are to be learnt by a model that makes none."""
-    if causal_weight and not spec.causal_context:
+    if causal_weight and not spec.context.has_causal_passes:
         raise ValueError(
             f"causal_weight={causal_weight} does not support {spec.family}: it has no causal passes. Leave "
             "it out"
@@ -281,11 +281,12 @@ def draw_masks(
 
 def model_blocks(batch: Checked, spec: ModelSpec) -> Int[Array, "b r"] | None:
     """The number of each answer token's block, from 0; None for models whose attention has no blocks."""
-    if not spec.block_size:
+    context = spec.context
+    if not context.has_blocks:
         return None
     (b, p), r = batch.prompt.shape, batch.answer.shape[1]
-    start = block_start(jnp.broadcast_to(jnp.arange(p, p + r), (b, r)), batch.valid, spec, response=p)
-    return (start - start[:, :1]) // spec.block_size
+    start = context.start(jnp.broadcast_to(jnp.arange(p, p + r), (b, r)), batch.valid, p)
+    return (start - start[:, :1]) // context.size
 
 
 def check_objective(spec: ModelSpec, prompt_isolation: float, blocks: tuple[int, ...] | None):

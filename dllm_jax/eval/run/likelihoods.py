@@ -149,10 +149,9 @@ class Likelihood(Answering[Pair]):
     ) -> tuple[Output, Int[np.ndarray, "b r"]]:
         """Decodes as many tokens after each context as its answer has, one per step, and pads them."""
         model, spec = self.lm.model, self.lm.model.spec
-        if spec.block_size:
+        if spec.context.has_blocks:
             # Later blocks do not change the earlier ones, and a block is always decoded whole.
-            whole = -(-rung // spec.block_size) * spec.block_size if spec.blocks_from == "response" else rung
-            whole += 0 if spec.completes_blocks else spec.block_size - 1
+            whole = spec.context.whole(rung)
             out = generate(model, prompt, prompt_mask=mask, length=whole, nonfinite="ignore")
             return out, np.asarray(out.tokens)[:, prompt.shape[1] :][:, :rung]
 

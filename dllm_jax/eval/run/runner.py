@@ -237,7 +237,7 @@ class Runner(Answering[Request]):
         if not others or refusal(model, decoding.policy, decoding.sampler) is not None:
             return None
         causal = reads_causally(model.spec, decoding.sampler)
-        length, size = min(common(first, other) for other in others), 1 if causal else model.spec.block_size
+        length, size = min(common(first, other) for other in others), 1 if causal else model.spec.context.size
         whole = length // size * size
         return prefill(model, first[:whole], causal=causal) if whole else None
 

@@ -30,7 +30,7 @@ def check_voters(votes: eviction.Voters, where: str):
 
 def rows_of_block(canvas: Canvas) -> Rows:
     """The positions of the model's block."""
-    return compact_rows(canvas.in_model_block, canvas.spec.block_size)
+    return compact_rows(canvas.in_model_block, canvas.spec.context.size)
 
 
 def queries_of_block(

@@ -49,15 +49,16 @@ def attend_to_chosen(
     canvas: Canvas,
 ) -> tuple[Float[Array, "b q h d"], LayerCache]:
     """Attention to the chosen pairs and to the block's own, which come first among the rows."""
-    own = min(rows.index.shape[1], canvas.spec.block_size)
+    context = canvas.spec.context
+    own = min(rows.index.shape[1], context.size)
     cache, both = cache.write_last(jax.tree.map(lambda a: a[:, :own], new), part="chosen")
     pairs, layout = both.chosen, canvas.layout
     slots = pairs.k.shape[1] - own
 
     # Without a mask where all slots are filled from the first block on.
-    size = canvas.spec.block_size
-    least = 0 if layout.padded or canvas.spec.blocks_from == "response" else layout.prompt // size * size
-    if own == size and most(keep, least) == slots:
+    whole = layout.prompt // context.size * context.size
+    least = 0 if layout.padded or context.from_response else whole
+    if own == context.size and most(keep, least) == slots:
         mask = None
     else:
         filled = jnp.arange(slots) < chosen_count(keep, canvas)[:, None]

@@ -61,7 +61,7 @@ class ChosenReads(ChoosingSteps, BlockScores):
 
     def slots(self, spec: ModelSpec, layout: Layout) -> int:
         """Slots of what a block's steps read: the pairs chosen before the last block, and its own."""
-        return most(self.keep, layout.length - 1) + spec.block_size
+        return most(self.keep, layout.length - 1) + spec.context.size
 
     @override
     def layer(
@@ -80,7 +80,7 @@ class ChosenReads(ChoosingSteps, BlockScores):
         # The choice comes first: XLA copies a store that is written after it was read.
         exactly = lambda state: self._exactly(layer, q, new, state[1], rows, canvas)
         exact, exact_o = self.exact(cache.shared, canvas), None
-        if rows.index.shape[1] > canvas.spec.block_size or rows.phase == EXACT:
+        if not rows.in_one_block or rows.phase == EXACT:
             exact_o, cache = exactly((None, cache))
         elif canvas.spec.shifted and not rows.phase:
             some = jnp.any(exact & canvas.active[:, None])

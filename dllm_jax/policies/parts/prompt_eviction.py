@@ -16,7 +16,7 @@ from dllm_jax import eviction
 from dllm_jax.eviction.attending import attend_to_kept, prompt_pairs
 from dllm_jax.eviction.pair_store import PairStore, empty
 from dllm_jax.nn.layer import Layer
-from dllm_jax.nn.mask import block_start, key_mask
+from dllm_jax.nn.mask import key_mask
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt
@@ -96,16 +96,15 @@ class PromptEviction(Policy):
 
     def evictable(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """The prompt; on block-causal models, its part in front of the block that decoding begins in."""
-        spec, layout = canvas.spec, canvas.layout
-        if not spec.block_size:
+        context, layout = canvas.spec.context, canvas.layout
+        if not context.has_blocks:
             return canvas.prompt
         end = jnp.full((len(canvas.valid), 1), layout.prompt)
-        first = block_start(end, canvas.valid, spec, layout.response_start)
-        return canvas.prompt & (canvas.position < first)
+        return canvas.prompt & (canvas.position < context.start(end, canvas.valid, layout.response_start))
 
     def _evictable_positions(self, canvas: Canvas) -> Int[Array, "b"]:
         """Number of positions that are evictable; of sequences that are padding alone any."""
-        if canvas.layout.padded or canvas.spec.block_size:
+        if canvas.layout.padded or canvas.spec.context.has_blocks:
             return count_marked(self.evictable(canvas))
         return jnp.full(len(canvas.valid), canvas.layout.prompt)
 
@@ -212,7 +211,7 @@ class PromptEviction(Policy):
 
         # A full step is a first one: it computes everything, and the block's rows vote, or the prompt's.
         o, lse = layer.attention(q, new.k, new.v, mask, canvas.lookahead(rows))
-        block, size = canvas.in_model_block, canvas.spec.block_size
+        block, size = canvas.in_model_block, canvas.spec.context.size
         if not self.votes.of_prompt and size < rows.index.shape[1]:
             own = rows_of_block(canvas)
             mask = canvas.attends(own, readable)
@@ -266,5 +265,4 @@ class PromptEviction(Policy):
 
     def table(self, spec: ModelSpec, layout: Layout) -> Int[np.ndarray, "lengths n"]:
         """Pairs per KV head of each layer, as far as known before the run; see `eviction.table`."""
-        block = spec.block_size if spec.blocks_from == "sequence" else 0
-        return eviction.table(self.layers, spec.layers, self.budget, layout, block or 1)
+        return eviction.table(self.layers, spec.layers, self.budget, layout, spec.context.shared + 1)

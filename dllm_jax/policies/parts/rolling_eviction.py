@@ -48,7 +48,7 @@ class RollingEviction(Policy):
 
     def slots(self, spec: ModelSpec, layout: Layout) -> int:
         """Slots of a layer: the kept pairs, and after them the block's own."""
-        return min(self.budget, layout.length) + spec.block_size
+        return min(self.budget, layout.length) + spec.context.size
 
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
@@ -81,10 +81,10 @@ class RollingEviction(Policy):
 
         # A step over the canvas is a first one, or the canvas is all that is read: nothing kept is needed.
         slots = cache.read().position.shape[1]
-        room = slots - canvas.spec.block_size
+        room = slots - canvas.spec.context.size
         if rows.full:
             placed, seen, candidates = PlacedPairs.of_rows(new, rows), stored | canvas.in_model_block, stored
-        elif rows.index.shape[1] <= canvas.spec.block_size:
+        elif rows.in_one_block:
             o, cache = attend_to_kept(layer, q, new, cache, rows, self._kept(canvas, room))
             return layer.finish(x, o), cache
 
