@@ -54,8 +54,8 @@ class Trace(NamedTuple):
 
 
 # A row holds, one after the other: tokens [l], proposed tokens with two flags in their lowest bits [l], the
-# bits of the scores [l], and of each layer whether it was widened, with two flags in its lowest bits: that the
-# step was taken, and that it was a causal pass [n]. Of answers that grow their length, the mask that became
+# bits of the scores [l], and of each layer whether it was widened, with two flags in its lowest bits: the
+# step was taken, and was a causal pass [n]. Of answers that grow their length, the mask that became
 # several, and by how much others moved [3]. The sequences are those of the whole batch, of which a step may
 # take a group.
 Steps = Int[Array, "t_plus_1 everyone _"]
