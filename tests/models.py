@@ -13,7 +13,7 @@ from dllm_jax.nn.int8 import quantise
 from dllm_jax.nn.sharding import AXES, OUTPUTS
 from dllm_jax.samplers import Candidates
 from dllm_jax.state.canvas import Canvas
-from dllm_jax.state.contexts import begin
+from dllm_jax.state.contexts import new_canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.testing.models import FAMILIES as KINDS
 from dllm_jax.testing.models import cast as cast
@@ -80,7 +80,7 @@ def candidates(score, index) -> Candidates:
     return Candidates(index, *jax.device_put((token, score, logits)))
 
 
-begun = jax.jit(begin, static_argnums=(2, 3))
+begun = jax.jit(new_canvas, static_argnums=(2, 3))
 
 
 def canvas(

@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 import dllm_jax as dj
 from dllm_jax.state.canvas import masks_in_block
 from dllm_jax.state.changes import write
-from dllm_jax.state.contexts import begin
+from dllm_jax.state.contexts import new_canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows, full_rows
 from tests.models import FAMILIES, canvas, members, random_tokens, spec, tiny
@@ -62,7 +62,7 @@ def test_begin():
     tokens = random_tokens(described, 2, 6)
     tokens[:, 2:] = described.mask_id
     tokens[1, 3] = 0
-    c = begin(jnp.asarray(tokens), jnp.ones((2, 6), bool), described, Layout(2, 4, 2, 4))
+    c = new_canvas(jnp.asarray(tokens), jnp.ones((2, 6), bool), described, Layout(2, 4, 2, 4))
     assert (c.block_start.tolist(), c.block_masks.tolist()) == ([2, 2], [2, 1])
     assert (c.active & ~c.done & (c.decoded_at == -1).all()).all()
     assert c.step.tolist() == c.block_step.tolist() == [0, 0]

@@ -91,7 +91,7 @@ def test_evidence_is_what_was_clearly_faster_and_never_wrong():
         timed("received", 32, xla=10.0, pallas=2.0),
         Finding("", "", False, {"operation": "received", "implementations": {"pallas": {"right": False}}}),
     ]
-    chosen = operations.evidence(found, "a report")
+    chosen = operations.derive_evidence(found, "a report")
     best = [(e.operation, e.positions, e.implementation) for e in chosen]
     assert best == [
         ("attention", (1, 32), "xla"),  # neither is faster at both shapes

@@ -16,7 +16,7 @@ from dllm_jax.decoding.placement import place, with_auto_axes
 from dllm_jax.decoding.request import prepare
 from dllm_jax.engine.group import choose_group, full_step_batch
 from dllm_jax.engine.loop import denoise
-from dllm_jax.engine.pieces import begin
+from dllm_jax.engine.pieces import begin_pieces
 from dllm_jax.nn.mesh import ReplicationWarning
 from dllm_jax.testing.runs import compilations
 from dllm_jax.training import Batch, masked_diffusion_loss
@@ -126,7 +126,7 @@ def test_each_device_runs_a_group_of_its_own(policy, mesh):
 
     # One of each device's neighbours: who needs a full step, and has made the fewest steps.
     placed = place(model, prepare(model, prompt, group=1, **options))
-    state = begin(*with_auto_axes(placed)[:3])
+    state = begin_pieces(*with_auto_axes(placed)[:3])
     ways, batch = placed.plan.shares, len(prompt)
     part = jnp.arange(batch) % 2 == 1
     assert choose_group(part, state.canvas, placed.plan).tolist() == list(range(1, batch, 2))

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import dllm_jax as dj
 from dllm_jax.policies import D2Cache
+from dllm_jax.policies.parts import d2cache_rollout as rollout
 from dllm_jax.policies.parts import d2cache_sets as sets
-from dllm_jax.policies.parts import rollout
 from dllm_jax.state.rows import Rows, compact, full_rows
 from dllm_jax.xla.products import few_rows_at_once
 from tests.models import canvas, generated, spec
@@ -120,7 +120,7 @@ def test_candidates_and_search_range(score, masked, k, block, current):
     full = np.concatenate([np.zeros(prompt, bool), masked])
     c = canvas(full[None], prompt, block, block_start=jnp.asarray(prompt + start))
     score = np.concatenate([np.zeros(prompt, np.float32), score])
-    ours = jax.jit(sets.candidates, static_argnums=2)(jnp.asarray(score)[None], c, k)
+    ours = jax.jit(sets.expected_masks, static_argnums=2)(jnp.asarray(score)[None], c, k)
     assert set(np.flatnonzero(ours[0])) == plain_candidates(score, full, prompt, block, prompt + start, k)
 
 

@@ -93,7 +93,7 @@ def test_the_cache_has_room_for_the_kept_pairs_and_the_block_only():
 @jax.jit
 def counted(policy, c):
     """How many positions may be chosen, are always stored, and are recomputed."""
-    return [sets.sum() for sets in (policy.candidates(c), policy.always_stored(c), policy.recomputed(c))]
+    return [sets.sum() for sets in (policy.evictable(c), policy.always_stored(c), policy.recomputed(c))]
 
 
 @families("dream")

@@ -10,7 +10,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import presets
 from dllm_jax.decoding.request import prepare
-from dllm_jax.engine.pieces import begin
+from dllm_jax.engine.pieces import begin_pieces
 from dllm_jax.nn.parameters import abstract, abstract_vision, count
 from dllm_jax.published import expressions
 from dllm_jax.published.preset import read
@@ -122,7 +122,7 @@ def test_every_preset_can_begin_on_its_model(method):
     for (checkpoint, *_), preset in pairs.items():
         model = model_of(checkpoint)
         request = prepare(model, PROMPT, key=KEY, **preset.options())
-        need = jax.eval_shape(lambda *a: begin(*a).need, model, request.inputs, request.plan)
+        need = jax.eval_shape(lambda *a: begin_pieces(*a).need, model, request.inputs, request.plan)
         assert need.shape == (1, request.plan.layout.length)
 
 

@@ -12,7 +12,7 @@ import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.decoding.request import prepare
 from dllm_jax.engine.nonfinite import NonFiniteWarning
-from dllm_jax.engine.pieces import begin, resume
+from dllm_jax.engine.pieces import begin_pieces, resume
 from dllm_jax.testing.checks import SEVERAL_AT_ONCE
 from tests.models import FAMILIES, prompts, tiny
 from tests.policy_cases import EVERY, EXHAUSTIVE, KEY, daily, matrix, short, suited
@@ -71,7 +71,7 @@ def test_a_stream_has_the_bits_of_the_generation(policy, sampler, family):
     options = dict(
         prompt_mask=mask, policy=policy, sampler=suited(policy, sampler), key=KEY, trace=True, **LAYOUT
     )
-    sizes = begin._cache_size(), resume._cache_size()
+    sizes = begin_pieces._cache_size(), resume._cache_size()
     out = dj.generate(model, prompt, **options)
     by_block = list(dj.stream(model, prompt, **options))
     by_step = list(dj.stream(model, prompt, every=1, **options))
@@ -82,7 +82,7 @@ def test_a_stream_has_the_bits_of_the_generation(policy, sampler, family):
     assert [snapshot.block for snapshot in by_block] == [0, 1, 2]
     assert (np.diff([[0, 0], *(snapshot.steps for snapshot in by_step)], axis=0).max(axis=1) == 1).all()
     assert len(by_block) <= len(by_two) <= len(by_step)
-    pieces = begin._cache_size() - sizes[0], resume._cache_size() - sizes[1]
+    pieces = begin_pieces._cache_size() - sizes[0], resume._cache_size() - sizes[1]
     assert max(pieces) <= 1, "pieces of other lengths are other programs"
 
 
@@ -93,7 +93,7 @@ def test_the_cache_is_written_in_place_from_piece_to_piece():
     prompt, _ = prompts(model, (7, 7))
     request = prepare(model, prompt, policy=policies.DualCache(), **LAYOUT)
     arguments = model, request.inputs, dataclasses.replace(request.plan, confidence=True)
-    state = begin(*arguments)
+    state = begin_pieces(*arguments)
     program = resume.lower(*arguments, state, np.int32(9)).compile()
     text, shape = program.as_text(), ",".join(map(str, state.cache.layers.k.shape))
     assert f"f32[{shape}]" in text, "the cache is not where this test looks for it"

@@ -90,7 +90,7 @@ def check(arguments: Arguments, console: rich.console.Console) -> int:
         say("interrupted")
     if arguments.record and report.complete:
         name = f"dllm-jax check, {now()}"
-        found = operations.evidence(report.parts.get("operations", []), name)
+        found = operations.derive_evidence(report.parts.get("operations", []), name)
         operations.record(found, user_file())
         say(f"recorded for this machine: {len(found)} entries in {user_file()}")
     report.write()

@@ -97,7 +97,7 @@ def _times(family: Family, case: Operands, names: Sequence[str], repeats: int) -
     return {name: time.scaled(1 / CALLS) for name, time in timing.interleaved(ready, repeats).items()}
 
 
-def evidence(found: Sequence[Finding], report: str) -> Evidence:
+def derive_evidence(found: Sequence[Finding], report: str) -> Evidence:
     """Derives evidence about this device: calls for which an implementation is correct and faster than XLA's.
 
     A measured shape speaks for calls of its operation and dtype up to its number of positions, down to the

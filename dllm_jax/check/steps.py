@@ -14,7 +14,7 @@ from dllm_jax.decoding.request import Request
 from dllm_jax.engine.generation import Generation, State
 from dllm_jax.engine.group import next_variant
 from dllm_jax.engine.loop import denoise
-from dllm_jax.engine.pieces import begin
+from dllm_jax.engine.pieces import begin_pieces
 from dllm_jax.engine.plan import Inputs, Plan
 from dllm_jax.engine.step import step
 from dllm_jax.engine.widths import Variant
@@ -50,7 +50,7 @@ def step_times(model: Model, request: Request, repeats: int) -> StepTimes:
     inputs = request.inputs
     plan = dataclasses.replace(request.plan, phases=place(model, request).plan.phases)
     most = min(MOST, plan.layout.steps)
-    start = lambda: begin(model, inputs, plan)
+    start = lambda: begin_pieces(model, inputs, plan)
     # `state` is donated, so the cache is changed in place.
     of_variant = lambda variant: lambda state, count=1: _steps(model, inputs, plan, state, count, variant)
 

@@ -14,7 +14,7 @@ from dllm_jax.checkpoint.hf import open_hf
 from dllm_jax.checkpoint.loading import scale_rope
 from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.sharded import Source
-from dllm_jax.checkpoint.source import locate_model, progress, stream
+from dllm_jax.checkpoint.source import locate_model, progress, read_units
 from dllm_jax.checkpoint.staging import atomic_directory, check_apart
 from dllm_jax.checkpoint.tensors import weight_files
 from dllm_jax.nn.int8 import Weights
@@ -78,7 +78,7 @@ def convert(
         atomic_directory(target, overwrite) as partial,
         progress("convert", checkpoint, show_progress) as advance,
     ):
-        for unit, arrays in stream(checkpoint, written, held, check_finite):
+        for unit, arrays in read_units(checkpoint, written, held, check_finite):
             write_unit(partial, unit, arrays)
             advance()
         # spec.json comes last but for the hashes, which are of everything before them.

@@ -23,7 +23,7 @@ from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.fused import with_fused_experts
 from dllm_jax.checkpoint.names.table import Unit, tensors_of, to_hf
 from dllm_jax.checkpoint.sharded import Source, Stored, StoredParameter
-from dllm_jax.checkpoint.source import locate, progress, stream
+from dllm_jax.checkpoint.source import locate, progress, read_units
 from dllm_jax.checkpoint.staging import atomic_directory, check_apart
 from dllm_jax.nn.low_rank import adapted
 from dllm_jax.nn.model import Model
@@ -266,7 +266,7 @@ def _write_json(file: Path, content: Mapping[str, Any]):
 
 def _tensors(source: Source, advance: Callable[[], None], fused: bool = False) -> Iterator[np.ndarray]:
     # The order of `units_of`, in which `plan` has laid out the files: headers are written before the data.
-    for unit, arrays in stream(source, _one_dtype(source), None):
+    for unit, arrays in read_units(source, _one_dtype(source), None):
         for tensor in tensors_of(source.spec, with_fused_experts(unit) if fused else unit):
             yield to_hf(source.spec, tensor, arrays)
         advance()

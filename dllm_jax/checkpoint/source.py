@@ -156,7 +156,7 @@ def opened(
         yield unit, {leaf: held(stored[leaf], leaf, dtype, weights, where[leaf]) for leaf in where}
 
 
-def stream(
+def read_units(
     source: Source, dtype: np.dtype, weights: Weights | None, check_finite: bool = False
 ) -> Iterator[tuple[Unit, dict[str, HostArray]]]:
     """Reads every unit in turn, all of it, as `opened` has it.

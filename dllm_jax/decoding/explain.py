@@ -23,7 +23,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.policies.base import Policy, for_model
 from dllm_jax.samplers import Confidence
-from dllm_jax.state.contexts import begin
+from dllm_jax.state.contexts import new_canvas
 from dllm_jax.state.layout import Layout
 from pallas_kernels import OPERATIONS, Operation, experts
 
@@ -163,7 +163,7 @@ def _calls(model: Model, batch: int, layout: Layout, policy: Policy, width: int 
     calls: list[Call] = []
 
     def layers(model: Model, tokens: Int[Array, "b l"], valid: Bool[Array, "b l"]) -> Any:
-        canvas = begin(tokens, valid, model.spec, layout)
+        canvas = new_canvas(tokens, valid, model.spec, layout)
         variant = Variant(width, policy._phases[-1] if width else "")
         rows = computed_rows(canvas.everything, variant, canvas.spec, policy)
         cache = empty_cache(model, policy, layout, batch)

@@ -234,20 +234,20 @@ def _more_keys(keys: Key[Array, "b"], count: int) -> Key[Array, "b_plus_count"]:
 def _on_devices(array: AnyArray, mesh: AnyMesh | None, spec: PartitionSpec) -> Array:
     """An array of this process, which may hold keys, or a global one, split over the mesh as `spec` says."""
     if not isinstance(mesh, Mesh):
-        return array if isinstance(array, jax.Array) else host.place(array, array.dtype)
+        return array if isinstance(array, jax.Array) else host.put(array, array.dtype)
     where = NamedSharding(mesh, spec)
     if host.is_global(array):
         return array if array.sharding == where else jax.jit(lambda a: a, out_shardings=where)(array)
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):  # by way of the numbers that keys are made of
         data = jax.random.key_data(array)
-        return jax.random.wrap_key_data(host.place(data, data.dtype, where), impl=jax.random.key_impl(array))
-    return host.place(array, array.dtype, where)
+        return jax.random.wrap_key_data(host.put(data, data.dtype, where), impl=jax.random.key_impl(array))
+    return host.put(array, array.dtype, where)
 
 
 def numbers(tree: PyTree, mesh: AnyMesh | None) -> PyTree:
     """Scalars of a request on the devices, the same on all of a mesh; traced ones stay what they are."""
     where = replicated(mesh) if isinstance(mesh, Mesh) else None
-    put = lambda number: number if isinstance(number, jax.Array) else host.place(number, number.dtype, where)
+    put = lambda number: number if isinstance(number, jax.Array) else host.put(number, number.dtype, where)
     return jax.tree.map(put, tree)
 
 
@@ -272,4 +272,4 @@ def part(array: Any, *index: slice, batch: int) -> Any:
         where = where.update(spec=PartitionSpec())
     if host.is_global(array):
         return (host.whole(array) if fewer else array)[index]
-    return host.place(host.values(array)[index], array.dtype, where)
+    return host.put(host.values(array)[index], array.dtype, where)

@@ -16,7 +16,7 @@ from dllm_jax.decoding.placement import Placed, collect, numbers, on_mesh, place
 from dllm_jax.decoding.report import report
 from dllm_jax.decoding.request import prepare
 from dllm_jax.engine.logprobs import LogProbs
-from dllm_jax.engine.pieces import Piece, begin, recorded_steps, resume
+from dllm_jax.engine.pieces import Piece, begin_pieces, recorded_steps, resume
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument, check_names
 from dllm_jax.state import host, inputs
@@ -121,7 +121,7 @@ def _snapshots(placed: Placed, every: int) -> Generator[Snapshot, None, None]:
     # One piece is under way while the host looks at the one before it.
     before = host.everywhere(run.inputs.tokens)[own]
     with runs_on(run):
-        state, piece = resume(*arguments, begin(*arguments), steps)
+        state, piece = resume(*arguments, begin_pieces(*arguments), steps)
     running = True
     while running:
         with runs_on(run):

@@ -18,7 +18,7 @@ from dllm_jax.nn.mesh import current_mesh, number_modes, over_mesh
 from dllm_jax.nn.model import Model, encode
 from dllm_jax.options import NoneMeans, PositiveInt, TracedPositiveFloat, check_argument, shown
 from dllm_jax.state import host, inputs
-from dllm_jax.state.contexts import begin
+from dllm_jax.state.contexts import new_canvas
 from dllm_jax.state.host import AnyArray
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import compact, gather, scatter
@@ -184,7 +184,7 @@ def _sum_over_steps(
     final, (batch, length) = tokens[-1], tokens.shape[1:]
     valid = jnp.ones((batch, length), bool) if padding is None else padding
     layout = Layout.of(0, length, padded=padding is not None)
-    predictor = begin(final, valid, model.spec, layout).predictor
+    predictor = new_canvas(final, valid, model.spec, layout).predictor
 
     # A step adds the log-probabilities of its own positions to zeros elsewhere. Its activations are computed
     # again in the backward pass, so that no more than a chunk's are in memory at once.

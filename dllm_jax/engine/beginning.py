@@ -22,7 +22,7 @@ from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
-from dllm_jax.state.contexts import begin
+from dllm_jax.state.contexts import new_canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.streams import repeat
 
@@ -45,7 +45,7 @@ def initial_canvas(generation: Generation, inputs: Inputs) -> Canvas:
     """The canvas at the first block that has something to do."""
     model, plan = generation.model, generation.plan
     tokens, valid = (constrain(array, model.rules, "bl") for array in (inputs.tokens, inputs.valid))
-    canvas = begin(tokens, valid, model.spec, plan.layout)
+    canvas = new_canvas(tokens, valid, model.spec, plan.layout)
     canvas = begin_stops(canvas, plan.stop, plan.stop_texts)
     if plan.sampler.edits:
         canvas = dataclasses.replace(canvas, keeps_block=jnp.zeros_like(canvas.done))

@@ -95,7 +95,7 @@ def settled_positions(plan: Plan, canvas: Canvas) -> Int[Array, "b"]:
 
 
 @jax.jit
-def begin(model: Model, inputs: Inputs, plan: Plan) -> State:
+def begin_pieces(model: Model, inputs: Inputs, plan: Plan) -> State:
     """The state before the first step; arguments as in `loop.denoise`, on a mesh with Auto axes."""
 
     def start(model: Model, inputs: Inputs, plan: Plan) -> State:
@@ -116,9 +116,9 @@ def resume(
 
     Args:
       model: the model.
-      inputs: Inputs given to `begin`.
+      inputs: Inputs given to `begin_pieces`.
       plan: Options of the run, with `confidence`.
-      state: State returned by `begin` or by the last piece; it is donated.
+      state: State returned by `begin_pieces` or by the last piece; it is donated.
       steps: int32.
     """
 

@@ -15,9 +15,9 @@ from dllm_jax.policies.fast_dllm import DualCache, PrefixCache, SubBlockCache
 from dllm_jax.policies.focus import FOCUS
 from dllm_jax.policies.mage import MAGE
 from dllm_jax.policies.maskkv import MaskKV
-from dllm_jax.policies.parts.drift import HeadCosine, KeyCosine
-from dllm_jax.policies.parts.suffix_sets import GaussianDropout, NearAndLast, UniformDropout
-from dllm_jax.policies.parts.value_proxy import ValueProxy
+from dllm_jax.policies.parts.elastic_drift import HeadCosine, KeyCosine
+from dllm_jax.policies.parts.spa_cache_proxy import ValueProxy
+from dllm_jax.policies.parts.suffix_dropout_sets import GaussianDropout, NearAndLast, UniformDropout
 from dllm_jax.policies.sliding_cache import SlidingCache
 from dllm_jax.policies.spa_cache import SPACache
 from dllm_jax.policies.sparse_dllm import SparseDLLM

@@ -13,8 +13,8 @@ from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NoneMeans, PositiveInt, TracedPositiveInt, TracedWidth
 from dllm_jax.policies.base import Policy
-from dllm_jax.policies.parts import rollout
-from dllm_jax.policies.parts.d2cache_sets import Salience, candidates, inflated, prior
+from dllm_jax.policies.parts import d2cache_rollout
+from dllm_jax.policies.parts.d2cache_sets import Salience, expected_masks, inflated, prior
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
@@ -76,18 +76,18 @@ class D2Cache(Policy):
         # Section 4.1: M* by certainty prior, the confidence times the density of known tokens; and X.
         known: Salience = cache.shared
         score = prior(known.confidence, canvas, self.sigma)
-        upcoming = canvas.predicting_positions(candidates(score, canvas, self.k)) | canvas.just_decoded
+        upcoming = canvas.predicting_positions(expected_masks(score, canvas, self.k)) | canvas.just_decoded
 
         # Section 4.2: U is the nucleus of everything else by influence. With a shifted head, the last prompt
         # position is a candidate for it even where it predicts a position of M*.
         others = canvas.valid & ~(upcoming & canvas.response)
-        chosen = inflated(upcoming | rollout.nucleus(known.influence, others, self.p), self.inflate)
+        chosen = inflated(upcoming | d2cache_rollout.nucleus(known.influence, others, self.p), self.inflate)
         return chosen | canvas.first_step
 
     @override
     def before_layers(self, cache: Cache, canvas: Canvas, rows: Rows) -> Cache:
         """The rollout matrix C starts as the identity."""
-        return cache._replace(shared=cache.shared._replace(rolled=rollout.identity_rows(rows)))
+        return cache._replace(shared=cache.shared._replace(rolled=d2cache_rollout.identity_rows(rows)))
 
     @override
     def layer(
@@ -101,7 +101,7 @@ class D2Cache(Policy):
         o, lse = layer.attention(q, now.k, now.v, mask)
 
         # All layers roll out, or only the first ones ("Rollout-5" of table 4).
-        roll = lambda c: rollout.roll(c, layer.head_mean(q, now.k, lse, mask), rows, canvas.valid)
+        roll = lambda c: d2cache_rollout.roll(c, layer.head_mean(q, now.k, lse, mask), rows, canvas.valid)
         known = cache.shared
         rolls = True if self.rollout_layers is None else layer.index < self.rollout_layers
         rolled = roll(known.rolled) if rolls is True else jax.lax.cond(rolls, roll, lambda c: c, known.rolled)
@@ -127,6 +127,6 @@ class D2Cache(Policy):
         """Updates the confidence where the step scored a position, and the influence in active sequences."""
         known: Salience = cache.shared
         confidence = jnp.where(proposal.score > -jnp.inf, proposal.score, known.confidence)
-        influence = rollout.column_sums(known.rolled, rows, canvas.valid)
+        influence = d2cache_rollout.column_sums(known.rolled, rows, canvas.valid)
         influence = jnp.where(canvas.active[:, None], influence, known.influence)
         return cache._replace(shared=Salience(confidence, influence, rolled=()))

@@ -23,7 +23,7 @@ RefreshInterval = Annotated[TracedPositiveInt | None, NoneMeans("never")]  # den
 
 
 @dataclasses.dataclass(frozen=True)
-class Delayed(Policy):
+class DKV(Policy):
     """Base of `DKVDecode` and `DKVPD`: caches unmasked tokens `delay` steps after they are unmasked.
 
     Attributes:
@@ -82,7 +82,7 @@ class Delayed(Policy):
 
 
 @dataclasses.dataclass(frozen=True)
-class DKVDecode(Delayed):
+class DKVDecode(DKV):
     """Caches the prompt and all unmasked tokens one step after they are unmasked (dKV-Cache-Decode).
 
     Use it in one long block or with a fixed schedule. It recomputes every masked token, so it suits responses
@@ -106,7 +106,7 @@ class DKVDecode(Delayed):
 
 
 @dataclasses.dataclass(frozen=True)
-class DKVPD(Delayed):
+class DKVPD(DKV):
     """Caches the prompt for the whole response, and unmasked tokens as `DKVDecode` does (dKV-Cache-PD).
 
     Use it with long prompts: refreshes recompute the response only, so it computes the fewest tokens of the

@@ -13,7 +13,7 @@ from dllm_jax.nn.mask import require_full_attention
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, TracedPositiveInt
 from dllm_jax.policies.base import Policy
-from dllm_jax.policies.parts.branches import BranchStore
+from dllm_jax.policies.parts.dllm_cache_store import BranchStore
 from dllm_jax.policies.parts.partial import least_similar
 from dllm_jax.state.cache import Cache, LayerCache
 from dllm_jax.state.canvas import Canvas

@@ -12,8 +12,8 @@ from dllm_jax.nn.mask import require_full_attention
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import TracedFraction, TracedPositiveInt
 from dllm_jax.policies.base import Policy
+from dllm_jax.policies.parts.dyllm_rows import EVERY, NARROW, SalienceStore, salient, stored, widths
 from dllm_jax.policies.parts.partial import run_narrowest
-from dllm_jax.policies.parts.salience import EVERY, NARROW, SalienceStore, salient, stored, widths
 from dllm_jax.state.cache import Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout

@@ -12,8 +12,8 @@ from dllm_jax.nn.layer import Layer, LayerIndex
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt
 from dllm_jax.policies.base import Policy, halvings
-from dllm_jax.policies.parts.drift import Drift, DriftTest, HeadCosine, members, most_attended
-from dllm_jax.policies.parts.widening import InputStore, compute_all, pass_layer
+from dllm_jax.policies.parts.elastic_drift import Drift, DriftTest, HeadCosine, members, most_attended
+from dllm_jax.policies.parts.elastic_widening import InputStore, compute_all, pass_layer
 from dllm_jax.state.cache import Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.ends import behind_first_eos

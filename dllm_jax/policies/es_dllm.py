@@ -13,8 +13,8 @@ from dllm_jax.nn.mask import require_full_attention
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, PositiveInt, TracedPositiveInt
 from dllm_jax.policies.base import Policy
-from dllm_jax.policies.parts import skipping
-from dllm_jax.policies.parts.skipping import Skipping
+from dllm_jax.policies.parts import es_dllm_rows
+from dllm_jax.policies.parts.es_dllm_rows import Skipping
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
@@ -62,7 +62,7 @@ class ESDLLM(Policy):
 
     def __post_init__(self):
         super().__post_init__()
-        skipping.check_depths(self.ratios, self.depths)
+        es_dllm_rows.check_depths(self.ratios, self.depths)
 
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
@@ -74,15 +74,15 @@ class ESDLLM(Policy):
 
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        return skipping.entering(canvas, self._renews(canvas))
+        return es_dllm_rows.entering(canvas, self._renews(canvas))
 
     def _renews(self, canvas: Canvas) -> Bool[Array, "b 1"]:
         """Whether the coming step computes what precedes the block."""
-        return canvas.first_step | (skipping.slot(canvas) % self.prompt_every == 0)
+        return canvas.first_step | (es_dllm_rows.slot(canvas) % self.prompt_every == 0)
 
     def _whole(self, canvas: Canvas) -> Bool[Array, "b 1"]:
         """Whether no row leaves the coming step."""
-        return self._renews(canvas) | (jnp.fmod(skipping.slot(canvas), self.block_every) == 0)
+        return self._renews(canvas) | (jnp.fmod(es_dllm_rows.slot(canvas), self.block_every) == 0)
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
@@ -93,16 +93,16 @@ class ESDLLM(Policy):
     @property
     @override
     def _phases(self) -> tuple[str, ...]:
-        return skipping.NARROW, skipping.EVERY
+        return es_dllm_rows.NARROW, es_dllm_rows.EVERY
 
     @override
     def _phase(self, cache: Cache, canvas: Canvas) -> Int[Array, "b"]:
-        many = skipping.exceeds(self._ratios(canvas.spec).values(), self.select(cache, canvas), canvas)
+        many = es_dllm_rows.exceeds(self._ratios(canvas.spec).values(), self.select(cache, canvas), canvas)
         return (many | self._whole(canvas)[:, 0]).astype(jnp.int32)
 
     def _ratios(self, spec: ModelSpec) -> dict[int, float]:
         """The proportions by exit: before the layer where one falls, after it if its output is compared."""
-        of = skipping.proportions(self.ratios, self.depths, spec.layers)
+        of = es_dllm_rows.proportions(self.ratios, self.depths, spec.layers)
         falls = [i for i in range(spec.layers) if of[i] != (of[i - 1] if i else 1)]
         return {i + (self.compare == "hidden"): of[i] for i in falls}
 
@@ -125,12 +125,14 @@ class ESDLLM(Policy):
         """The rows of the best scores go on; what they are compared with the next time is stored."""
         at, found = canvas.spec.layers if layer is None else int(layer.index), cache.shared
         ratio, number = self._ratios(canvas.spec)[at], self._exits(canvas.spec).index(at)
-        new, old = skipping.compared(self.compare, number, layer, x, cache, rows)
-        score = skipping.importance(new, old, found.confidence, rows, canvas, self.alpha)
-        goes_on = best(score, skipping.quota(ratio, found.entered, canvas)) | self._whole(canvas)
+        new, old = es_dllm_rows.compared(self.compare, number, layer, x, cache, rows)
+        score = es_dllm_rows.importance(new, old, found.confidence, rows, canvas, self.alpha)
+        goes_on = best(score, es_dllm_rows.quota(ratio, found.entered, canvas)) | self._whole(canvas)
         stays = rows.real & goes_on
-        cache = skipping.let_go(cache._replace(shared=found.store(number, new, rows, stays)), rows, stays, at)
-        x, rows = skipping.going_on(x, rows, stays, skipping.narrow_width(ratio, canvas.layout))
+        cache = es_dllm_rows.let_go(
+            cache._replace(shared=found.store(number, new, rows, stays)), rows, stays, at
+        )
+        x, rows = es_dllm_rows.going_on(x, rows, stays, es_dllm_rows.narrow_width(ratio, canvas.layout))
         return x, cache, rows
 
     @override
@@ -139,5 +141,5 @@ class ESDLLM(Policy):
         block = canvas.predicting_positions(canvas.block)
         assert cache.no_output is not None, "a cache of `init`"
         written = rows.mask() & ~cache.no_output & (block | ~self._renews(canvas))
-        confidence = skipping.remembered(cache.shared.confidence, proposal, written, canvas)
+        confidence = es_dllm_rows.remembered(cache.shared.confidence, proposal, written, canvas)
         return cache._replace(shared=cache.shared._replace(confidence=confidence))

@@ -11,7 +11,7 @@ from typing_extensions import override
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.delayed_cache import DelayedCache
-from dllm_jax.policies.parts.leaving import LAYERS, Focus, among_masks, candidate_masks, leaving
+from dllm_jax.policies.parts.focus_masks import LAYERS, Focus, among_masks, candidate_masks, leaving
 from dllm_jax.policies.parts.partial import run_narrowest
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas

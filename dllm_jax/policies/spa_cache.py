@@ -13,7 +13,7 @@ from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, NoneMeans, TracedPositiveInt
 from dllm_jax.policies.dllm_cache import UPDATE, DLLMCache, after_reading
 from dllm_jax.policies.parts.partial import gaussian_ratios, least_similar
-from dllm_jax.policies.parts.value_proxy import ValueProxy
+from dllm_jax.policies.parts.spa_cache_proxy import ValueProxy
 from dllm_jax.state.cache import Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout

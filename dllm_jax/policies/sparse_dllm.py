@@ -129,7 +129,7 @@ class SparseDLLM(Policy):
         stored = canvas.block if self.side == "both" else canvas.suffix
         return stored & canvas.valid & ~self.recomputed(canvas)
 
-    def candidates(self, canvas: Canvas) -> Bool[Array, "b l"]:
+    def evictable(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Positions stored if they are important enough."""
         return canvas.valid & ~self.recomputed(canvas) & ~self.always_stored(canvas)
 
@@ -138,7 +138,7 @@ class SparseDLLM(Policy):
     ) -> Float[Array, "b l"]:
         """Pooled score of each candidate in this layer (Algorithm 1), -inf elsewhere."""
         score = mean_query_score(q, k, canvas.block & canvas.valid)
-        return max_pool(score, self.candidates(canvas), self.kernel)
+        return max_pool(score, self.evictable(canvas), self.kernel)
 
     def retained(
         self, layer: Layer, q: Float[Array, "b l h d"], k: Float[Array, "b l k d"], canvas: Canvas, slots: int
@@ -160,7 +160,7 @@ class SparseDLLM(Policy):
 
     def _budget(self, canvas: Canvas) -> Int[Array, "b"]:
         """Number of candidates that are stored: the retention ratio of those that a sequence has."""
-        return fraction_of(count_marked(self.candidates(canvas)), self.keep, canvas.layout.length)
+        return fraction_of(count_marked(self.evictable(canvas)), self.keep, canvas.layout.length)
 
     def _filled(self, canvas: Canvas) -> Int[Array, "b"]:
         """Number of stored pairs, those included that are stored whatever their importance."""

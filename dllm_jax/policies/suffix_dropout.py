@@ -15,7 +15,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
 from dllm_jax.policies.fast_dllm import DualCache
-from dllm_jax.policies.parts.suffix_sets import GaussianDropout, SuffixSet
+from dllm_jax.policies.parts.suffix_dropout_sets import GaussianDropout, SuffixSet
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout

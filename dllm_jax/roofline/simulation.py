@@ -24,7 +24,7 @@ from dllm_jax.samplers.free_dave import Drafting
 from dllm_jax.samplers.transfer import even_schedule
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.changes import write
-from dllm_jax.state.contexts import begin
+from dllm_jax.state.contexts import new_canvas
 from dllm_jax.state.layout import Layout
 
 MOST = 32  # traced numbers of a policy
@@ -128,7 +128,7 @@ def _simulate(policy: Policy, spec: ModelSpec, layout: Layout, prompt: Int[Array
     word, sampler = jnp.int32((spec.mask_id + 1) % spec.vocab), Confidence()
     position = jnp.arange(layout.length)
     tokens = jnp.where(position < prompt, word, spec.mask_id)
-    start = begin(tokens[None], position[None] < prompt + layout.length, spec, layout)
+    start = new_canvas(tokens[None], position[None] < prompt + layout.length, spec, layout)
 
     def step(canvas: Canvas, _):
         canvas = advance(canvas, policy, sampler, False)

@@ -1,7 +1,7 @@
 """Canvases of block-causal models, and of those with a causal context: what is final, visible, predicted.
 
-A model decides once which kind of canvas its sequences have (`begin`). `Canvas` is that of a model in which
-every position attends to all others.
+A model decides once which kind of canvas its sequences have (`new_canvas`). `Canvas` is that of a model in
+which every position attends to all others.
 """
 
 import dataclasses
@@ -177,7 +177,9 @@ class CausalContext(BlockCausal):
         return None
 
 
-def begin(tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec, layout: Layout) -> Canvas:
+def new_canvas(
+    tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec, layout: Layout
+) -> Canvas:
     """The canvas before its first step; a sequence of padding alone is done and never computes anything."""
     batch, spec = tokens.shape[0], layout.fitted(spec)
     zeros = jnp.zeros((batch,), jnp.int32)

@@ -81,7 +81,7 @@ def whole(array: Array) -> Array:
     return gather_everywhere(array.sharding.mesh)(array)
 
 
-def place(array: ArrayLike, dtype: DTypeLike, where: Sharding | None = None) -> Array:
+def put(array: ArrayLike, dtype: DTypeLike, where: Sharding | None = None) -> Array:
     """The array on the device; `jnp.asarray` (jax 0.10) compiles a copy.
 
     Args:

@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.request import prepare
-from dllm_jax.engine.pieces import begin
+from dllm_jax.engine.pieces import begin_pieces
 from dllm_jax.engine.stats import Stats
 from dllm_jax.engine.trace import Trace
 from dllm_jax.nn.model import Model
@@ -31,14 +31,14 @@ def assert_same_run(ours: Trace | None, theirs: Trace | None, computed: bool = F
         raise AssertionError(
             f"step {step}, sequence {sequence}, position {position}: {a[step + 1, sequence, position]} was "
             f"decoded instead of {b[step + 1, sequence, position]}; computed there: "
-            f"{places(ours, step, sequence)} instead of {places(theirs, step, sequence)}"
+            f"{computed_at(ours, step, sequence)} instead of {computed_at(theirs, step, sequence)}"
         )
     assert len(a) == len(b), f"{len(a) - 1} steps instead of {len(b) - 1}"
     if computed and (wrong := np.asarray(ours.computed) != np.asarray(theirs.computed)).any():
         step, sequence, position = (int(i[0]) for i in np.nonzero(wrong))
         raise AssertionError(
             f"step {step}, sequence {sequence}, position {position}: computed "
-            f"{places(ours, step, sequence)} instead of {places(theirs, step, sequence)}"
+            f"{computed_at(ours, step, sequence)} instead of {computed_at(theirs, step, sequence)}"
         )
 
 
@@ -98,7 +98,7 @@ def finite(score: Any) -> Float[np.ndarray, "..."]:
     return np.nan_to_num(np.asarray(score), neginf=0.0)
 
 
-def places(trace: Trace, step: int, sequence: int) -> list[int]:
+def computed_at(trace: Trace, step: int, sequence: int) -> list[int]:
     """The positions that a step computed."""
     return np.flatnonzero(np.asarray(trace.computed)[step, sequence]).tolist()
 
@@ -133,7 +133,7 @@ def refusal(model: Model, **options: Any) -> str:
     try:
         request = prepare(model, [list(range(9))], **options)
         # Its result would be a canvas of shapes, which annotations refuse.
-        jax.make_jaxpr(begin)(model, request.inputs, request.plan)
+        jax.make_jaxpr(begin_pieces)(model, request.inputs, request.plan)
     except ValueError as error:
         return str(error)
     return ""

@@ -125,7 +125,7 @@ class Processor(Options):
         width = max(len(prompt.ids) for prompt in prompts)
         width = width if ladder is None else ladder.fit(width)
         ids, mask, source, weight = _left_padded(prompts, width, spec.eos_id)
-        ids, mask = host.place(ids, np.int32), host.place(mask, bool)
+        ids, mask = host.put(ids, np.int32), host.put(mask, bool)
         pixels = np.concatenate([prompt.pixels for prompt in prompts])
         if not len(pixels):
             return Prompts(ids, mask, None)

@@ -7,8 +7,8 @@ from jaxtyping import Array, Bool, Float
 
 import dllm_jax as dj
 from dllm_jax.engine.generation import State
+from dllm_jax.policies.parts import d2cache_rollout as rollout
 from dllm_jax.policies.parts import d2cache_sets as sets
-from dllm_jax.policies.parts import rollout
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.selection import best, certainty_density
 from tests.replay.case import Case
@@ -84,7 +84,7 @@ def _selection(policy: dj.policies.D2Cache, state: State) -> dict[str, jax.Array
     canvas, known = state.canvas, state.cache.shared
     prompt, batch = canvas.layout.prompt, canvas.tokens.shape[0]
     score = sets.prior(known.confidence, canvas, policy.sigma)
-    upcoming_masks = sets.candidates(score, canvas, policy.k)
+    upcoming_masks = sets.expected_masks(score, canvas, policy.k)
     upcoming = canvas.predicting_positions(upcoming_masks) | canvas.just_decoded
     nucleus = rollout.nucleus(known.influence, ~(upcoming & canvas.response), policy.p)
     index = jnp.broadcast_to(canvas.position[prompt:], (batch, canvas.layout.response))

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float
 from typing_extensions import override
 
 import dllm_jax as dj
-from dllm_jax.policies.parts import skipping
+from dllm_jax.policies.parts import es_dllm_rows
 from dllm_jax.state.cache import KV
 from dllm_jax.state.rows import scatter
 from dllm_jax.state.selection import best, fraction_of, max_pool, mean_query_score
@@ -62,8 +62,8 @@ class Logged(dj.policies.ESDLLM):
         own, log = cache.shared
         at = canvas.spec.layers if layer is None else layer.index
         number = self._exits(canvas.spec).index(at)
-        new, old = skipping.compared(self.compare, number, layer, x, cache._replace(shared=own), rows)
-        score = skipping.importance(new, old, own.confidence, rows, canvas, self.alpha)
+        new, old = es_dllm_rows.compared(self.compare, number, layer, x, cache._replace(shared=own), rows)
+        score = es_dllm_rows.importance(new, old, own.confidence, rows, canvas, self.alpha)
         score = scatter(jnp.full(log.remembered.shape, jnp.nan), rows.index, score)
         x, cache, rows = super()._exit(layer, x, cache._replace(shared=own), rows, canvas)
         layers = log.layers.at[:, at:].set(rows.mask()[:, None])

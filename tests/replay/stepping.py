@@ -15,7 +15,7 @@ from dllm_jax.decoding.request import prepare
 from dllm_jax.engine.generation import Generation, State
 from dllm_jax.engine.group import next_variant
 from dllm_jax.engine.network import computed_rows, network
-from dllm_jax.engine.pieces import begin, recorded_steps
+from dllm_jax.engine.pieces import begin_pieces, recorded_steps
 from dllm_jax.engine.plan import Inputs, Plan
 from dllm_jax.engine.step import step
 from dllm_jax.engine.trace import Trace
@@ -96,7 +96,7 @@ def _step(model: dj.Model, inputs: Inputs, plan: Plan, variant: Variant, state: 
 def states(model: dj.Model, prompt, **options) -> Iterator[State]:
     """The engine's states, at first and after every step; arguments as in `generate`, no guidance."""
     inputs, plan, *_ = prepare(model, prompt, **options)
-    state = begin(model, inputs, plan)
+    state = begin_pieces(model, inputs, plan)
     yield state
     while bool(state.canvas.active.any()):
         variant = plan.variants[int(next_variant(plan, state))]

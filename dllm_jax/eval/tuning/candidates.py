@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from dllm_jax import policies as p
 from dllm_jax.decoding.request import prepare
-from dllm_jax.engine.pieces import begin
+from dllm_jax.engine.pieces import begin_pieces
 from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.nn.keys import seeded
 from dllm_jax.nn.model import Model
@@ -78,7 +78,7 @@ class Candidate(Options):
             ids = np.full((1, prompt), model.spec.eos_id, np.int32)
             mask = np.arange(prompt)[None] > 0
             request = prepare(model, ids, prompt_mask=mask, key=key, **settings.options())
-            jax.eval_shape(lambda *a: begin(*a).need, model, request.inputs, request.plan)
+            jax.eval_shape(lambda *a: begin_pieces(*a).need, model, request.inputs, request.plan)
         except ValueError as error:
             raise ValueError(f"candidate {self}: {error}") from error
 

@@ -65,7 +65,7 @@ def search_range(canvas: Canvas, count: Int[Array, "b"]) -> Bool[Array, "b l"]:
     return canvas.position < (prompt + ((last - prompt) // block + 1) * block)[:, None]
 
 
-def candidates(score: Float[Array, "b l"], canvas: Canvas, k: Count) -> Bool[Array, "b l"]:
+def expected_masks(score: Float[Array, "b l"], canvas: Canvas, k: Count) -> Bool[Array, "b l"]:
     """M*: the k masks of largest score within the search range, those of the current block first.
 
     There are more than k where the schedule has to decode more per step to finish the block in time.
