@@ -99,3 +99,16 @@ def test_the_size_of_a_group_saturates_the_device():
     assert sizes == [1, 1, 8, 1]
     assert group_size(P.Policy(), dense, layout(1280), "gpu") == 4, "every exact step is a full one"
     assert group_size(P.Policy(), blocks, layout(1280), "gpu") == 1, "but those after the prompt in blocks"
+
+
+class Table(P.DualCache):
+    """Stores an array that belongs to no sequence."""
+
+    def init(self, spec, layout, batch, dtype):
+        return super().init(spec, layout, batch, dtype)._replace(shared=jnp.zeros(3))
+
+
+def test_an_array_that_belongs_to_no_sequence_is_refused():
+    prompt, _ = prompts(tiny("llada"), (9, 9))
+    with pytest.raises(ValueError, match=r"Table\(\) stores an array of shape \(3,\) for all sequences"):
+        dj.generate(tiny("llada"), prompt, length=LENGTH, block=6, policy=Table(), group=1)

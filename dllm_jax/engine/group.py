@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
+from dllm_jax.engine.beginning import empty_cache
 from dllm_jax.engine.generation import Generation, State
 from dllm_jax.engine.plan import Plan
 from dllm_jax.engine.recorders import recorders_of
@@ -224,13 +225,19 @@ def share_starts(shares: int, count: int) -> Int[Array, "shares 1"]:
 
 
 def axes_of_sequences(model: Model, plan: Plan, batch: int) -> Cache:
-    """The axis of sequences of each array of the cache, in its place: the one that grows with the batch."""
+    """The axis of sequences of each array of the cache, in its place: the one that grows with the batch.
 
-    def empty(batch: int) -> Cache:
-        cache = plan.policy.init(model.spec, plan.layout, batch, model.dtype)
-        return cache.separate() if model.layers_are_separate else cache
+    Raises:
+      ValueError: an array of the policy's has none.
+    """
+    empty = functools.partial(empty_cache, model, plan.policy, plan.layout)
 
     def grows(one: jax.ShapeDtypeStruct, more: jax.ShapeDtypeStruct) -> int:
+        if one.shape == more.shape:
+            raise ValueError(
+                f"policy={type(plan.policy).__name__}() stores an array of shape {one.shape} for all "
+                "sequences together: a step may run a few of them. Give it an axis of length `batch`."
+            )
         return next(i for i, (a, b) in enumerate(zip(one.shape, more.shape, strict=True)) if a != b)
 
     described = (jax.eval_shape(functools.partial(empty, size)) for size in (batch, batch + 1))
