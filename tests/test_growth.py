@@ -1,5 +1,6 @@
-"""Answers that grow (DAEDAL): limits, batches, what moves along, and refusals. Recordings: test_goldens."""
+"""Answers that grow (DAEDAL, DreamOn): limits, batches, moves, and refusals. Recordings: test_goldens."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -7,7 +8,7 @@ import dllm_jax as dj
 from dllm_jax import policies
 from dllm_jax.decoding.report import LengthWarning
 from dllm_jax.decoding.watch.recording import ABSENT, Recording
-from dllm_jax.samplers import DAEDAL, FreeDave, Threshold
+from dllm_jax.samplers import DAEDAL, Confidence, DreamOn, FreeDave, Threshold
 from dllm_jax.testing.runs import assert_same_run, assert_same_stats, of_sequence
 from tests.models import FAMILIES, prompts, tiny
 from tests.policy_cases import matrix
@@ -213,3 +214,180 @@ def test_steps_are_as_wide_as_the_answers_have_become():
     assert counts[:4].tolist() == [63, 123, 183, 243]
     ran = [next((width for width in (153, 303) if count <= width), count) for count in counts]
     assert out.stats.executed_tokens.tolist() == [sum(ran)]
+
+
+IDS = {"llada": (8, 11), "dream": (11, 21)}  # end-of-text and expand token: those that tiny models predict
+UNPADDED, KEPT = dict(pad_eos_to_right=False), dict(delete_eos=False)
+MOST = 10  # tokens that may take the place of a template's masks
+
+
+def templates(family: str) -> tuple[dj.Model, list[list[int]]]:
+    """A model whose end-of-text is predicted, and templates with two places to fill and with one."""
+    model, mask = tiny(family).replace_spec(eos_id=IDS[family][0]), tiny(family).spec.mask_id
+    long, short = (prompts(model, (n,), seed)[0][0].tolist() for n, seed in ((9, 0), (6, 1)))
+    two = [*long[:5], *[mask] * 3, *long[5:], *[mask] * 4, IDS[family][0], mask, long[0]]
+    return model, [two, [*short[:3], *[mask] * 5, *short[3:]]]
+
+
+def filled_by_hand(model: dj.Model, template: list[int], sampler: DreamOn) -> tuple[list[int], int, int, int]:
+    """A template filled over Python lists, with its forward passes, expansions and removals."""
+    mask, eos, spec = model.spec.mask_id, model.spec.eos_id, model.spec
+    tokens, given = list(template), [token != mask for token in template]
+    largest, budget, passes, removed = len(template) + MOST - template.count(mask), MOST, 0, 0
+    while mask in tokens:
+        passes += 1
+        # Of one length, so that one program serves all steps.
+        padded, valid = np.full((2, 1, 30), eos), np.arange(30)[None] < len(tokens)
+        padded[0, 0, : len(tokens)] = tokens
+        logits = np.asarray(dj.forward(model, padded[0], valid), np.float64)[0]
+        logits = np.concatenate([logits[:1], logits[:-1]]) if spec.shifted else logits
+        if len(tokens) == largest or budget == 0:
+            logits[:, sampler.expand] = -np.inf
+        p = np.exp(logits - logits.max(-1, keepdims=True))
+        p /= p.sum(-1, keepdims=True)
+        score = np.where(
+            [*(token == mask for token in tokens)], (p * np.log(p + 1e-10)).sum(-1)[: len(tokens)], -np.inf
+        )
+        at = int(score.argmax())
+        logits[:, mask] = -np.inf
+        token = int(logits[at].argmax())
+        if token == sampler.expand:
+            budget -= 1
+            tokens.insert(at + 1, mask)
+            given.insert(at + 1, False)
+            continue
+        tokens[at], new = token, {at}
+        if sampler.pad_eos_to_right:
+            ended = False
+            for i, own in enumerate(given):
+                ended = not own and (ended or tokens[i] == eos)
+                if ended and tokens[i] == mask:
+                    tokens[i] = eos
+                    new.add(i)
+        if sampler.delete_eos:
+            stays = [i for i in range(len(tokens)) if i not in new or tokens[i] != eos]
+            removed += len(tokens) - len(stays)
+            tokens, given = [tokens[i] for i in stays], [given[i] for i in stays]
+    return tokens, passes, MOST - budget, removed
+
+
+@matrix(
+    "family, switches", FAMILIES, ({}, UNPADDED, KEPT), today=[("llada", {}), ("dream", {}), ("llada", KEPT)]
+)
+def test_templates_grow_and_shrink_as_they_do_by_hand(family, switches):
+    """Both templates of a batch, which equals its sequences alone."""
+    model, both = templates(family)
+    sampler = DreamOn(IDS[family][1], **switches)
+    out = dj.infill(model, both, max_length=MOST, sampler=sampler, trace=True)
+    stats, widest = out.stats, max(map(len, both))
+    for sequence, template in enumerate(both):
+        tokens, passes, expansions, removed = filled_by_hand(model, template, sampler)
+        begins = widest - len(template)
+        answer = np.asarray(out.tokens)[sequence, begins:]
+        assert answer[: len(tokens)].tolist() == tokens
+        assert (answer[len(tokens) :] == model.spec.eos_id).all()
+        counts = (stats.nfe, stats.length, stats.insertions, stats.removed_tokens)
+        assert [int(a[sequence]) for a in counts] == [passes, len(tokens), expansions, removed]
+        lengths = np.asarray(out.trace.length)[: passes + 1, sequence]
+        assert (lengths[0], lengths[-1]) == (len(template), len(tokens))
+        assert np.asarray(out.trace.removed)[:, sequence].sum() == removed
+    assert sum(np.asarray(stats.insertions)) > 0 or switches == KEPT
+    assert (sum(np.asarray(stats.removed_tokens)) > 0) == sampler.delete_eos
+
+
+@matrix("policy, family", UNDER, FAMILIES, today=[(UNDER[2], "llada"), (UNDER[1], "dream")])
+def test_templates_in_blocks_grow_under_caches_as_they_do_alone(policy, family):
+    model, both = templates(family)
+    options = dict(max_length=MOST, block=4, sampler=DreamOn(IDS[family][1]), policy=policy, trace=True)
+    batch = dj.infill(model, both, **options)
+    for sequence, template in enumerate(both):
+        alone, begins = dj.infill(model, [template], **options), max(map(len, both)) - len(template)
+        end = begins + int(alone.stats.length[0])
+        np.testing.assert_array_equal(batch.tokens[sequence, begins:end], alone.tokens[0, : end - begins])
+        assert not (np.asarray(alone.tokens) == model.spec.mask_id).any()
+        assert_same_stats(batch.stats, alone.stats, sequence)
+    assert (np.asarray(batch.stats.insertions) > 0).any()
+    assert (np.asarray(batch.stats.removed_tokens) > 0).any()
+
+
+@matrix("family, alg", FAMILIES, ("entropy", "topk_margin", "maskgit_plus"), today=[("dream", "topk_margin")])
+def test_without_its_two_tokens_dreamon_unmasks_the_most_confident_mask(family, alg):
+    model, both = templates(family)
+    expand, named = IDS[family][1], {"maskgit_plus": "prob", "topk_margin": "margin", "entropy": "entropy"}
+    never = DreamOn(expand, alg=alg, pad_eos_to_right=False, delete_eos=False)
+    ours = dj.infill(model, both, max_length=MOST, sampler=never, forbid=[expand], trace=True)
+    plain = dj.infill(model, both, sampler=Confidence(alg=named[alg]), forbid=[expand], trace=True)
+    width = max(map(len, both))
+    np.testing.assert_array_equal(ours.tokens[:, :width], plain.tokens)
+    np.testing.assert_array_equal(ours.trace.tokens[:, :, :width], plain.trace.tokens)
+    assert not np.asarray(ours.stats.wanted_more).any()
+
+
+def test_pictures_show_a_template_that_grows_and_shrinks():
+    model, both = templates("llada")
+    out = dj.infill(model, both, max_length=MOST, sampler=DreamOn(IDS["llada"][1]), trace=True)
+    with pytest.warns(LengthWarning, match=r"sequences \[1\] of 2 were to grow beyond max_length"):
+        dj.infill(model, both, max_length=MOST, sampler=DreamOn(IDS["llada"][1]))
+    for sequence in range(2):
+        end, recording = np.asarray(out.trace.end)[:, sequence], Recording.of(out.trace, sequence)
+        absent = recording.tokens == ABSENT
+        np.testing.assert_array_equal(absent.sum(axis=1), end.max() - end[: len(absent)])
+        first = int(np.argmax(recording.tokens[0] == model.spec.mask_id))
+        masks = np.flatnonzero(recording.tokens[0] == model.spec.mask_id)
+        np.testing.assert_array_equal(
+            recording.to_fill, np.arange(first, end.max()) if absent.any() else masks
+        )
+        # Every step of `Policy()` computes all that exists: what it computed moves with its positions.
+        assert (recording.computed | absent[1:] | (recording.tokens[1:] == model.spec.mask_id))[
+            :, first:
+        ].all()
+        assert not (recording.computed & absent[1:]).any()
+        assert '"removed_tokens":' in out.to_html(sequence=sequence)
+    dj.show(out)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(max_length=None), "max_length=None must be a number with DreamOn, which may expand"),
+        (dict(max_length=4), "max_length=4 must be at least 5: a template has that many masks"),
+        (dict(max_length=60), "max_length=60 must be at most 54: a template and what it grows by must fit"),
+        (dict(sampler=Threshold()), "max_length=10 is not supported by Threshold: each mask becomes one"),
+        (dict(sampler=SAMPLER), r"sampler=DAEDAL\(\) is not supported by infill"),
+        (dict(steps=8), "steps=8 is not supported with max_length=10: the number of steps"),
+        (dict(block=dj.Sliding(4)), "block=Sliding.* must be a whole number"),
+        (dict(allow=[[1]] * 11), "allow=.* is not supported with max_length=10: sets of tokens belong"),
+        (dict(constraints=[dj.samplers.OneOf(0, [[1]])]), "constraints=.* not supported with max_length=10"),
+        (dict(model="sdar"), "max_length=10 is not supported by sdar: it decodes block after block"),
+        (dict(policy=policies.SparseDLLM()), "max_length=10 is not supported by SparseDLLM: what it has"),
+        (dict(policy=policies.DKVDecode()), "max_length=10 is not supported by DKVDecode: what it has"),
+        (dict(sampler=DreamOn()), r"expand=151667 must be an id of the vocabulary \[0, 61\)"),
+        (dict(sampler=DreamOn(59)), r"expand=59 must be an id .*, neither the mask's \(59\) nor"),
+        (dict(sampler=DreamOn(8)), "expand=8 must be an id .* nor an end-of-text"),
+    ],
+)
+def test_options_without_meaning_for_growing_templates_raise(options, message):
+    model = tiny(name := options.pop("model", "llada"))
+    if name == "llada":
+        model = model.replace_spec(positions=60, eos_id=8)
+    template = [1, 2, 3, *[model.spec.mask_id] * 5, 4, 5, 6]
+    with pytest.raises(ValueError, match=message):
+        dj.infill(model, [template], **dict(max_length=10, sampler=DreamOn(11)) | options)
+
+
+def test_options_that_dreamon_cannot_have_are_refused():
+    for name, value in (
+        ("cfg_scale", 1.0), ("delay_eos", True), ("allow_mask_token", True),
+        ("early_commit", dj.samplers.EarlyCommit()),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"{name}=.* is not supported by DreamOn"):
+            DreamOn(**{name: value})
+    with pytest.raises(ValueError, match=r"sampler=DreamOn.* is not supported by FreeDave"):
+        FreeDave(DreamOn())
+    model, mask = tiny("llada"), tiny("llada").spec.mask_id
+    with pytest.raises(ValueError, match=r"sampler=DreamOn\(\) is not supported here: it fills the masks"):
+        dj.generate(model, [[1]], length=6, max_length=30, sampler=DreamOn(11))
+    with pytest.raises(ValueError, match="max_length=4 is not supported where infill is traced"):
+        jax.jit(lambda t: dj.infill(model, t, max_length=4, sampler=DreamOn(11)).tokens)(
+            np.array([[1, mask]])
+        )

@@ -62,7 +62,10 @@ CASES = [
     (policies.DyLLM(tau=0.5, full_steps=2, prompt_every=3), samplers.Confidence()),
     (policies.Policy(), samplers.DAEDAL(0.25, 0.125, grow_below=0.0625, insert_below=0.75, expansion=2)),
 ]
-REFUSED = {(samplers.DAEDAL, "cfg_scale")}  # numbers of a base that a class has no meaning for
+REFUSED = {
+    (samplers.DAEDAL, "cfg_scale"),
+    (samplers.DreamOn, "cfg_scale"),
+}  # numbers of a base that a class has no meaning for
 OF_ALL_TYPES = 1, 0.75, np.float64(0.25), jnp.float32(0.5), *np.linspace(0, 0.9, 6)
 doubtful = lambda n: samplers.WINO(wide_in=0.0, narrow_out=n, fewest=2)
 TEN = {

@@ -118,6 +118,9 @@ def infill(model: Model, tokens: inputs.Ids, **options: Unpack[InfillOptions]) -
       tokens: Template ids Int[b l] with mask ids at the positions to fill, left-padded if lengths differ; or
         lists of any lengths.
       token_mask: Bool[b l], False at padding. Default: no padding.
+      max_length: Maximum number of tokens in the place of a template's masks, and of expansions, with
+        `sampler=DreamOn()`. The text around the masks moves with them; the output has end-of-text after the
+        filled template (`Stats.length`). Policies as in `generate`. Default: one token for each mask.
       block: Block length. Blocks are decoded from left to right. Default: one block.
       steps: Number of denoising steps. Default: the largest number of masks in any sequence, or one step per
         position if there are several blocks.

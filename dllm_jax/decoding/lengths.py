@@ -2,9 +2,15 @@
 
 import dataclasses
 
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Int
+
 from dllm_jax.decoding.options import Asked
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt, check_argument, shown
+from dllm_jax.state import host
+from dllm_jax.state.host import AnyArray
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.sliding import BlockSchedule
 
@@ -23,6 +29,11 @@ def canvas_length(asked: Asked, spec: ModelSpec, prompt: int) -> int:
     """
     most, name = asked.max_length, type(asked.sampler).__name__
     check_argument("length", asked.length, PositiveInt)
+    if asked.sampler.shortens:
+        raise ValueError(
+            f"sampler={name}() is not supported here: it fills the masks of a template, whose text moves "
+            "with them. Use infill, or DAEDAL()."
+        )
     if most is None:
         if asked.sampler.grows:
             raise ValueError(
@@ -70,8 +81,13 @@ def _check_options(asked: Asked, spec: ModelSpec):
         )
 
 
-def growing(layout: Layout, asked: Asked) -> Layout:
+def growing(layout: Layout, asked: Asked, initial: int) -> Layout:
     """The layout of an answer that may grow; any other stays as it is.
+
+    Args:
+      layout: Geometry with room for the largest length.
+      asked: Options of the request.
+      initial: Response positions that are there before the first step.
 
     Raises:
       ValueError: the policy keeps what an insertion voids.
@@ -86,7 +102,7 @@ def growing(layout: Layout, asked: Asked) -> Layout:
             "Policy()."
         )
     # What does not exist yet is padding on the right.
-    return dataclasses.replace(layout, initial=asked.length, padded=True)
+    return dataclasses.replace(layout, initial=initial, longest=asked.max_length, padded=True)
 
 
 def growing_widths(layout: Layout, spec: ModelSpec) -> set[int]:
@@ -101,10 +117,55 @@ def growing_widths(layout: Layout, spec: ModelSpec) -> set[int]:
     return {layout.prompt + part for part in parts if part >= layout.initial}
 
 
-def check_infill(asked: Asked):
-    """Refuses templates for a sampler whose answers grow: their text has places."""
-    if asked.sampler.grows:
+def template_room(
+    asked: Asked, spec: ModelSpec, tokens: Int[AnyArray, "b l"], valid: Bool[AnyArray, "b l"]
+) -> int:
+    """Positions that the canvas of templates has in addition, for answers that may grow.
+
+    Args:
+      asked: Options of the request.
+      spec: Spec of the model.
+      tokens: Templates.
+      valid: False at padding.
+
+    Raises:
+      ValueError: a sampler that makes answers longer after a prompt alone; a largest length without a sampler
+        that grows, below the masks of a template, or beyond the model's context, and the other way round;
+        options that have no meaning for answers that grow.
+    """
+    most, name = asked.max_length, type(asked.sampler).__name__
+    if asked.sampler.grows and not asked.sampler.shortens:
         raise ValueError(
-            f"sampler={type(asked.sampler).__name__}() is not supported by infill: a template's text has its "
-            "places. Use Threshold()."
+            f"sampler={name}() is not supported by infill: a template's text has its places. Use "
+            "Threshold(), or DreamOn() with its weights."
         )
+    if most is None:
+        if asked.sampler.grows:
+            raise ValueError(
+                f"max_length=None must be a number with {name}, which may expand the masks of a template. "
+                "Pass max_length=, the largest number of tokens in their place."
+            )
+        return 0
+    if not asked.sampler.grows:
+        raise ValueError(
+            f"max_length={most} is not supported by {name}: each mask becomes one token. Use DreamOn() with "
+            "its weights, or leave it out."
+        )
+    _check_options(asked, spec)
+    if host.module(tokens, valid) is jnp:
+        raise ValueError(
+            f"max_length={most} is not supported where infill is traced or tokens are global: the number of "
+            "masks is not known. Call infill outside of jit, in one process."
+        )
+    masks = np.sum((tokens == spec.mask_id) & valid, axis=1)
+    if most < (largest := int(masks.max())):
+        raise ValueError(
+            f"max_length={most} must be at least {largest}: a template has that many masks to begin with"
+        )
+    longest = int(np.max(np.sum(valid, axis=1) + most - masks))
+    if spec.positions is not None and longest > spec.positions:
+        raise ValueError(
+            f"max_length={most} must be at most {most - longest + spec.positions}: a template and what it "
+            f"grows by must fit into the model's context of {spec.positions}"
+        )
+    return most - int(masks.min())

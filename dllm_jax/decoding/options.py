@@ -32,6 +32,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class CommonOptions(TypedDict, total=False):
     """Options that every function takes."""
 
+    max_length: int | None
     block: int | BlockSchedule | None
     steps: int | None
     policy: Policy
@@ -60,7 +61,6 @@ class ResponseOptions(CommonOptions, total=False):
     """Options of responses, which all functions but `infill` take."""
 
     length: int
-    max_length: int | None
     suffix: inputs.Ids | None
     stop_at_eos: bool
 

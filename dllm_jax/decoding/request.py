@@ -20,7 +20,7 @@ from dllm_jax.decoding import buckets as ladders
 from dllm_jax.decoding.blocks import blocks_of, scheduled_by
 from dllm_jax.decoding.checks import CHECKS, Case, check_interventions, warn_of
 from dllm_jax.decoding.constraints import allowed_tokens, constraints_of
-from dllm_jax.decoding.lengths import canvas_length, check_infill, growing, growing_widths
+from dllm_jax.decoding.lengths import canvas_length, growing, growing_widths, template_room
 from dllm_jax.decoding.options import Asked, GenerateOptions, InfillOptions, Stops
 from dllm_jax.decoding.prefill import with_prefix
 from dllm_jax.decoding.stops import StopTexts
@@ -87,7 +87,7 @@ def prepare(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions]
     whole = asked.sampler.whole_blocks and not model.spec.context.from_response
     cut = model.spec.context.cut_short
     layout = Layout.of(width, length, block, asked.steps, padded, given, tail, whole, cut)
-    layout = growing(scheduled_by(asked.sampler, layout), asked)
+    layout = growing(scheduled_by(asked.sampler, layout), asked, asked.length)
     tokens, valid = inputs.masked_response(prompts.ids, prompts.mask, layout.response, model.spec)
     tokens = tokens if suffix is None else inputs.with_suffix(tokens, suffix)
     return _planned(model, Inputs(tokens, valid, None, prompts.embeds), layout, asked, width - unpadded)
@@ -107,13 +107,13 @@ def prepare_infill(model: Model, tokens: inputs.Ids, **options: Unpack[InfillOpt
     asked = Asked(**options)
     check_argument("model", model, Model, ", such as dj.load(path)")
     block = check_argument("block", asked.block, PositiveInt | None)
-    check_infill(asked)
     tokens, mask = inputs.padded_ids(tokens, asked.token_mask, model.spec, "tokens")
     if not fixed_at(asked.sampler.cfg_scale, 0):
         raise ValueError(f"cfg_scale={asked.sampler.cfg_scale}: infilling has no prompt to guide by; use 0")
-    length, steps = tokens.shape[1], asked.steps
-    block, tail = blocks_of(block, model.spec, infilled=True, sampler=asked.sampler)
     valid = np.ones(tokens.shape, bool) if mask is None else mask
+    room, steps = template_room(asked, model.spec, tokens, valid), asked.steps
+    length = tokens.shape[1] + room
+    block, tail = blocks_of(block, model.spec, infilled=True, sampler=asked.sampler)
 
     # Blocks share the steps equally, however many masks each has: a step per position always suffices.
     if steps is None and block in (None, length):
@@ -122,8 +122,8 @@ def prepare_infill(model: Model, tokens: inputs.Ids, **options: Unpack[InfillOpt
     # With a prompt of 0 positions the masks may stand anywhere on the canvas.
     whole, cut = asked.sampler.whole_blocks, model.spec.context.cut_short
     layout = Layout.of(0, length, block, steps, mask is not None, 0, tail, whole, cut)
-    layout = scheduled_by(asked.sampler, layout)
-    tokens, valid = inputs.masked_response(tokens, valid, tail, model.spec)
+    layout = growing(scheduled_by(asked.sampler, layout), asked, tokens.shape[1])
+    tokens, valid = inputs.masked_response(tokens, valid, room + tail, model.spec)
     return _planned(model, Inputs(tokens, valid), layout, asked, extra=0)
 
 

@@ -26,7 +26,7 @@ from dllm_jax.engine.plan import Inputs, Plan
 from dllm_jax.engine.recorders import final_logprobs, final_trace, recorders_of
 from dllm_jax.engine.stats import Stats
 from dllm_jax.engine.step import step
-from dllm_jax.engine.trace import Trace
+from dllm_jax.engine.trace import OF_GROWTH, Trace
 from dllm_jax.engine.widths import Variant
 from dllm_jax.nn.mesh import over_mesh
 from dllm_jax.nn.model import Model
@@ -54,7 +54,7 @@ def denoise(
     by_sequence, by_step = lies("b"), lies("tb")
     specs: dict[str, Any] = dict.fromkeys(Trace._fields, by_step) | {"steps": PartitionSpec()}
     specs |= {} if model.spec.context.has_causal_passes else {"causal": None}
-    specs |= {} if plan.sampler.grows else dict.fromkeys(("length", "inserted", "moved"))
+    specs |= {} if plan.sampler.grows else dict.fromkeys(OF_GROWTH)
     trace = Trace(**specs) if plan.trace else None
     return over_mesh(_denoise, model, inputs, plan, out=(by_sequence, by_sequence, trace, by_sequence))
 

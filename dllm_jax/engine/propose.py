@@ -10,7 +10,7 @@ from dllm_jax.engine.block_schedule import offered_positions
 from dllm_jax.engine.branches import decoded_in_block, has_shadow, place_in_shadow
 from dllm_jax.engine.constrain import constrain_logits
 from dllm_jax.engine.generation import Generation
-from dllm_jax.engine.growth import end_confidence, watched_positions
+from dllm_jax.engine.growth import end_confidence
 from dllm_jax.engine.logprobs import LogProbs, of_candidates
 from dllm_jax.engine.plan import Plan
 from dllm_jax.nn.arithmetic import guided
@@ -95,7 +95,7 @@ def propose(
         commits,
         found,
         delimited_end(canvas, index, unconstrained),
-        end_confidence(plan, canvas, index, unconstrained),
+        end_confidence(plan, canvas, proposed, logits, unconstrained),
     )
 
 
@@ -164,7 +164,7 @@ def _positions(plan: Plan, canvas: Canvas, rows: Rows) -> Int[Array, "b c"]:
     # Masks outside of the block are candidates only if the response is scored, or if earlier blocks were left
     # with masks.
     sampler, layout = plan.sampler, plan.layout
-    everywhere = sampler.allow_mask_token or plan.scores_response or sampler.grows
+    everywhere = sampler.allow_mask_token or plan.scores_response or sampler.scored == "answer"
     most = layout.response if everywhere else layout.widest_block
     if sampler.verifies:
         # What is verified is in the shadow, whether or not the step computes it.
@@ -175,8 +175,8 @@ def _positions(plan: Plan, canvas: Canvas, rows: Rows) -> Int[Array, "b c"]:
 def _scored(plan: Plan, canvas: Canvas) -> Bool[Array, "b l"]:
     """The positions that meet the vocabulary if their predictor is computed."""
     sampler = plan.sampler
-    if sampler.grows:
-        return watched_positions(canvas)
+    if sampler.scored == "answer":
+        return canvas.valid & canvas.response
     scored = canvas.masked if plan.scores_response else offered_positions(plan.policy, canvas)
     if canvas.layout.adaptive:
         scored |= in_window(canvas)
@@ -186,8 +186,8 @@ def _scored(plan: Plan, canvas: Canvas) -> Bool[Array, "b l"]:
 
 
 def _holds_token(sampler: Sampler, canvas: Canvas, index: Int[Array, "b c"]) -> Bool[Array, "b c"]:
-    """Entries that hold a token, where samplers revise some or answers grow."""
+    """Entries that hold a token, where samplers revise some or score the whole answer."""
     real = index < canvas.layout.length
-    if sampler.grows:
+    if sampler.scored == "answer":
         return ~gather(canvas.masked, index) & real
     return gather(decoded_in_block(canvas), index) & real if sampler.revises else jnp.zeros_like(real)

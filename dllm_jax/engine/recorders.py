@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax.engine import trace
 from dllm_jax.engine.generation import Generation
-from dllm_jax.engine.growth import moved_with
+from dllm_jax.engine.growth import answer_length, moved_with
 from dllm_jax.engine.logprobs import LogProbs, changed_by
 from dllm_jax.engine.plan import Plan
 from dllm_jax.engine.prefix import reused_of
@@ -272,7 +272,7 @@ class Lengths(Recorder):
         growth = canvas.growth
         assert growth is not None, "answers grow"
         counts = {name: getattr(growth, name) for name in ("insertions", "growth_steps", "wanted_more")}
-        return counts | {"length": growth.end - canvas.layout.prompt}
+        return counts | {"length": answer_length(canvas), "removed_tokens": growth.removals}
 
 
 class Confidences(Recorder):

@@ -41,10 +41,12 @@ class Stats(NamedTuple):
         `computed_tokens` counts the first. None unless steps are drafted.
       unfilled_tokens: Response tokens that are still masked although the logits were finite, as constraints
         allowed them no token. None without `constraints`.
-      length: Tokens of the answer, without the end-of-text after it; None unless answers grow (`max_length`).
+      length: Tokens of the answer, without the end-of-text after it; of `infill`, of the template. None
+        unless answers grow (`max_length`).
       insertions: Masks that became several; None unless answers grow.
       growth_steps: Forward passes that only changed the length; None unless answers grow.
       wanted_more: Whether an answer of the maximum length was to grow further; None unless answers grow.
+      removed_tokens: Positions removed from the answer (`DreamOn`); None unless answers grow.
     """
 
     nfe: Int[Array, "b"]
@@ -68,6 +70,7 @@ class Stats(NamedTuple):
     insertions: Int[Array, "b"] | None = None
     growth_steps: Int[Array, "b"] | None = None
     wanted_more: Bool[Array, "b"] | None = None
+    removed_tokens: Int[Array, "b"] | None = None
 
     computed, executed = Renamed("computed", "computed_tokens"), Renamed("executed", "executed_tokens")
     widened, decoded = Renamed("widened", "widened_tokens"), Renamed("decoded", "decoded_tokens")

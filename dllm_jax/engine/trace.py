@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from dllm_jax.engine.growth import answer_length
 from dllm_jax.policies.base import Policy
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
@@ -33,10 +34,12 @@ class Trace(NamedTuple):
       widened: Layers that computed every position (`Cache.extra_positions`).
       steps: Largest number of steps of a sequence.
       causal: Steps that were causal passes; None unless the model has a causal context.
-      length: Tokens of the answer before step 0 and after every step; from there on `tokens` are masked. None
+      length: Tokens of the answer before step 0 and after every step; of `infill`, of the template. None
         unless answers grow (`max_length`), as are the following.
+      end: Position after the answer, before step 0 and after every step; from there on `tokens` are masked.
       inserted: Mask that became several, by its place in the answer before the step; -1 where none did.
       moved: Number of positions by which what follows it moved to the right.
+      removed: Positions that the step removed, where they were before it; what follows moved to the left.
     """
 
     tokens: Int[Array, "t_plus_1 b l"]
@@ -51,14 +54,17 @@ class Trace(NamedTuple):
     length: Int[Array, "t_plus_1 b"] | None = None
     inserted: Int[Array, "t b"] | None = None
     moved: Int[Array, "t b"] | None = None
+    end: Int[Array, "t_plus_1 b"] | None = None
+    removed: Bool[Array, "t b l"] | None = None
 
 
-# A row holds, one after the other: tokens [l], proposed tokens with two flags in their lowest bits [l], the
-# bits of the scores [l], and of each layer whether it was widened, with two flags in its lowest bits: the
-# step was taken, and was a causal pass [n]. Of answers that grow their length, the mask that became
+# A row holds, one after the other: tokens [l], proposed tokens with three flags in their lowest bits [l], the
+# bits of the scores [l], and of each layer whether it was widened, with two flags in its lowest bits: that
+# the step was taken, and that it was a causal pass [n]. Of answers that grow their end, the mask that became
 # several, and by how much others moved [3]. The sequences are those of the whole batch, of which a step may
 # take a group.
 Steps = Int[Array, "t_plus_1 everyone _"]
+OF_GROWTH = "length", "inserted", "moved", "end", "removed"  # fields that only answers that grow have
 
 
 def attended(policy: Policy, cache: Cache, canvas: Canvas, rows: Rows) -> Bool[Array, "b l"]:
@@ -109,7 +115,8 @@ def add(
       widened: Extra computed positions by layer (`Trace`).
       proposal: Candidates offered to the sampler.
     """
-    flagged = proposal.token << 2 | read << 1 | computed
+    removed = jnp.zeros_like(read) if after.growth is None else after.growth.removed
+    flagged = proposal.token << 3 | removed << 2 | read << 1 | computed
     score = jax.lax.bitcast_convert_type(proposal.score, jnp.int32)
     layers = widened << 2 | before.causal << 1 | 1
     row = jnp.concatenate([after.tokens, flagged, score, layers, *_lengths(after)], axis=1)
@@ -131,27 +138,27 @@ def completed(steps: Steps, canvas: Canvas) -> Trace:
         tokens=jnp.where(ran[..., None], tokens, canvas.tokens),
         computed=(flagged & 1) == 1,
         read=(flagged & 2) == 2,
-        proposed=jnp.where(active[..., None], flagged >> 2, mask_id),
+        proposed=jnp.where(active[..., None], flagged >> 3, mask_id),
         score=jnp.where(active[..., None], score, -jnp.inf),
         active=active,
         widened=layers > 3,
         steps=jnp.max(canvas.passes),
         causal=(layers[..., 0] & 2) == 2 if canvas.spec.context.has_causal_passes else None,
-        **_completed_lengths(lengths, ran, active, canvas),
+        **_completed_lengths(lengths, (flagged & 4) == 4, ran, active, canvas),
     )
 
 
 def _lengths(canvas: Canvas) -> list[Int[Array, "b 3"]]:
-    """Length of the answer, the mask that became several in the last step, and by how much others moved."""
+    """End of the answer, the mask that became several in the last step, and by how much others moved."""
     if (growth := canvas.growth) is None:
         return []
-    start, last = canvas.layout.prompt, canvas.layout.length - 1
-    inserted = jnp.where(growth.inserted < 0, -1, growth.inserted - start)
-    return [jnp.stack([growth.end - start, inserted, last - growth.source[:, -1]], axis=1)]
+    last = canvas.layout.length - 1
+    return [jnp.stack([growth.end, growth.inserted, last - growth.source[:, -1]], axis=1)]
 
 
 def _completed_lengths(
     lengths: Int[Array, "t_plus_1 b _"],
+    removed: Bool[Array, "t b l"],
     ran: Bool[Array, "t_plus_1 b"],
     active: Bool[Array, "t b"],
     canvas: Canvas,
@@ -159,9 +166,13 @@ def _completed_lengths(
     """Fields of the trace of answers that grow; none of others."""
     if (growth := canvas.growth) is None:
         return {}
-    length, inserted, moved = (lengths[..., i] for i in range(3))
+    end, inserted, moved = (lengths[..., i] for i in range(3))
+    start = growth.end - answer_length(canvas)  # of the response, or of a template after its padding
+    end = jnp.where(ran, end, growth.end)
     return {
-        "length": jnp.where(ran, length, growth.end - canvas.layout.prompt),
-        "inserted": jnp.where(active, inserted[1:], -1),
+        "length": end - start,
+        "inserted": jnp.where(active & (inserted[1:] >= 0), inserted[1:] - start, -1),
         "moved": jnp.where(active, moved[1:], 0),
+        "end": end,
+        "removed": removed & active[..., None],
     }

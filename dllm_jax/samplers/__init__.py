@@ -8,6 +8,7 @@ from dllm_jax.samplers.confidence import Confidence, RandomOrder
 from dllm_jax.samplers.constraint import Constraint, OneOf
 from dllm_jax.samplers.daedal import DAEDAL
 from dllm_jax.samplers.dream import DreamSchedule
+from dllm_jax.samplers.dreamon import DreamOn
 from dllm_jax.samplers.dynamic import Dynamic, Sequential
 from dllm_jax.samplers.early_commit import EarlyCommit
 from dllm_jax.samplers.eb import EBSampler
@@ -24,8 +25,8 @@ from dllm_jax.samplers.wino import WINO
 
 __all__ = [
     "DAEDAL", "KLASS", "S2D2", "WINO", "Automaton", "Autoregressive", "Candidates", "CertaintyPrior",
-    "Confidence", "Constraint", "Decision", "DreamSchedule", "Dynamic", "EBSampler", "EarlyCommit", "Edit",
-    "Factor", "FreeDave", "KeyNoise", "LocalLeap", "Noise", "OneOf", "PCSampler", "RandomOrder",
-    "RecordedNoise", "Regex", "Sampler", "SelfSpeculation", "Sequential", "Threshold", "TokenFrequencies",
-    "UntilDone",
+    "Confidence", "Constraint", "Decision", "DreamOn", "DreamSchedule", "Dynamic", "EBSampler",
+    "EarlyCommit", "Edit", "Factor", "FreeDave", "KeyNoise", "LocalLeap", "Noise", "OneOf", "PCSampler",
+    "RandomOrder", "RecordedNoise", "Regex", "Sampler", "SelfSpeculation", "Sequential", "Threshold",
+    "TokenFrequencies", "UntilDone",
 ]  # fmt: skip

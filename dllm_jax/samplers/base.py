@@ -19,6 +19,7 @@ from dllm_jax.samplers.filters import survivors
 from dllm_jax.samplers.noise import Noise, require_noise
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
+from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import gather
 from dllm_jax.traced import Number, Traced, fixed_at
 from dllm_jax.xla.products import divided
@@ -69,10 +70,11 @@ class Sampler(Options, abc.ABC):
     early_commit: Annotated[EarlyCommit | None, NoneMeans("never")] = None
 
     tempered_confidence: ClassVar[bool] = False  # the score sees logits / temperature
-    scored: ClassVar[Literal["block", "response"]] = "block"
+    scored: ClassVar[Literal["block", "response", "answer"]] = "block"
     """Masks that get logits, a candidate token and a score if they can be predicted, as `Policy.scored`:
     those of the block, or all of the response, for a sampler that remembers predictions of later blocks. Only
-    those of the block are decoded in either case."""
+    those of the block are decoded in either case. With "answer" all positions of the response are candidates,
+    those that hold a token with score -inf."""
     verifies: ClassVar[bool] = False
     """Whether tokens that earlier steps decoded in the block are candidates too, with score -inf and logits
     of their own, which do not see the token (`engine.branches`); `decide` may revoke them."""
@@ -96,8 +98,10 @@ class Sampler(Options, abc.ABC):
     alone, not by their logits, and nothing is remembered: `FreeDave` can then draft its steps."""
 
     grows: ClassVar[bool] = False
-    """Whether answers may become longer (`generate(max_length=)`): all of their positions are candidates
-    then, those that hold a token with score -inf."""
+    """Whether answers may become longer (`generate(max_length=)`), by `resize`."""
+
+    shortens: ClassVar[bool] = False
+    """Whether answers that grow may become shorter, too; text around them moves along (`infill`)."""
 
     # -- defined by each sampler ----------------------------------------------------------------------
 
@@ -138,6 +142,35 @@ class Sampler(Options, abc.ABC):
           noise: random numbers; None if the sampler does not draw.
         """
         return Decision(self.transfer(candidates, canvas, noise), memory)
+
+    def end_confidence(
+        self,
+        candidates: Candidates,
+        logits: Float[Array, "b c v"],
+        unconstrained: Float[Array, "b c v"],
+        canvas: Canvas,
+        at_end: bool,
+    ) -> Float[Array, "b"]:
+        """How sure the model is of the end of each answer, for samplers whose answers grow (`grows`).
+
+        Args:
+          candidates: Candidates of the step.
+          logits: Logits that they were chosen by.
+          unconstrained: Those of the model, before constraints.
+          canvas: State before the step.
+          at_end: Whether steps compute the last positions of the canvas (`PrefixCache`).
+        """
+        raise NotImplementedError
+
+    def resize(self, before: Canvas, after: Canvas, proposal: Proposal) -> Canvas:
+        """The canvas with longer or shorter answers after a step, for samplers whose answers grow (`grows`).
+
+        Args:
+          before: State before the step.
+          after: State with the step's tokens, and its confidences in the ends of answers.
+          proposal: Candidates of the step; score -inf where they were not offered.
+        """
+        raise NotImplementedError
 
     @property
     def criterion(self) -> Alg:

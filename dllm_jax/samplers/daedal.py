@@ -1,19 +1,22 @@
 """DAEDAL: an answer that finds its own length by how sure the model is of its end (arXiv:2508.00819)."""
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 from typing_extensions import override
 
 from dllm_jax.options import PositiveInt, TracedFraction
+from dllm_jax.samplers import scores
 from dllm_jax.samplers.candidates import Candidates
 from dllm_jax.samplers.noise import Noise
 from dllm_jax.samplers.parallel import UntilDone
 from dllm_jax.samplers.transfer import sure_or_best
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
+from dllm_jax.state.proposal import Proposal
+from dllm_jax.state.resizing import growth_of, insert, with_growth
 from dllm_jax.traced import fixed_at
 
 
@@ -54,6 +57,7 @@ class DAEDAL(UntilDone):
     checked: PositiveInt = 32
 
     grows: ClassVar[bool] = True
+    scored: ClassVar[Literal["answer"]] = "answer"
 
     def __post_init__(self):
         super().__post_init__()
@@ -76,14 +80,73 @@ class DAEDAL(UntilDone):
         chosen = sure_or_best(candidates.score, self.high, jnp.ones_like(canvas.step))
         return chosen if canvas.growth is None else chosen & ~canvas.growth.growing[:, None]
 
-    def unsure(self, score: Float[Array, "b l"], confidence: Float[Array, "b"]) -> Bool[Array, "b l"]:
-        """The masks that may become several.
+    @override
+    def end_confidence(
+        self,
+        candidates: Candidates,
+        logits: Float[Array, "b c v"],
+        unconstrained: Float[Array, "b c v"],
+        canvas: Canvas,
+        at_end: bool,
+    ) -> Float[Array, "b"]:
+        """The confidence in the end of each answer.
 
-        Args:
-          score: Confidence in the candidate of each mask of the block that stays masked; -inf elsewhere.
-          confidence: Confidence in the end of the answer.
+        From the end of the answer back, the first positions whose most likely token is end-of-text count,
+        masked or not. Steps that leave out a part of the answer keep the last confidence, unless they predict
+        its end (`PrefixCache`): they have it of the positions that they predict.
         """
-        return (score > -jnp.inf) & (score < self.low) & (confidence < self.insert_below)[:, None]
+        index, eos = candidates.index, canvas.spec.eos_id
+        unconstrained, real = unconstrained.astype(jnp.float32), index < canvas.layout.length
+        ends = real & (scores.likeliest(unconstrained) == eos)
+        from_the_end = jnp.cumsum(ends[:, ::-1], axis=1)[:, ::-1]
+        belief = scores.probability(unconstrained, jnp.full_like(index, eos))
+        belief = jnp.where(ends & (from_the_end <= self.checked), belief, 0.0)
+        confidence = jnp.sum(belief, axis=1) / self.checked
+
+        # A sequence has all of its answer's positions among the candidates, or else a part.
+        known = jnp.sum(real, axis=1) == jnp.sum(canvas.valid & canvas.response, axis=1)
+        return jnp.where(known | at_end, confidence, growth_of(canvas).confidence)
+
+    @override
+    def resize(self, before: Canvas, after: Canvas, proposal: Proposal) -> Canvas:
+        """The canvas with longer answers: masks at their ends, or in the place of the least sure mask."""
+        growing = before.active & ~after.done & growth_of(before).growing
+        lengthened = self._lengthened(after, growing)
+        stays = lengthened.masked & ~growth_of(before).growing[:, None]
+        return self._inserted(lengthened, jnp.where(stays, proposal.score, -jnp.inf))
+
+    def _lengthened(self, canvas: Canvas, growing: Bool[Array, "b"]) -> Canvas:
+        """More masks after answers that are to grow, end-of-texts after those that are not."""
+        growth = growth_of(canvas)
+        wants, room = growth.confidence < self.grow_below, growth.limit - growth.end
+        goes_on = growing & wants & (room > 0)
+        ends = growing & ~goes_on
+        masks = jnp.where(goes_on, jnp.minimum(self.expansion, room), 0)
+        texts = jnp.where(ends, jnp.minimum(self.checked // 2, room), 0)
+        closing = (canvas.position >= growth.end[:, None]) & (canvas.position < (growth.end + texts)[:, None])
+        changed = growth._replace(
+            end=growth.end + masks + texts,
+            growing=growth.growing & ~ends,
+            growth_steps=growth.growth_steps + growing,
+            wanted_more=growth.wanted_more | (ends & wants),
+        )
+        closed = dataclasses.replace(
+            canvas,
+            tokens=jnp.where(closing, canvas.spec.eos_id, canvas.tokens),
+            decoded_at=jnp.where(closing, canvas.step[:, None] - 1, canvas.decoded_at),
+        )
+        return with_growth(closed, changed, growing)
+
+    def _inserted(self, canvas: Canvas, score: Float[Array, "b l"]) -> Canvas:
+        """Several masks in the place of the least sure one of each sequence, if any may become several."""
+        growth = growth_of(canvas)
+        unsure = (score > -jnp.inf) & (score < self.low) & (growth.confidence < self.insert_below)[:, None]
+        wants, room = jnp.any(unsure, axis=1), growth.limit - growth.end
+        at = jnp.argmin(jnp.where(unsure, score, jnp.inf), axis=1).astype(jnp.int32)
+        more = self.expansion - 1
+        wanted = growth.wanted_more | (wants & (room < more))
+        canvas = dataclasses.replace(canvas, growth=growth._replace(wanted_more=wanted))
+        return insert(canvas, at, more, wants & (room > 0))
 
     @override
     def max_steps(self, layout: Layout) -> int:

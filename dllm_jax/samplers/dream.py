@@ -77,8 +77,7 @@ class DreamSchedule(Sampler):
     @override
     def criterion(self) -> Alg:
         """The confidence that `alg` names; `transfer` applies `alg_temp` to it."""
-        named: dict[str, Alg] = {"topk_margin": "margin", "entropy": "entropy"}
-        return named.get(self.alg, "prob")
+        return criterion_of(self.alg)
 
     @override
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
@@ -106,3 +105,9 @@ class DreamSchedule(Sampler):
             score = jnp.maximum(divided(score, self.alg_temp), -LARGEST) + gumbel
             score = jnp.where(candidate, score, -jnp.inf)
         return best(score, count)
+
+
+def criterion_of(alg: DreamAlg) -> Alg:
+    """The measure of confidence by its name in Dream."""
+    named: dict[str, Alg] = {"topk_margin": "margin", "entropy": "entropy"}
+    return named.get(alg, "prob")

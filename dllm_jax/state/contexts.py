@@ -17,7 +17,7 @@ from dllm_jax.state.canvas import Canvas, masks_in_block
 from dllm_jax.state.growth import Growth
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows
-from dllm_jax.xla.reductions import any_marked
+from dllm_jax.xla.reductions import any_marked, count_marked
 
 
 @jax.tree_util.register_dataclass
@@ -205,7 +205,10 @@ def new_canvas(
         stored=stored,
     )
     if layout.initial is not None:
-        growth = Growth.begin(batch, layout.prompt + layout.initial, layout.length)
+        end, most = layout.prompt + layout.initial, layout.longest or layout.response
+        masks = count_marked(canvas.masked & (canvas.position < end))
+        limit = jnp.minimum(end + most - masks, layout.length).astype(jnp.int32)
+        growth = Growth.begin(end, limit, layout.length)
         canvas = dataclasses.replace(canvas, growth=growth, valid=valid & growth.exist(canvas.position))
     if layout.adaptive is not None:
         canvas = dataclasses.replace(canvas, block_until=jnp.minimum(start + layout.widest_block, layout.end))

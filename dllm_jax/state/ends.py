@@ -18,7 +18,7 @@ def is_end(tokens: Int[Array, "b l"], spec: ModelSpec) -> Bool[Array, "b l"]:
 
 def first_eos(canvas: Canvas) -> Int[Array, "b"]:
     """Position of the first end-of-text in the response, of a suffix none; l if there is none."""
-    hit = is_end(canvas.tokens, canvas.spec) & canvas.response
+    hit = is_end(canvas.tokens, canvas.spec) & canvas.response & canvas.valid
     if canvas.layout.end < canvas.layout.length:
         hit &= canvas.position < canvas.layout.end
     return first_of(hit, canvas.layout.length)

@@ -26,6 +26,7 @@ class Layout(Options):
       sliding: Schedule of a sliding block; None where blocks do not slide.
       initial: Number of response positions that exist before the first step, where answers grow up to
         `response`; None where they have one length.
+      longest: Largest number of tokens of an answer that grows.
       adaptive: Schedule of blocks that end at a delimiter; None where they do not.
       shorter_last: Whether the last block may have fewer positions than the others.
       cut_short: Whether the canvas of a block-causal model that counts blocks from the sequence's beginning
@@ -50,6 +51,7 @@ class Layout(Options):
     drafts: bool = False
     adaptive: Annotated[AdaBlock | None, NoneMeans("blocks of one length")] = None
     initial: Annotated[PositiveInt | None, NoneMeans("all of the response")] = None
+    longest: Annotated[PositiveInt | None, NoneMeans("all of the response")] = None
 
     def __post_init__(self):
         super().__post_init__()

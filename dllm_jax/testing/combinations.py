@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from dllm_jax import policies, samplers
-from dllm_jax.decoding.generate import generate
+from dllm_jax.decoding.generate import generate, infill
 from dllm_jax.decoding.output import Output
 from dllm_jax.state.sliding import Sliding
 from dllm_jax.testing.models import spec, tiny
@@ -34,6 +34,7 @@ SAMPLERS = (
     samplers.CertaintyPrior(), samplers.Dynamic(), samplers.Sequential(), samplers.Edit(),
     samplers.DreamSchedule(), samplers.Autoregressive(), samplers.SelfSpeculation(block=6),
     samplers.FreeDave(), samplers.S2D2(), samplers.LocalLeap(), samplers.DAEDAL(grow_below=0, insert_below=0),
+    samplers.DreamOn(3),
 )  # fmt: skip
 
 
@@ -47,20 +48,29 @@ class Combination:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of `generate` besides the model and the prompt."""
+        """Arguments of `generate` besides the model and the prompt, or of `infill` besides the template."""
         key = jax.random.key(0) if self.sampler.draws else None
         block = PLACES[self.place][1] if self.sampler.own_block is None else None
         most = 18 if self.sampler.grows else None
-        shape = dict(block=block, length=12, max_length=most)
+        shape = dict(block=block, max_length=most) | ({} if self.template else dict(length=12))
         return dict(policy=self.policy, sampler=self.sampler, key=key, **shape)
+
+    @property
+    def template(self) -> list[int]:
+        """The template, for samplers that need one; else none."""
+        masks = [tiny(PLACES[self.place][0]).spec.mask_id] * 4
+        return [*range(5), *masks, *range(5, 9)] if self.sampler.shortens else []
 
     def refusal(self) -> str:
         """Why the engine refuses it before the first step; "" if it does not."""
-        return refusal(tiny(PLACES[self.place][0]), **self.options)
+        return refusal(tiny(PLACES[self.place][0]), self.template, **self.options)
 
     def run(self) -> Output:
         """A small generation."""
-        return generate(tiny(PLACES[self.place][0]), [list(range(9))], **self.options)
+        model = tiny(PLACES[self.place][0])
+        if self.template:
+            return infill(model, [self.template], **self.options)
+        return generate(model, [list(range(9))], **self.options)
 
 
 def tables() -> str:

@@ -1,7 +1,7 @@
 """Comparing runs: what differs is told by step, sequence and position, with what was computed there."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from dllm_jax.decoding.output import Output
-from dllm_jax.decoding.request import prepare
+from dllm_jax.decoding.request import prepare, prepare_infill
 from dllm_jax.engine.pieces import begin_pieces
 from dllm_jax.engine.stats import Stats
 from dllm_jax.engine.trace import Trace
@@ -123,15 +123,19 @@ def of_sequence(trace: Trace | None, sequence: int, length: int | np.integer) ->
     )
 
 
-def refusal(model: Model, **options: Any) -> str:
+def refusal(model: Model, template: Sequence[int] = (), **options: Any) -> str:
     """Returns why a generation raises `ValueError` before its first step; "" if it does not.
 
     Args:
       model: Model to ask.
-      **options: Arguments of `generate` besides model and prompt.
+      template: Template of `infill`; without one a prompt is asked for by `generate`.
+      **options: Arguments of `generate` besides model and prompt, or of `infill`.
     """
     try:
-        request = prepare(model, [list(range(9))], **options)
+        if template:
+            request = prepare_infill(model, [template], **options)
+        else:
+            request = prepare(model, [list(range(9))], **options)
         # Its result would be a canvas of shapes, which annotations refuse.
         jax.make_jaxpr(begin_pieces)(model, request.inputs, request.plan)
     except ValueError as error:

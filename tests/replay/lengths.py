@@ -1,4 +1,4 @@
-"""Leaps and lengths: LocalLeap, AdaBlock, DAEDAL, and every decision of their steps."""
+"""Leaps and lengths: LocalLeap, AdaBlock, DAEDAL, DreamOn, and every decision of their steps."""
 
 import dataclasses
 
@@ -124,10 +124,38 @@ def _compare_growth(model: dj.Model, recorded: dict[str, np.ndarray], ran: list[
         closely("last logits", logits, recorded["last_logits"][: exists.sum()])
 
 
+def dream_on(case: Case):
+    """Every step: tokens, lengths, expansions left, candidates and confidences; the logits of the last."""
+    s, arrays = case.settings, case.arrays
+    s.only("temperature", 0.0)
+    s.only("alg_temp", 0.0)
+    s.describes("steps", "max_tokens", "initial_masks", "suffix_length")  # bounds that no case reaches
+    sampler = samplers.DreamOn(
+        s["expand_token_id"],
+        alg=s["alg"],
+        pad_eos_to_right=s["pad_eos_to_right"],
+        delete_eos=s["delete_eos_token"],
+    )
+    model, template = case.model(eos_id=s["eos_token_id"]), arrays["template"]
+    exactly("prefix", template[:, : arrays["prompt"].shape[1]], arrays["prompt"])
+    shape = dict(sampler=sampler, max_length=s["max_gen_length"])
+    ran = list(states(model, template, trace=True, **shape))
+    compare_steps(case, trace := trace_of(ran), predicted="predicted", computed="computed")
+    exactly("end", trace.end[: len(ran)], arrays["end"])
+    left = [s["max_gen_length"] - int(state.canvas.growth.insertions[0]) for state in ran[:-1]]
+    exactly("expansions left", left, arrays["budget"])
+    last, end = ran[-2].canvas, int(arrays["end"][-2, 0])
+    logits = dj.forward(model, last.tokens[:, :end])
+    closely("last logits", logits, arrays["last_logits"][:, :end])
+    out, end = dj.infill(model, template, **shape), int(arrays["end"][-1, 0])
+    exactly("answers", out.tokens[:, :end], arrays["tokens"][-1, :, :end])
+    exactly("lengths", out.stats.length, [end])
+
+
 def _compare_last_logits(case: Case, model: dj.Model):
     """Those of the last forward, where everything is computed."""
     last, recorded = case.arrays["tokens"][-2], case.arrays["last_logits"]
     closely("last logits", dj.forward(model, jnp.asarray(last)), np.asarray(recorded))
 
 
-METHODS = {"adablock": ada_block, "daedal": daedal, "sampler-localleap": local_leap}
+METHODS = {"adablock": ada_block, "daedal": daedal, "dreamon": dream_on, "sampler-localleap": local_leap}

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 import dllm_jax as dj
-from dllm_jax.decoding.request import prepare
+from dllm_jax.decoding.request import prepare, prepare_infill
 from dllm_jax.engine.generation import Generation, State
 from dllm_jax.engine.group import next_variant
 from dllm_jax.engine.network import computed_rows, network
@@ -94,8 +94,12 @@ def _step(model: dj.Model, inputs: Inputs, plan: Plan, variant: Variant, state: 
 
 
 def states(model: dj.Model, prompt, **options) -> Iterator[State]:
-    """The engine's states, at first and after every step; arguments as in `generate`, no guidance."""
-    inputs, plan, *_ = prepare(model, prompt, **options)
+    """The engine's states, at first and after every step; arguments as in `generate`, no guidance.
+
+    A prompt with masks is a template, and the arguments are those of `infill`.
+    """
+    is_template = (np.asarray(prompt) == model.spec.mask_id).any()
+    inputs, plan, *_ = (prepare_infill if is_template else prepare)(model, prompt, **options)
     state = begin_pieces(model, inputs, plan)
     yield state
     while bool(state.canvas.active.any()):

@@ -78,31 +78,37 @@ class Recording:
             widened=widened[own, sequence],
             mask_id=_mask_id(tokens, proposed, score),
         )
-        if trace.length is None or trace.inserted is None or trace.moved is None:
+        if trace.end is None or trace.length is None:
             return recording
-        length = values(trace.length)[np.concatenate([[0], own + 1]), sequence]
-        return recording.grown(length, *(values(a)[own, sequence] for a in (trace.inserted, trace.moved)))
+        end = values(trace.end)[np.concatenate([[0], own + 1]), sequence]
+        start = end[0] - values(trace.length)[0, sequence]
+        inserted, moved, removed = (
+            values(a)[own, sequence] for a in (trace.inserted, trace.moved, trace.removed)
+        )
+        return recording.grown(end, np.where(inserted < 0, -1, start + inserted), moved, removed)
 
     def grown(
         self,
-        length: Int[np.ndarray, " t_plus_1"],
+        end: Int[np.ndarray, " t_plus_1"],
         inserted: Int[np.ndarray, "t"],
         moved: Int[np.ndarray, "t"],
+        removed: Bool[np.ndarray, "t l"],
     ) -> "Recording":
         """The recording of an answer that grew: each step in the positions that it leaves.
 
         Args:
-          length: Tokens of the answer, before the first step and after each.
-          inserted: Mask that became several in each step, by its place in the answer; -1 where none did.
+          end: Position after the answer, before the first step and after each.
+          inserted: Mask that became several in each step; -1 where none did.
           moved: Number of positions by which what follows it moved.
+          removed: Positions that each step removed.
         """
-        start = int(self.to_fill[0])
-        position = np.arange(start + int(length.max()))
+        position = np.arange(int(end.max()))
         tokens = self.tokens[:, : len(position)].copy()
-        tokens[position >= start + length[:, None]] = ABSENT
-        after = start + inserted[:, None]
+        tokens[position >= end[:, None]] = ABSENT
+        after = inserted[:, None]
         behind = (inserted >= 0)[:, None] & (position > after)
-        source = np.where(behind, position - moved[:, None], position)
+        left = np.argsort(removed, axis=1, kind="stable")[:, : len(position)]  # what stays comes first
+        source = np.where(behind, position - moved[:, None], left)
         new = behind & (position <= after + moved[:, None])
         at = lambda array, none: np.where(new, none, np.take_along_axis(array, np.maximum(source, 0), axis=1))
         return dataclasses.replace(
@@ -121,8 +127,12 @@ class Recording:
 
     @property
     def to_fill(self) -> Int[np.ndarray, "r"]:
-        """Positions that were masked at first, or were none: the response, or what `infill` fills."""
-        return np.flatnonzero(np.isin(self.tokens[0], (self.mask_id, ABSENT)))
+        """Positions that were masked at first: the response, or what `infill` fills.
+
+        Of answers that grow all from the first mask on, whose text may move.
+        """
+        masks = self.tokens[0] == self.mask_id
+        return np.flatnonzero(np.maximum.accumulate(masks) if ABSENT in self.tokens else masks)
 
     @property
     def changed(self) -> Bool[np.ndarray, "t l"]:
