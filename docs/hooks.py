@@ -99,6 +99,11 @@ def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files:
     return re.sub(r"\]\((?![a-z]+:)([^)#\s]+)(#[^)]*)?\)", repository, markdown)
 
 
+def on_page_content(html: str, page: "Page", config: "MkDocsConfig", files: "Files") -> str:
+    """Lets the cells of tables break after the name of a policy, rather than within its options."""
+    return re.sub(r"(<td[^>]*>(?:<a[^>]*>)?<code>\w+\()", r"\1<wbr>", html)
+
+
 def on_post_build(config: "MkDocsConfig"):
     """Writes a page at each old address that leads to the new one."""
     for old, new in MOVED.items():

@@ -80,7 +80,7 @@ def tokens_per_s() -> dict[str, str]:
 
 
 def table() -> str:
-    """Markdown: a row for each generation; steps, ratios and speeds follow from its seconds."""
+    """Markdown: times of each generation; steps and speeds follow from its seconds."""
     found = generations()
     exact = {one.card: one.seconds / LENGTH for one in found if one.policy == "Policy"}
     lines = []
@@ -89,11 +89,20 @@ def table() -> str:
         mean = 1000 * (one.seconds - one.full * exact[one.card]) / partial if partial else None
         lines.append((
             one.card, f"`{one.policy}`", f"{LENGTH / one.seconds:.0f}", f"{1000 * exact[one.card]:.1f}",
-            "-" if mean is None else f"{mean:.1f}", f"{one.seconds:.2f}", f"{one.predicted:.2f}",
-            f"{one.seconds / one.predicted:.1f}", f"{one.compiling:.0f}", f"{one.memory / 1e9:.1f}",
+            "-" if mean is None else f"{mean:.1f}", f"{one.seconds:.2f}",
         ))  # fmt: skip
-    heads = (
-        "GPU", "policy", "tokens/s", "full step, ms", "partial step, ms", "256 tokens, s", "predicted, s",
-        "ratio", "compiling, s", "memory, GB",
+    heads = "GPU", "policy", "tokens/s", "full step, ms", "partial step, ms", "256 tokens, s"
+    return runner.table(heads, "llrrrr", lines)
+
+
+def costs() -> str:
+    """Markdown: the prediction of each generation, and what its program costs."""
+    lines = (
+        (
+            one.card, f"`{one.policy}`", f"{one.predicted:.2f}", f"{one.seconds / one.predicted:.1f}",
+            f"{one.compiling:.0f}", f"{one.memory / 1e9:.1f}",
+        )
+        for one in generations()
     )  # fmt: skip
-    return runner.table(heads, "ll" + "r" * 8, lines)
+    heads = "GPU", "policy", "predicted, s", "ratio", "compile, s", "memory, GB"
+    return runner.table(heads, "llrrrr", list(lines))

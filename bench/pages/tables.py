@@ -65,9 +65,10 @@ def policies_by_use() -> str:
         link = (
             f"[`{name}`](../../{module(type(policy))})"  # docs/hooks.py: to its page, where there is a site
         )
-        cells = (link, idea(policy), speeds.get(name, "-"), size, defaults(policy))
+        told = f"{idea(policy)}. {defaults(policy)}".removesuffix(". ")
+        cells = link, told, speeds.get(name, "-"), size
         lines.append(f"| {' | '.join(cells)} |")
-    return markdown_table("policy | what it does | tokens/s | cache, GB | default options", lines)
+    return markdown_table("policy | what it does, and default options | tokens/s | cache, GB", lines)
 
 
 def policies_in_brief() -> str:
@@ -120,6 +121,7 @@ def _default(field: dataclasses.Field) -> str:
 TABLES = {
     "samplers": samplers_by_rule,
     "speed": speed.table,
+    "speed and prediction": speed.costs,
     "policies by use": policies_by_use,
     "policies in brief": policies_in_brief,
     "README accuracy": lambda: summary.brief(measured(), speed.tokens_per_s()),
