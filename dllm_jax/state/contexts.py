@@ -50,7 +50,8 @@ class BlockCausal(Canvas):
     @property
     @override
     def in_model_block(self) -> Bool[Array, "b l"]:
-        return (self.position >= self.model_block) & (self.position < self.model_block_end)
+        start = self.model_block
+        return (self.position >= start) & (self.position < start + self.spec.context.size)
 
     @property
     @override
@@ -80,8 +81,9 @@ class BlockCausal(Canvas):
 
     @override
     def without_final(self, selected: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
-        end = jnp.where(self.opens_model_block, self.model_block, self.model_block_end)
-        open_ = self.position >= self.stored[:, None] - self.spec.context.size
+        size = self.spec.context.size
+        end = self.model_block + jnp.where(self.opens_model_block, 0, size)
+        open_ = self.position >= self.stored[:, None] - size
         return open_ & (self.first_step | ((self.position < end) & (selected | self.enters_model_block)))
 
     @override
