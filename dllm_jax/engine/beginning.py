@@ -33,7 +33,7 @@ def initial_state(generation: Generation, inputs: Inputs) -> State:
     canvas = initial_canvas(generation, inputs)
     cache, canvas = initial_cache(generation, canvas)
     extra, cache = cache.take_extra_positions(canvas, plan.streams)
-    record = recorders.begin(generation, canvas, extra)
+    record = recorders.begin_record(generation, canvas, extra)
     remembered = plan.sampler.init(canvas)
     if plan.drafting:
         canvas, remembered = dataclasses.replace(canvas, forwards=canvas.step), Predictions.none(canvas)

@@ -22,7 +22,7 @@ from dllm_jax.engine.widths import Variant
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows
-from dllm_jax.state.streams import repeat, stream
+from dllm_jax.state.streams import one_stream, repeat
 
 
 class Forward(NamedTuple):
@@ -69,7 +69,7 @@ def denoise_once(
         left=left,
         computed=own_rows(plan, forward.rows).mask(),
         executed=executed_positions(variant, canvas),
-        read=stream(read, 0, plan.streams),
+        read=one_stream(read, 0, plan.streams),
         extra=extra,
         finite=decided.finite,
         proposal=decided.proposal,
@@ -98,7 +98,7 @@ def run_forward(generation: Generation, variant: Variant, state: State, read: Ca
 
 def own_rows(plan: Plan, rows: Rows) -> Rows:
     """The rows of the conditional stream, which alone is sampled and counted."""
-    return dataclasses.replace(rows, index=stream(rows.index, 0, plan.streams))
+    return dataclasses.replace(rows, index=one_stream(rows.index, 0, plan.streams))
 
 
 def executed_positions(variant: Variant, canvas: Canvas) -> Int[Array, ""] | int:

@@ -27,7 +27,7 @@ from dllm_jax.samplers.noise import noise_of
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
-from dllm_jax.state.streams import repeat, stream
+from dllm_jax.state.streams import one_stream, repeat
 from dllm_jax.xla.loops import apart_on_cpu
 
 
@@ -51,7 +51,7 @@ def group_size(policy: Policy, spec: ModelSpec, layout: Layout, platform: str) -
 
 def needs_full(plan: Plan, state: State) -> Bool[Array, "b"]:
     """Sequences whose coming step is a full one: it computes more than any width holds."""
-    need = stream(state.need, 0, plan.streams)
+    need = one_stream(state.need, 0, plan.streams)
     if not plan.widths:
         return jnp.ones(len(need), bool)
     return exceeds(plan.widths[-1], need, plan.policy, state.canvas.spec)
@@ -66,7 +66,7 @@ def next_variant(plan: Plan, state: State) -> Int[Array, ""]:
     """
     active, whole = state.canvas.active, needs_full(plan, state)
     partial = active & ~whole
-    need = stream(state.need, 0, plan.streams) & partial[:, None]
+    need = one_stream(state.need, 0, plan.streams) & partial[:, None]
     width = narrowest(plan.widths[:-1], need, plan.policy, state.canvas.spec)
     streams, taking = repeat(state.canvas, plan.streams), repeat(partial, plan.streams)
     phase = last_phase(plan.phases, state.cache, streams, taking, plan.policy)

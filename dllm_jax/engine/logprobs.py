@@ -35,7 +35,7 @@ class LogProbs(NamedTuple):
     top_log_probs: Float[Array, "b l k"]
 
     @staticmethod
-    def begin(canvas: Canvas, count: int) -> "LogProbs":
+    def none(canvas: Canvas, count: int) -> "LogProbs":
         """Nothing decoded yet."""
         shape = (*canvas.tokens.shape, count)
         top = jnp.full(shape, canvas.spec.mask_id, jnp.int32), jnp.zeros(shape)
@@ -56,7 +56,7 @@ class LogProbs(NamedTuple):
         """
         changed = changed_by(before, after)
         added = self.where(changed, found)
-        return added.where(changed & after.masked, LogProbs.begin(after, self.top_tokens.shape[2]))
+        return added.where(changed & after.masked, LogProbs.none(after, self.top_tokens.shape[2]))
 
 
 def changed_by(before: Canvas, after: Canvas) -> Bool[Array, "b l"]:

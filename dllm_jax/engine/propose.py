@@ -8,11 +8,11 @@ from jaxtyping import Array, Bool, Float, Int
 from dllm_jax.engine.adaptive import delimited_end, in_window
 from dllm_jax.engine.block_schedule import offered_positions
 from dllm_jax.engine.branches import decoded_in_block, has_shadow, place_in_shadow
-from dllm_jax.engine.constrain import constrain_logits
 from dllm_jax.engine.generation import Generation
 from dllm_jax.engine.growth import end_confidence
 from dllm_jax.engine.logprobs import LogProbs, of_candidates
 from dllm_jax.engine.plan import Plan
+from dllm_jax.engine.ruled_out import constrain_logits
 from dllm_jax.nn.arithmetic import guided
 from dllm_jax.nn.layer import unembed
 from dllm_jax.nn.spec import ModelSpec
@@ -20,7 +20,7 @@ from dllm_jax.samplers.base import Sampler
 from dllm_jax.samplers.candidates import Candidates
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows, compact, gather
-from dllm_jax.state.streams import repeat, stream
+from dllm_jax.state.streams import one_stream, repeat
 from dllm_jax.xla.reductions import any_marked
 
 
@@ -143,7 +143,7 @@ def _logits(
     logits = unembed(generation.model.params, spec, gather(hidden, repeat(slot, plan.streams)))
     if plan.streams == 1:
         return logits
-    conditional, unconditional = (stream(logits.astype(jnp.float32), i, 2) for i in range(2))
+    conditional, unconditional = (one_stream(logits.astype(jnp.float32), i, 2) for i in range(2))
     return guided(conditional, unconditional, plan.sampler.cfg_scale)
 
 

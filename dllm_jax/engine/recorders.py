@@ -104,7 +104,7 @@ def recorders_of(plan: Plan, spec: ModelSpec) -> dict[str, Recorder]:
     return {name: recorder for name, recorder, wanted in offered if wanted}
 
 
-def begin(generation: Generation, canvas: Canvas, extra: Float[Array, "b n"]) -> Record:
+def begin_record(generation: Generation, canvas: Canvas, extra: Float[Array, "b n"]) -> Record:
     """The record of a run before its first step."""
     recorders = recorders_of(generation.plan, canvas.spec)
     return {name: recorder.begin(canvas, generation, extra) for name, recorder in recorders.items()}
@@ -301,11 +301,11 @@ class TokenLogProbs(Recorder):
 
     def begin(self, canvas: Canvas, generation: Generation, extra) -> LogProbs:
         """Nothing is unmasked yet."""
-        return LogProbs.begin(canvas, self.count)
+        return LogProbs.none(canvas, self.count)
 
     def add(self, kept: LogProbs, taken: Taken) -> LogProbs:
         """Those that the step made of what was kept, since one pass may take several steps of the sampler."""
-        return moved_with(taken.left, taken.kept["logprobs"], LogProbs.begin(taken.left, self.count))
+        return moved_with(taken.left, taken.kept["logprobs"], LogProbs.none(taken.left, self.count))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,7 +323,7 @@ class Steps(Recorder):
 
     def begin(self, canvas: Canvas, generation: Generation, extra) -> trace.Steps:
         """Room for all steps."""
-        return trace.begin(canvas, self.limit)
+        return trace.no_steps(canvas, self.limit)
 
     def add(self, kept: trace.Steps, taken: Taken) -> trace.Steps:
         """Writes the step in place, since the loop carries the trace."""
@@ -342,7 +342,7 @@ def final_logprobs(record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) ->
     if "logprobs" not in record:
         return None
     found: LogProbs = record["logprobs"]
-    return found.where(tokens != canvas.tokens, LogProbs.begin(canvas, found.top_tokens.shape[2]))
+    return found.where(tokens != canvas.tokens, LogProbs.none(canvas, found.top_tokens.shape[2]))
 
 
 def final_trace(record: Record, canvas: Canvas) -> trace.Trace | None:

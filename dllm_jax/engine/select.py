@@ -8,7 +8,7 @@ from dllm_jax.engine.drafting import further_positions
 from dllm_jax.engine.generation import Generation
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
-from dllm_jax.state.streams import repeat, stream
+from dllm_jax.state.streams import one_stream, repeat
 
 
 def select_positions(generation: Generation, cache: Cache, canvas: Canvas) -> Bool[Array, "streams_b l"]:
@@ -18,7 +18,7 @@ def select_positions(generation: Generation, cache: Cache, canvas: Canvas) -> Bo
     """
     plan = generation.plan
     canvas = dataclasses.replace(canvas, planned_order=plan.sampler.planned(canvas, generation.noise))
-    selected = stream(plan.policy.select(cache, repeat(canvas, plan.streams)), 0, plan.streams)
+    selected = one_stream(plan.policy.select(cache, repeat(canvas, plan.streams)), 0, plan.streams)
     selected = canvas.without_final(selected)
     if (drafting := plan.drafting) and drafting.eager:
         selected |= further_positions(drafting, canvas)

@@ -85,7 +85,7 @@ def attended(policy: Policy, cache: Cache, canvas: Canvas, rows: Rows) -> Bool[A
     return mask[:, 0, 0]
 
 
-def begin(canvas: Canvas, limit: int) -> Steps:
+def no_steps(canvas: Canvas, limit: int) -> Steps:
     """Room for `limit` steps after the canvas before the first one."""
     b, length = canvas.tokens.shape
     rest = jnp.zeros((b, 2 * length + canvas.spec.layers), jnp.int32)

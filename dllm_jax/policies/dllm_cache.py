@@ -13,7 +13,7 @@ from dllm_jax.nn.mask import require_full_attention
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, TracedPositiveInt
 from dllm_jax.policies.base import Policy
-from dllm_jax.policies.parts.dllm_cache_store import BranchStore
+from dllm_jax.policies.parts.dllm_cache_store import OutputStore
 from dllm_jax.policies.parts.partial import least_similar
 from dllm_jax.state.cache import Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
@@ -63,7 +63,7 @@ class DLLMCache(Policy):
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Dense K and V, and both branch outputs of the response."""
         require_full_attention(spec, type(self).__name__, "refreshes prompt and response as a whole")
-        return Cache(BranchStore.zeros(spec, layout, batch, layout.length, dtype), shared=())
+        return Cache(OutputStore.zeros(spec, layout, batch, layout.length, dtype), shared=())
 
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:

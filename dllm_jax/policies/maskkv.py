@@ -14,7 +14,7 @@ from dllm_jax.options import TracedPositiveInt
 from dllm_jax.policies.base import Policy
 from dllm_jax.policies.dllm_cache import DLLMCache
 from dllm_jax.policies.evict_prompt import EvictPrompt
-from dllm_jax.policies.parts.dllm_cache_store import BranchStore
+from dllm_jax.policies.parts.dllm_cache_store import OutputStore
 from dllm_jax.policies.parts.prompt_eviction import LayerStep, PromptEviction
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
@@ -70,9 +70,9 @@ class MaskKV(PromptEviction, DLLMCache):
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """K, V and both branch outputs of the response; in `shared`, the kept pairs of the prompt."""
         require_full_attention(spec, type(self).__name__)
-        branches = BranchStore.zeros(spec, layout, batch, layout.response, dtype)
+        outputs = OutputStore.zeros(spec, layout, batch, layout.response, dtype)
         pairs = self.empty_pairs(spec, layout, batch, dtype)
-        return self.counting(Cache(branches, pairs), spec, batch)
+        return self.counting(Cache(outputs, pairs), spec, batch)
 
     @override
     def _in_blocks(self, spec: ModelSpec) -> Policy:

@@ -24,7 +24,7 @@ class Step:
       candidates: positions that meet the vocabulary.
       written: pairs stored.
       valued: positions besides `rows` of which a layer computes only the values.
-      branches: positions whose stored attention and MLP outputs a layer reads.
+      outputs: positions whose stored attention and MLP outputs a layer reads.
       moved: pairs that a layer reads and writes besides: copies that join or gather them, and keys read
         again (half a pair each) for statistics.
       products: FLOPs per layer besides, e.g. of attention maps recomputed for statistics.
@@ -38,7 +38,7 @@ class Step:
     candidates: float
     written: float = 0
     valued: float = 0
-    branches: float = 0
+    outputs: float = 0
     moved: float = 0
     products: float = 0
     wide: float = 0
@@ -117,7 +117,7 @@ class Cost:
       dense_flops: FLOPs of all products with weights.
       attention_flops: FLOPs of scores and weighted values, and `Step.products`.
       pairs: bytes of keys and values read and written, copies of them included.
-      branches: bytes of stored branch outputs.
+      outputs: bytes of stored attention and MLP outputs.
       logits: bytes of float32 logits, written once.
       wide_flops: FLOPs of products that are float32 in every dtype, including routers.
     """
@@ -126,14 +126,14 @@ class Cost:
     dense_flops: float
     attention_flops: float
     pairs: float = 0
-    branches: float = 0
+    outputs: float = 0
     logits: float = 0
     wide_flops: float = 0
 
     @property
     def bytes(self) -> float:
         """Bytes moved in all."""
-        return self.weights + self.pairs + self.branches + self.logits
+        return self.weights + self.pairs + self.outputs + self.logits
 
     @property
     def flops(self) -> float:
@@ -223,7 +223,7 @@ def cost(step: Step, spec: ModelSpec, batch: int, itemsize: int) -> Cost:
     return Cost(
         weights=itemsize * (streamed + batch * step.rows * m),
         pairs=itemsize * batch * pairs * pair_size(spec),
-        branches=itemsize * batch * n * step.branches * 2 * m,
+        outputs=itemsize * batch * n * step.outputs * 2 * m,
         logits=4 * batch * step.candidates * v,
         dense_flops=2 * batch * products,
         attention_flops=batch * (scores + n * step.products),

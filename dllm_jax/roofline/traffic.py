@@ -110,21 +110,21 @@ def evicted_store(policy: PromptEviction, at: Setting, dense: int) -> StoreCost:
 
 
 @extra_traffic.register
-def _branches(policy: p.DLLMCache, at: Setting, step: Step, index: int) -> Step:
+def _stored_outputs(policy: p.DLLMCache, at: Setting, step: Step, index: int) -> Step:
     length = at.layout.length
-    return branch_step(policy, at, index, StoreCost(length, 0, at.over_canvas(length)))
+    return output_step(policy, at, index, StoreCost(length, 0, at.over_canvas(length)))
 
 
 @extra_traffic.register
-def _evicted_branches(policy: p.MaskKV, at: Setting, step: Step, index: int) -> Step:
-    return branch_step(policy, at, index, evicted_store(policy, at, at.layout.response))
+def _evicted_outputs(policy: p.MaskKV, at: Setting, step: Step, index: int) -> Step:
+    return output_step(policy, at, index, evicted_store(policy, at, at.layout.response))
 
 
-def branch_step(policy: p.DLLMCache, at: Setting, index: int, store: StoreCost) -> Step:
+def output_step(policy: p.DLLMCache, at: Setting, index: int, store: StoreCost) -> Step:
     """The response gets new values; a part of it, in the first layer all, passes through the whole layer."""
     layout, width = at.layout, at.response_inputs
     if index % policy.prompt_every == 0:
-        return dataclasses.replace(store.refresh, branches=width)
+        return dataclasses.replace(store.refresh, outputs=width)
     more = dict(slots=store.slots, candidates=layout.block, moved=store.moved)
     if index % policy.response_every == 0:
         return Step(False, width, written=width, **more)
@@ -132,7 +132,7 @@ def branch_step(policy: p.DLLMCache, at: Setting, index: int, store: StoreCost) 
     # A partial update: in the first layer all of the response passes, in the others a fraction of it.
     few = width - layout.response + int(layout.response * policy.ratio)
     some = few + (width - few) / at.spec.layers
-    return Step(False, some, written=(some + width) / 2, valued=width - some, branches=width, **more)
+    return Step(False, some, written=(some + width) / 2, valued=width - some, outputs=width, **more)
 
 
 @extra_traffic.register
@@ -229,7 +229,7 @@ def _correcting(policy: p.DyLLM, at: Setting, step: Step, index: int) -> Step:
     """
     rows, length = step.rows, at.layout.length
     return dataclasses.replace(
-        step, branches=1.5 * rows, moved=length / 2, products=2 * at.score_flops(rows, length)
+        step, outputs=1.5 * rows, moved=length / 2, products=2 * at.score_flops(rows, length)
     )
 
 

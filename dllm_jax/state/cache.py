@@ -20,7 +20,7 @@ from dllm_jax.nn.mask import Mask
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows, full_rows
-from dllm_jax.state.streams import stream
+from dllm_jax.state.streams import one_stream
 from dllm_jax.xla.order import same_in_all_loops
 from dllm_jax.xla.stacks import of_layer, put_of_layer, put_slots
 
@@ -48,14 +48,14 @@ class Cache(NamedTuple):
         """The rows of the conditional stream that have an output in this step."""
         if self.no_output is None:
             return rows
-        return rows.where(~rows.take(stream(self.no_output, 0, streams)))
+        return rows.where(~rows.take(one_stream(self.no_output, 0, streams)))
 
     def take_extra_positions(self, canvas: Canvas, streams: int) -> tuple[Float[Array, "b n"], "Cache"]:
         """The extra positions of the conditional stream, and the cache with their count at zero."""
         extra = self.extra_positions
         if extra is None:
             return jnp.zeros((len(canvas.tokens), canvas.spec.layers)), self
-        return stream(extra, 0, streams), self._replace(extra_positions=jnp.zeros_like(extra))
+        return one_stream(extra, 0, streams), self._replace(extra_positions=jnp.zeros_like(extra))
 
     def separate(self) -> "Cache":
         """The same with a list of layers, as `Policy.layer` finds it in a model with separate layers."""

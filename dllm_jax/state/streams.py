@@ -19,7 +19,7 @@ def repeat(tree: Streamed, streams: int) -> Streamed:
     return jax.tree.map(lambda a: jnp.repeat(a, streams, axis=0), tree)
 
 
-def stream(array: Shaped[Array, "streams_b ..."], index: int, streams: int) -> Shaped[Array, "b ..."]:
+def one_stream(array: Shaped[Array, "streams_b ..."], index: int, streams: int) -> Shaped[Array, "b ..."]:
     """One of the streams that `repeat` put side by side, 0 the conditional one."""
     if streams == 1:
         return array

@@ -10,7 +10,7 @@ from dllm_jax.state.cache import KV
 from dllm_jax.state.layout import Layout
 
 
-class BranchStore(NamedTuple):
+class OutputStore(NamedTuple):
     """The layers' storage, stacked.
 
     Attributes:
@@ -29,8 +29,8 @@ class BranchStore(NamedTuple):
     proxy: Float[Array, "n b t r"] | None = None
 
     @staticmethod
-    def zeros(spec: ModelSpec, layout: Layout, batch: int, slots: int, dtype: Any) -> "BranchStore":
+    def zeros(spec: ModelSpec, layout: Layout, batch: int, slots: int, dtype: Any) -> "OutputStore":
         """Empty storage; K and V of the last `slots` positions."""
         tail = min(layout.response + int(spec.shifted), layout.length)
         output = jnp.zeros((spec.layers, batch, tail, spec.width), dtype)
-        return BranchStore(*KV.zeros(spec, batch, slots, dtype), output, output)
+        return OutputStore(*KV.zeros(spec, batch, slots, dtype), output, output)
