@@ -264,4 +264,4 @@ def _cost(snapshot: Snapshot, seconds: float, prefilled: int = 0) -> str:
         return f"stopped after {time_taken}"
     stats = snapshot.output.stats
     computed, ratio = int(stats.computed_tokens[0]) + prefilled, float(stats.cache_ratio[0])
-    return f"{time_taken}, {computed} computed tokens, cache ratio {ratio:.2f}"
+    return f"{time_taken}, {computed} computed tokens, {ratio:.0%} of tokens reused"

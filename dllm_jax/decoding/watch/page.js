@@ -214,7 +214,7 @@ function statistics(panel) {
   const s = panel.stats;
   const parts = [`${s.nfe} forward passes`, `${s.computed_tokens} computed tokens`];
   if (s.widened_tokens > 0) parts.push(`${s.widened_tokens.toFixed(1)} more in layers that recompute all tokens`);
-  if (s.cache_ratio !== null) parts.push(`cache ratio ${s.cache_ratio.toFixed(3)}`);
+  if (s.cache_ratio !== null) parts.push(`${(100 * s.cache_ratio).toFixed(1)}% of tokens reused`);
   parts.push(`${s.refreshes} full step${s.refreshes === 1 ? "" : "s"}`, `${s.answer_tokens} answer tokens`);
   if (!s.finite) parts.push("ended by NaN or infinite logits");
   return parts.join(" · ");
@@ -250,7 +250,7 @@ function build(panel) {
     answer.append(node);
     return [first + i, node];
   });
-  section.append(answer, element("h3", "", "Computed tokens and age of the cache (across: positions, down: steps)"));
+  section.append(answer, element("h3", "", `Computed tokens and age of the cache (across: positions, down: steps 1 to ${panel.steps.length})`));
   const map = element("div", "map");
   panel.canvas = element("canvas");
   panel.canvas.setAttribute("role", "img");
