@@ -47,7 +47,7 @@ def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool)
         moves = left & ~active
         return dataclasses.replace(moved, active=active), moves, jnp.any(moves)
 
-    canvas = canvas if canvas.layout.sliding is None else slid(canvas)
+    canvas = slid(canvas) if canvas.layout.sliding else canvas
     canvas = at_verified(canvas) if canvas.layout.drafts else canvas
 
     # Blocks without masks, such as an infilled template may hold, are skipped without a forward.

@@ -5,7 +5,6 @@ of a sequence of its own.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,9 +17,8 @@ from dllm_jax.engine.generation import Generation
 from dllm_jax.engine.logprobs import LogProbs
 from dllm_jax.engine.plan import Plan
 from dllm_jax.engine.propose import propose
-from dllm_jax.samplers.candidates import Decision
 from dllm_jax.state.canvas import Canvas
-from dllm_jax.state.changes import end, keep_block, revoke, write
+from dllm_jax.state.changes import end, write
 from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import Rows, gather, places, spread
 
@@ -87,12 +85,11 @@ def decide(
     place = places(index, canvas.layout.length)
     on_canvas = functools.partial(marked_on_canvas, finite=proposed.finite, place=place)
     commits = proposed.commits[:, None]
-    changes = changes_of(decision, lambda marked: on_canvas(marked & ~commits))
+    changes = decision.changes(lambda marked: on_canvas(marked & ~commits))
     if generation.plan.sampler.early_commit:
         changes += (Partial(end, ends=proposed.commits),)
-    token = token if decision.token is None else decision.token
     proposal = Proposal(
-        spread(token, place, canvas.spec.mask_id),
+        spread(decision.tokens_of(token), place, canvas.spec.mask_id),
         spread(score.astype(jnp.float32), place, -jnp.inf),
         jax.tree.map(lambda marked: spread(marked, place, False), delayed),
     )
@@ -106,23 +103,6 @@ def decide(
         block_end=proposed.block_end,
         end_confidence=proposed.end_confidence,
     )
-
-
-def changes_of(
-    decision: Decision, on_canvas: Callable[[Bool[Array, "b c"]], Bool[Array, "b l"]]
-) -> tuple[Partial, ...]:
-    """The changes of a sampler's decision besides the tokens: it revokes some, or stays in the block.
-
-    Args:
-      decision: Decision of the sampler.
-      on_canvas: Positions of marked candidates.
-    """
-    changes: tuple[Partial, ...] = ()
-    if decision.revoked is not None:
-        changes += (Partial(revoke, revoked=on_canvas(decision.revoked)),)
-    if decision.keeps_block is not None:
-        changes += (Partial(keep_block, stays=decision.keeps_block),)
-    return changes
 
 
 def marked_on_canvas(

@@ -251,7 +251,7 @@ def check_drafting(drafting: Drafting, policy: Policy, spec: ModelSpec, layout: 
             f"policy={policy!r} is not supported by FreeDave: drafts share keys and values that change only "
             "when a block begins. Use Policy(), PrefixCache() or DualCache()."
         )
-    if layout.schedule is not None:
+    if layout.schedule:
         raise ValueError(
             f"block={layout.schedule!r} is not supported by FreeDave: drafts share keys and values outside "
             "of a block that stays. Use an integer block."

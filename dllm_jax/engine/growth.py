@@ -16,6 +16,7 @@ from dllm_jax.engine.plan import Plan
 from dllm_jax.samplers.candidates import Candidates
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.proposal import Proposal
+from dllm_jax.state.resizing import growth_of
 from dllm_jax.state.rows import gather
 from dllm_jax.xla.reductions import count_marked
 
@@ -54,8 +55,7 @@ def grow(
       confidence: Confidence in the end of each answer.
       proposal: Candidates of the step.
     """
-    growth = before.growth
-    assert growth is not None, "answers grow"
+    growth = growth_of(before)
     counted = growth._replace(
         confidence=confidence,
         source=jnp.broadcast_to(before.position, before.tokens.shape),

@@ -139,7 +139,7 @@ def refusal(model: Model, policy: Policy, sampler: Sampler) -> str | None:
         return reason
     runs = for_model(policy, model.spec)
     layers = jax.eval_shape(lambda: runs.init(model.spec, Layout.of(8, 8), 1, model.dtype)).layers
-    if runs._dense_pairs(layers) is None:
+    if not runs._dense_pairs(layers):
         return (
             f"prefix= is not supported by {type(policy).__name__}: it does not keep the KV pairs of all "
             "positions as the default layer does. Use Policy() or MAGE()"

@@ -21,6 +21,7 @@ from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.ends import answer_end
 from dllm_jax.state.proposal import Proposal
+from dllm_jax.state.resizing import growth_of
 from dllm_jax.xla.reductions import any_marked, count_marked
 
 
@@ -269,8 +270,7 @@ class Lengths(Recorder):
 
     def finish(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> dict[str, Array]:
         """`Stats.length` and what it came from, which the canvas counts (`state.growth`)."""
-        growth = canvas.growth
-        assert growth is not None, "answers grow"
+        growth = growth_of(canvas)
         counts = {name: getattr(growth, name) for name in ("insertions", "growth_steps", "wanted_more")}
         return counts | {"length": answer_length(canvas), "removed_tokens": growth.removals}
 

@@ -23,13 +23,12 @@ def constrain_logits(
     """
     fixed, constraints = generation.allowed, generation.plan.constraints
     waits = jnp.zeros(index.shape, bool)
-    if fixed is None and not constraints:
+    if not (fixed or constraints):
         return logits, waits
-    allowed = jnp.ones(logits.shape, bool) if fixed is None else fixed.at(index)
+    allowed = fixed.at(index) if fixed else jnp.ones(logits.shape, bool)
+    for constraint in constraints:
+        allowed &= constraint.allowed(canvas, index)
     if constraints:
-        for constraint in constraints:
-            allowed &= constraint.allowed(canvas, index)
-
         # [MASK] decodes nothing, nor does an end-of-text that the sampler rules out.
         never = [canvas.spec.mask_id, *[canvas.spec.eos_id] * generation.plan.sampler.logits_eos_inf]
         of_text = jnp.all(jnp.arange(logits.shape[-1])[:, None] != jnp.asarray(never), axis=1)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from dllm_jax.state.canvas import Canvas
-from dllm_jax.state.ends import is_end
+from dllm_jax.state.ends import is_one_of
 from dllm_jax.state.host import AnyArray
 from dllm_jax.state.rows import first_of
 
@@ -105,9 +105,7 @@ def read_on(canvas: Canvas, table: StopTable | None, final: Bool[Array, "b"] | b
         at, state = read
         token = jnp.take_along_axis(canvas.tokens, at[:, None], axis=1, mode="clip")[:, 0]
         after = follows[state, kind[token]].astype(jnp.int32)
-        ends = is_end(token, canvas.spec)
-        if canvas.spec.eot_id is not None:
-            ends |= token == canvas.spec.eot_id
+        ends = is_one_of(token, canvas.spec.ends_of_turn)
         after = jnp.where(ends & (after != FOUND), ENDED, after)
         moves = goes_on(read)
         return at + moves.astype(jnp.int32), jnp.where(moves, after, state)

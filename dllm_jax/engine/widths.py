@@ -91,17 +91,18 @@ def step_widths(
     Raises:
       ValueError: a width that is no whole number of at least 1; one beyond the canvas is the canvas.
     """
-    if override is not None:
-        override = check_argument("widths", override, tuple[PositiveInt, ...])
+    override = check_argument("widths", override, tuple[PositiveInt, ...] | None)
     if not policy.stores(spec):
         return ()
     own = own_widths(policy, spec, layout)
 
     # Widths of at least the canvas run no faster than the step over the canvas in place.
-    chosen = own if override is None else override
-    widths = {int(width) for width in chosen if width < layout.length}
-    if override is None and layout.compiles_longer_than_it_runs(spec):
-        widths = set(sorted(widths)[-1:])
+    fit = lambda widths: {int(width) for width in widths if width < layout.length}
+    if override is None:
+        few = layout.compiles_longer_than_it_runs(spec)
+        widths = set(sorted(fit(own))[-1:] if few else fit(own))
+    else:
+        widths = fit(override)
     widest = min(max(own, default=0), layout.length)
     if not policy.only_sets and widest > max(widths, default=0):
         widths |= {widest}

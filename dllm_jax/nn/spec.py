@@ -303,6 +303,11 @@ class ModelSpec(Options):
         return (self.eos_id, *(self.stop_ids or ()))
 
     @property
+    def ends_of_turn(self) -> tuple[int, ...]:
+        """Token ids after which a response says nothing more: `ends`, and the end of the turn."""
+        return self.ends if self.eot_id is None else (*self.ends, self.eot_id)
+
+    @property
     def context(self) -> Context:
         """How far positions attend, and what becomes final: a plain `Context` if all attend to all."""
         if not self.block_size:

@@ -1,8 +1,12 @@
 """Candidates that a denoising step may unmask, and the decision of a sampler about them."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from dllm_jax.state.changes import keep_block, revoke
 
 
 class Candidates(NamedTuple):
@@ -40,3 +44,20 @@ class Decision(NamedTuple):
     revoked: Bool[Array, "b c"] | None = None
     keeps_block: Bool[Array, "b"] | None = None
     token: Int[Array, "b c"] | None = None
+
+    def tokens_of(self, token: Int[Array, "b c"]) -> Int[Array, "b c"]:
+        """The tokens that candidates get, given those that they were proposed with."""
+        return token if self.token is None else self.token
+
+    def changes(self, on_canvas: Callable[[Bool[Array, "b c"]], Bool[Array, "b l"]]) -> tuple[Partial, ...]:
+        """The changes of the canvas besides the tokens: some are revoked, or sequences stay in the block.
+
+        Args:
+          on_canvas: Function that returns the positions of marked candidates.
+        """
+        changes: tuple[Partial, ...] = ()
+        if self.revoked is not None:
+            changes += (Partial(revoke, revoked=on_canvas(self.revoked)),)
+        if self.keeps_block is not None:
+            changes += (Partial(keep_block, stays=self.keeps_block),)
+        return changes

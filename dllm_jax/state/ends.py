@@ -11,9 +11,14 @@ from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import first_of
 
 
+def is_one_of(tokens: Int[Array, "..."], ids: tuple[int, ...]) -> Bool[Array, "..."]:
+    """The tokens with one of these ids."""
+    return functools.reduce(operator.or_, (tokens == i for i in ids))
+
+
 def is_end(tokens: Int[Array, "b l"], spec: ModelSpec) -> Bool[Array, "b l"]:
     """The tokens that end a response: end-of-text, and the model's other stop ids."""
-    return functools.reduce(operator.or_, (tokens == i for i in spec.ends))
+    return is_one_of(tokens, spec.ends)
 
 
 def first_eos(canvas: Canvas) -> Int[Array, "b"]:
