@@ -141,7 +141,7 @@ LEFT_OUT: dict[str, str] = {
         test_goldens.py::test_conforms[sdar-forward/*]
     """,
     "Further checks of a policy or a sampler; its recording and test_policies.py check what it does.": """
-        test_growth.py but test_templates_grow_* or test_each_sequence_grows_* or test_confidences_* or *refused or *says_so
+        test_growth.py but test_templates_grow_* or test_each_* or test_confidences_* or *refused or *says_so
         test_policies.py::test_a_block_goes_on_after_its_schedule_until_it_is_done but Confidence
         test_policies.py::test_a_sequence_that_is_due_leaves_its_batch_mates_alone
         test_policies.py::test_no_copy_of_the_cache_inside_the_loop

@@ -190,6 +190,10 @@ PREFIXES = [
     dict(sampler=dj.samplers.WINO(wide_in=0.1, narrow_out=0.5)), dict(stop=["1"]),
     dict(buckets=dj.buckets.Ladder((64,))),
     dict(
+        length=2, block=2, max_length=8, buckets=dj.buckets.Ladder((64,)), stop=["1"], nonfinite="ignore",
+        sampler=dj.samplers.DAEDAL(expansion=2, checked=2),
+    ),
+    dict(
         stop=["##x"], allow=[[i] for i in (33, 16, 16, 102, 33, 16, 16, 101)],
         sampler=dj.samplers.Sequential(),
     ),

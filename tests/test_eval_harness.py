@@ -234,6 +234,18 @@ def test_a_length_between_blocks_is_rounded_up_and_the_answer_cut(lm):
     assert shorter.entries["generate_until"][0]["tokens_with_eos"] == 4
 
 
+def test_answers_that_grow_are_those_of_the_task(lm):
+    """Answers longer than what they begin with, `until` strings, and a task with too long answers."""
+    grows = model(length=2, max_length=8, sampler="DAEDAL(expansion=2;checked=2)", policy="DualCache")
+    text = lm.apply_chat_template([{"role": "user", "content": ROWS[0]["question"]}])
+    asked = instances((text, {"until": ["\n"]}), (text, {"until": ["1"]}))
+    assert grows.generate_until(asked) == lm.generate_until(asked) == ["211", "2"]
+    own_length = model(length=None, max_length=8, sampler="DAEDAL(expansion=2;checked=2)")
+    longer = instances((text, {"max_gen_toks": 16}))
+    with pytest.raises(ValueError, match="max_length=8 must be at least length=16"):
+        own_length.generate_until(longer)
+
+
 def test_answers_of_many_lengths_share_programs(lm):
     of = lambda length: [(("", ""), [40, 41], [42 + i % 8 for i in range(length)])]
     compiled, after_the_first = [], None

@@ -22,7 +22,7 @@ from dllm_jax.eval.run.likelihoods import Likelihood
 from dllm_jax.eval.run.runner import Request, Runner, cut
 from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.published import expressions
-from dllm_jax.samplers import DAEDAL
+from dllm_jax.samplers import DAEDAL, DreamOn
 from dllm_jax.state.inputs import padded_together
 from dllm_jax.state.sliding import AdaBlock, Sliding
 from tests.models import tiny
@@ -68,6 +68,10 @@ def test_answers_that_grow_are_longer_than_they_begin(lm, asked):
         (dict(max_length=8), r"max_length=8 does not go with sampler=Confidence\(\)"),
         (dict(sampler=DAEDAL()), r"max_length=None does not go with sampler=DAEDAL\(\)"),
         (growing | dict(max_length=1), "max_length=1 must be at least length=2"),
+        (growing | dict(steps=2), "steps=2 is not supported with max_length=8"),
+        (growing | dict(block=dj.Sliding(2)), "block=Sliding.* is not supported with max_length=8"),
+        (growing | dict(policy=dj.policies.DKVDecode()), "max_length=8 is not supported by DKVDecode"),
+        (growing | dict(sampler=DreamOn(1)), r"sampler=DreamOn\(\) fills templates"),
     ):
         with pytest.raises(ValueError, match=message):
             runner(lm, **options)

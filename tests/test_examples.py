@@ -266,6 +266,11 @@ def test_a_file_of_prompts_is_answered_once_line_by_line(tmp_path):
         refuses(f"{answers}: another run is adding answers to it", ask)
     ask()
     assert answers.read_bytes() == whole
+    growing = dict(length=2, max_length=8, block=2, sampler="DAEDAL(expansion=2, checked=2)")
+    grown = tmp_path / "grown.jsonl"
+    assert answering.answer(answering.Arguments(questions, grown, **growing)) == 0
+    of = lambda path: {e["asked"]: e["answer"] for e in map(json.loads, path.read_text().splitlines()[1:])}
+    assert of(grown) == {"T=211;T=": "211", "T=105;T=": "105"}
     questions.write_bytes(b"T=1\nT=\xe9\n")
     refuses(f"{questions}:2: not UTF-8: byte 0xe9", ask)
 

@@ -84,6 +84,27 @@ def test_a_mesh_gives_what_one_device_gives(policy, sampler, family, mesh):
     assert_same(run(on_mesh(alone, mesh_of(mesh))), run(alone, widths=WIDE))
 
 
+@matrix("family, mesh", FAMILIES, MESHES, today=[("llada", BOTH)])
+def test_answers_grow_over_a_mesh_as_on_one_device(family, mesh):
+    """After prompts (DAEDAL), and in templates (DreamOn), of unequal length."""
+    eos, expand = {"llada": (41, 19), "dream": (14, 8)}[family]
+    alone = one_device(family).replace_spec(eos_id=eos)
+    prompt, mask = prompts(alone, (9, 6, 8))
+    sampler = samplers.DAEDAL(0.3, 0.2, grow_below=0.04, insert_below=0.9, expansion=3, checked=6)
+    options = dict(prompt_mask=mask, length=4, max_length=12, block=4, sampler=sampler, trace=True)
+    options |= dict(policy=policies.DualCache(), nonfinite="ignore", widths=WIDE)
+    masks = [alone.spec.mask_id] * 3
+    templates = [[*np.asarray(prompt)[i, -width:].tolist(), *masks, 1] for i, width in enumerate((9, 6, 8))]
+    fill = dict(max_length=6, sampler=samplers.DreamOn(expand), trace=True, nonfinite="ignore")
+    placed = on_mesh(alone, mesh_of(mesh))
+    for run in (
+        lambda model: dj.generate(model, prompt, **options),
+        lambda model: dj.infill(model, templates, **fill),
+    ):
+        assert_same(ours := run(placed), run(alone))
+        assert np.asarray(ours.stats.insertions).any()
+
+
 SURE = samplers.Threshold(0.3)
 OF_BLOCKS = [
     ("a2d-qwen3", BLOCK_CASES[policies.MAGE].policy, SURE, BOTH),

@@ -40,6 +40,8 @@ class Arguments(Options):
     """Sampler (remasking strategy), as a constructor call."""
     length: PositiveInt = 32
     """Number of tokens to generate for each prompt."""
+    max_length: PositiveInt | None = None
+    """Maximum number of tokens of an answer that grows from --length on ('DAEDAL()'). Default: none grows."""
     block: PositiveInt = 8
     """Block length."""
     slots: PositiveInt = 8
@@ -65,6 +67,7 @@ def answer(asked: Arguments) -> int:
     policy, sampler = expressions.policy(asked.policy), expressions.sampler(asked.sampler)
     lines = read_text(asked.questions).split("\n")
     settings = {name: getattr(asked, name) for name in ("model", "policy", "sampler", "length", "block")}
+    settings |= {} if asked.max_length is None else {"max_length": asked.max_length}
     failures = 0
     with Journal(asked.answers) as journal:
         # A question that occurs twice is asked twice; one that was answered with these settings is not.
@@ -78,6 +81,7 @@ def answer(asked: Arguments) -> int:
             progress=True,
             errors="return",
             length=asked.length,
+            max_length=asked.max_length,
             block=asked.block,
             policy=policy,
             sampler=sampler,
@@ -89,7 +93,8 @@ def answer(asked: Arguments) -> int:
                     journal.fail(left[index], out)
                     failures += 1
                 else:
-                    text = tokenizer.decode(out.tokens[0, -asked.length :], skip_special_tokens=True)
+                    response = out.tokens[0, -(asked.max_length or asked.length) :]
+                    text = tokenizer.decode(response, skip_special_tokens=True)
                     journal.answer(left[index], text, forwards=int(out.stats.nfe[0]))
     return failures
 

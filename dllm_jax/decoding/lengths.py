@@ -9,6 +9,7 @@ from jaxtyping import Bool, Int
 from dllm_jax.decoding.options import Asked
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt, check_argument, shown
+from dllm_jax.policies.base import Policy
 from dllm_jax.state import host
 from dllm_jax.state.host import AnyArray
 from dllm_jax.state.layout import Layout
@@ -62,10 +63,10 @@ def canvas_length(asked: Asked, spec: ModelSpec, prompt: int) -> int:
 def _check_options(asked: Asked, spec: ModelSpec):
     """Refuses options that have no meaning where the positions of an answer move."""
     constraints = asked.constraints if isinstance(asked.constraints, tuple | list) else [asked.constraints]
+    assert asked.max_length is not None, "answers grow"
+    check_growth(asked.max_length, asked.block, asked.steps, asked.policy)
     for option, given, reason in (
         ("suffix", asked.suffix is not None, "the text after the answer would move with it"),
-        ("steps", asked.steps is not None, "the number of steps follows from the answer"),
-        ("block", isinstance(asked.block, BlockSchedule), "blocks have one length. Use an integer block"),
         ("allow", asked.allow is not None, "sets of tokens belong to positions, which move. Use forbid="),
         ("constraints", len(constraints) > 0, "constraints look at positions, which move"),
     ):
@@ -81,6 +82,26 @@ def _check_options(asked: Asked, spec: ModelSpec):
         )
 
 
+def check_growth(most: int, block: int | BlockSchedule | None, steps: int | None, policy: Policy):
+    """Raises ValueError for a schedule that growing answers cannot have, or a policy that positions bind."""
+    if steps is not None:
+        raise ValueError(
+            f"steps={shown(steps)} is not supported with max_length={most}: the number of steps follows from "
+            "the answer."
+        )
+    if isinstance(block, BlockSchedule):
+        raise ValueError(
+            f"block={shown(block)} is not supported with max_length={most}: blocks have one length. Use an "
+            "integer block."
+        )
+    if policy._void_when_moved is None:
+        raise ValueError(
+            f"max_length={most} is not supported by {type(policy).__name__}: what it has stored of "
+            "positions, or chosen by their age, is void once they move. Use DualCache(), PrefixCache() or "
+            "Policy()."
+        )
+
+
 def growing(layout: Layout, asked: Asked, initial: int) -> Layout:
     """The layout of an answer that may grow; any other stays as it is.
 
@@ -88,19 +109,9 @@ def growing(layout: Layout, asked: Asked, initial: int) -> Layout:
       layout: Geometry with room for the largest length.
       asked: Options of the request.
       initial: Response positions that are there before the first step.
-
-    Raises:
-      ValueError: the policy keeps what an insertion voids.
     """
     if asked.max_length is None:
         return layout
-    policy = asked.policy
-    if policy._void_when_moved is None:
-        raise ValueError(
-            f"max_length={asked.max_length} is not supported by {type(policy).__name__}: what it has stored "
-            "of positions, or chosen by their age, is void once they move. Use DualCache(), PrefixCache() or "
-            "Policy()."
-        )
     # What does not exist yet is padding on the right.
     return dataclasses.replace(layout, initial=initial, longest=asked.max_length, padded=True)
 

@@ -62,6 +62,8 @@ class Arguments(Options):
     """Sampler (remasking strategy), as a constructor call: 'Threshold(0.9)'."""
     length: PositiveInt = 128
     """Number of tokens to generate."""
+    max_length: PositiveInt | None = None
+    """Maximum number of tokens of an answer that grows from --length on ('DAEDAL()'). Default: none grows."""
     block: PositiveInt | None = None
     """Block length. Default: one block."""
     steps: PositiveInt | None = None
@@ -170,7 +172,8 @@ class Conversation:
         tokenizer = read_tokenizer(path)
         check_tokenizer(tokenizer)
         model = load(path, dtype=arguments.dtype, weights=arguments.weights)
-        named = {name: getattr(arguments, name) for name in ("length", "block", "steps", "every")}
+        names = ("length", "max_length", "block", "steps", "every")
+        named = {name: getattr(arguments, name) for name in names}
         # The conversation grows: its lengths share programs.
         shared = {"policy": policy, "sampler": sampler, "stop_at_eos": True, "buckets": buckets.DEFAULT}
         if arguments.stop:

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import tyro
 from annotated_types import Ge
 
+from dllm_jax.decoding.lengths import check_growth
 from dllm_jax.options import NoneMeans, Options, PositiveInt
 from dllm_jax.policies import Policy
 from dllm_jax.published import expressions
@@ -57,13 +58,17 @@ class Decoding(Options):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.sampler.shortens:
+            raise ValueError(f"sampler={type(self.sampler).__name__}() fills templates: use DAEDAL()")
         if self.sampler.grows != (self.max_length is not None):
             raise ValueError(
                 f"max_length={self.max_length} does not go with sampler={type(self.sampler).__name__}(): "
                 "answers of DAEDAL() grow up to a max_length, others have one length"
             )
-        if self.max_length is not None and self.max_length < (self.length or 0):
-            raise ValueError(f"max_length={self.max_length} must be at least length={self.length}")
+        if self.max_length is not None:
+            check_growth(self.max_length, self.block, self.steps, self.policy)
+            if self.max_length < (self.length or 0):
+                raise ValueError(f"max_length={self.max_length} must be at least length={self.length}")
         if self.length is not None:
             # Blocks and steps must fit the length, for every prompt.
             whole = self.whole(self.length)
