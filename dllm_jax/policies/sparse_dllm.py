@@ -12,6 +12,7 @@ from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.mask import Mask, key_mask, require_blocks, require_full_attention
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, Odd, PositiveInt, TracedNonNegativeInt
+from dllm_jax.options.renamed import Renamed
 from dllm_jax.policies.base import Policy
 from dllm_jax.policies.parts.sparse_blocks import SparseBlocks
 from dllm_jax.state.cache import KV, Cache, LayerCache
@@ -128,6 +129,8 @@ class SparseDLLM(Policy):
         """Positions stored whatever their importance."""
         stored = canvas.block if self.side == "both" else canvas.suffix
         return stored & canvas.valid & ~self.recomputed(canvas)
+
+    candidates = Renamed("candidates", "evictable")
 
     def evictable(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Positions stored if they are important enough."""
