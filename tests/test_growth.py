@@ -295,6 +295,14 @@ def test_templates_grow_and_shrink_as_they_do_by_hand(family, switches):
     assert (sum(np.asarray(stats.removed_tokens)) > 0) == sampler.delete_eos
 
 
+def test_a_template_whose_last_masks_are_removed_is_done_without_another_pass():
+    model, sampler = tiny("dream").replace_spec(eos_id=21), DreamOn(16)
+    template = templates("dream")[1][1]
+    out = dj.infill(model, [template], max_length=MOST, sampler=sampler, trace=True)
+    assert np.asarray(out.trace.removed)[-1].sum() == 5
+    assert out.stats.nfe[0] == filled_by_hand(model, template, sampler)[1] == 3
+
+
 @matrix("policy, family", UNDER, FAMILIES, today=[(UNDER[2], "llada"), (UNDER[1], "dream")])
 def test_templates_in_blocks_grow_under_caches_as_they_do_alone(policy, family):
     model, both = templates(family)
