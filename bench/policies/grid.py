@@ -26,6 +26,8 @@ class Setting:
       divide_steps: fixed schedules take length / divide_steps steps ("half steps", "few steps").
       blocks: the response is cut into so many blocks, or one slides; None: as the workload says. With one,
         decoding is not semi-autoregressive.
+      begins: Number of tokens that an answer begins with, where it may grow to the workload's length; 0 where
+        it has that length.
       variant: label that tells it from other settings of its policy in figures.
     """
 
@@ -34,6 +36,7 @@ class Setting:
     divide_steps: int = 1
     blocks: int | BlockSchedule | None = None
     variant: str = ""
+    begins: int = 0
 
     @property
     def unlabelled(self) -> "Setting":
@@ -64,6 +67,7 @@ class Setting:
             "sampler": expressions.call(self.sampler),
             "steps": length // self.divide_steps,
             "block": expressions.call(cut) if isinstance(cut, BlockSchedule) else cut,
+            **({"begins": self.begins} if self.begins else {}),
         }
 
 
@@ -72,7 +76,8 @@ def setting_of(row: dict[str, Any], length: int, block: int) -> Setting:
     cut = row["block"]
     blocks = expressions.block(cut) if isinstance(cut, str) else None if cut == block else length // cut
     kinds = expressions.policy(row["policy"]), expressions.sampler(row["sampler"])
-    return Setting(*kinds, divide_steps=length // row["steps"], blocks=blocks)
+    steps, begins = length // row["steps"], row.get("begins", 0)
+    return Setting(*kinds, divide_steps=steps, blocks=blocks, begins=begins)
 
 
 def find(workload: dict[str, Any], setting: Setting, **also: Any) -> dict[str, Any] | None:
@@ -209,6 +214,7 @@ DELIMITED = Setting(
 ENDS = (
     LEAP, DELIMITED, *(dataclasses.replace(one, policy=p.DualCache()) for one in (LEAP, DELIMITED)),
     dataclasses.replace(LEAP, policy=p.SparseDLLM(keep=0.5)),
+    *_each(p.Policy(), p.DualCache(), sampler=s.DAEDAL(checked=4), begins=8, variant="growing answers"),
 )  # fmt: skip
 LATER_SETTINGS = (
     *ENDS,

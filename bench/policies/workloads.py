@@ -73,11 +73,14 @@ class Workload:
 
     def run(self, setting: Setting, prompts: slice) -> dj.Output:
         """One generation, of some of the prompts."""
+        grows = setting.begins > 0
         out = dj.generate(
-            self.model, self.prompt[prompts], length=self.length, policy=setting.policy,
+            self.model, self.prompt[prompts], policy=setting.policy,
+            length=setting.begins if grows else self.length, max_length=self.length if grows else None,
+            steps=None if grows else self.length // setting.divide_steps,
             prompt_embeds=None if self.embeds is None else self.embeds[prompts],
             sampler=setting.sampler, key=jax.random.key(0) if setting.sampler.draws else None,
-            block=setting.block(self.length, self.block), steps=self.length // setting.divide_steps,
+            block=setting.block(self.length, self.block),
         )  # fmt: skip
         return jax.block_until_ready(out)
 
