@@ -23,7 +23,8 @@ from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.eval.tuning import Candidate, Objective, Search, Tuned, evidence
 from dllm_jax.eval.tuning.candidates import candidates, default_block
 from dllm_jax.eval.tuning.objectives import MeasuredTime, objective_for
-from dllm_jax.eval.tuning.search import exact_decoding, prompt_ids
+from dllm_jax.eval.tuning.questions import prompt_ids
+from dllm_jax.eval.tuning.search import exact_decoding
 from dllm_jax.policies import Policy
 from dllm_jax.published.preset import read
 from dllm_jax.roofline import HARDWARE, work

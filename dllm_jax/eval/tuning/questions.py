@@ -1,9 +1,17 @@
-"""Questions of one's own, from a file."""
+"""Questions of one's own: from a file, or as a caller has them, and their token ids."""
 
+import operator
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+from dllm_jax.decoding.chat import NOTHING, chat_ids
 from dllm_jax.eval.run.files import read_objects
+from dllm_jax.options import shown
+from dllm_jax.state.text import check_text
 from dllm_jax.tasks import Example
+
+RULE = 'must be pairs (prompt, answer), examples of dllm_jax.tasks, or have "prompt" and "answer"'
 
 
 def read_jsonl(path: Path | str) -> list[Example]:
@@ -19,3 +27,39 @@ def read_jsonl(path: Path | str) -> list[Example]:
             raise ValueError(f'{where}: no object with "prompt" and "answer", which is text')
         found.append(Example(value["prompt"], value["answer"]))
     return found
+
+
+def as_questions(values: Iterable[Any]) -> tuple[Any, ...]:
+    """The questions as objects with `prompt` and `answer`; a pair becomes an `Example`.
+
+    Raises:
+      ValueError: there are none, or something that is no question.
+    """
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable) or not (given := tuple(values)):
+        raise ValueError(f"questions={shown(values)} {RULE}, one or more")
+    found = tuple(Example(*v) if isinstance(v, tuple | list) and len(v) == 2 else v for v in given)
+    for i, one in enumerate(found):
+        answer = getattr(one, "answer", None)
+        if not hasattr(one, "prompt") or not isinstance(answer, str):
+            raise ValueError(f"questions hold {shown(one)}: they {RULE}, the answer being text")
+        check_text(f"questions[{i}].answer={shown(answer)}", answer)
+    return found
+
+
+def prompt_ids(
+    tokenizer: Any, prompt: Any, template: Mapping[str, Any] = NOTHING, name: str = "prompt"
+) -> tuple[int, ...]:
+    """The token ids of a prompt: text of the user, messages, or token ids, which get no chat template.
+
+    Raises:
+      ValueError: a prompt that is neither text nor messages nor token ids, a text with half of a character,
+        or no chat template for it.
+    """
+    if isinstance(prompt, str):
+        check_text(f"{name}={shown(prompt)}", prompt)
+    given: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    try:
+        messages = isinstance(given[0], dict)
+        return tuple(chat_ids(tokenizer, given, template, name) if messages else map(operator.index, given))
+    except (TypeError, LookupError):
+        raise ValueError(f"{name}={shown(prompt)} must be text, messages, or token ids") from None

@@ -12,7 +12,6 @@ A setting that is dropped after the first round costs `first` questions, one tha
 import contextlib
 import dataclasses
 import functools
-import operator
 import os
 import pathlib
 import random
@@ -25,7 +24,7 @@ import rich.console
 import tyro
 from annotated_types import Ge, Gt, Lt
 
-from dllm_jax.decoding.chat import NOTHING, chat_ids, check_tokenizer
+from dllm_jax.decoding.chat import check_tokenizer
 from dllm_jax.eval.results import record, schema
 from dllm_jax.eval.run.checkpoint import LanguageModel, identity_in_memory
 from dllm_jax.eval.run.journal import Journal
@@ -35,6 +34,7 @@ from dllm_jax.eval.tuning import evidence, objectives
 from dllm_jax.eval.tuning.candidates import Candidate, candidates, default_block
 from dllm_jax.eval.tuning.evidence import Estimate
 from dllm_jax.eval.tuning.objectives import Name, Objective
+from dllm_jax.eval.tuning.questions import as_questions, prompt_ids
 from dllm_jax.eval.tuning.tuned import Row, Tuned
 from dllm_jax.nn.model import Model
 from dllm_jax.options import Fraction, Options, PositiveInt, check_argument, local_path, short_help, shown
@@ -42,13 +42,10 @@ from dllm_jax.policies import Policy
 from dllm_jax.roofline import Hardware
 from dllm_jax.samplers import Confidence, Sampler
 from dllm_jax.state.sliding import Blocks, positions
-from dllm_jax.state.text import check_text
-from dllm_jax.tasks import Example
 
 TURNS = 2  # timed runs of each setting in a round
 MAPS = pathlib.Path("/proc/self/maps")  # of Linux
 MANY_MAPS = 30_000  # memory maps: compiled CPU programs hold thousands each, and a process may have 65 530
-RULE = 'must be pairs (prompt, answer), examples of dllm_jax.tasks, or have "prompt" and "answer"'
 
 # The answers of each setting in the order in which questions are asked, those of the exact decoder first.
 Answers = Mapping[Candidate, list[schema.Row]]
@@ -367,39 +364,3 @@ def exact_decoding(decoding: Decoding, tokenizer: Any, questions: Sequence[Any])
         length = rounded_up(longest + 1, positions(decoding.block or 4))
     block, steps = decoding.block or default_block(length), decoding.steps or length
     return dataclasses.replace(decoding, policy=Policy(), length=length, block=block, steps=steps)
-
-
-def as_questions(values: Iterable[Any]) -> tuple[Any, ...]:
-    """The questions as objects with `prompt` and `answer`; a pair becomes an `Example`.
-
-    Raises:
-      ValueError: there are none, or something that is no question.
-    """
-    if isinstance(values, str | bytes) or not isinstance(values, Iterable) or not (given := tuple(values)):
-        raise ValueError(f"questions={shown(values)} {RULE}, one or more")
-    found = tuple(Example(*v) if isinstance(v, tuple | list) and len(v) == 2 else v for v in given)
-    for i, one in enumerate(found):
-        answer = getattr(one, "answer", None)
-        if not hasattr(one, "prompt") or not isinstance(answer, str):
-            raise ValueError(f"questions hold {shown(one)}: they {RULE}, the answer being text")
-        check_text(f"questions[{i}].answer={shown(answer)}", answer)
-    return found
-
-
-def prompt_ids(
-    tokenizer: Any, prompt: Any, template: Mapping[str, Any] = NOTHING, name: str = "prompt"
-) -> tuple[int, ...]:
-    """The token ids of a prompt: text of the user, messages, or token ids, which get no chat template.
-
-    Raises:
-      ValueError: a prompt that is neither text nor messages nor token ids, a text with half of a character,
-        or no chat template for it.
-    """
-    if isinstance(prompt, str):
-        check_text(f"{name}={shown(prompt)}", prompt)
-    given: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    try:
-        messages = isinstance(given[0], dict)
-        return tuple(chat_ids(tokenizer, given, template, name) if messages else map(operator.index, given))
-    except (TypeError, LookupError):
-        raise ValueError(f"{name}={shown(prompt)} must be text, messages, or token ids") from None
