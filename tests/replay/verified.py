@@ -128,7 +128,7 @@ def _compare_drafts(
 
 @functools.partial(jax.jit, static_argnames="branches")
 def _drafts(model, inputs, plan, state: State, branches: int):
-    return draft(Generation.of(model, inputs, plan), state.canvas, state.memory, branches)
+    return draft(plan.drafting, Generation.of(model, inputs, plan), state.canvas, state.memory, branches)
 
 
 def _with_tokens(state: State, tokens: np.ndarray) -> State:
