@@ -108,7 +108,7 @@ class DyLLM(Policy):
         before = rows.take(old.v)
         k, v = run(some, renew, (rows.take(old.k), before))
         change = jnp.pad(v - before, ((0, 0), (rows.start, 0), (0, 0), (0, 0)))
-        cache = stored(cache, rows, k=k, v=v)
+        cache = stored(cache, k=k, v=v)
         now, mask = cache.read(), cache.attends(rows, canvas)
         q = layer.qk(x, rows.positions)[0]
 
@@ -131,6 +131,6 @@ class DyLLM(Policy):
 
         branch = run(turned, renew_mlp, rows.take(old.mlp))
         o = read_before_write(turned.astype(jnp.float32), o)  # what turned is found by what was stored
-        cache = stored(cache, rows, attention=o, mlp=branch)
+        cache = stored(cache, attention=o, mlp=branch)
         shared = rows.where(turned).mask() & canvas.valid
         return layer.residual(x + branch), cache._replace(shared=shared)

@@ -9,6 +9,7 @@ from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.state.cache import KV, LayerCache
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows
+from dllm_jax.xla.order import same_in_all_loops
 
 NARROW, EVERY = "narrow", "every"  # phases: salient rows are gathered where they are few, or run in place
 
@@ -33,7 +34,8 @@ class SalienceStore(NamedTuple):
         """Empty storage."""
         places = spec.layers, batch, layout.length
         attention = jnp.zeros((*places, spec.heads, spec.head_dim), jnp.float32)
-        pairs = KV.zeros(spec, batch, layout.length, dtype)
+        pairs = KV.zeros(spec, batch, layout.length, dtype, scattered=False)
+        attention = same_in_all_loops(attention, scattered=False)
         return SalienceStore(*pairs, attention, jnp.zeros((*places, spec.width), dtype))
 
 
@@ -43,10 +45,12 @@ def widths(rows: Rows) -> tuple[int, ...]:
     return (every // 4, every) if rows.phase == NARROW and every >= 4 else (every,)
 
 
-def stored(cache: LayerCache, rows: Rows, **parts: Float[Array, "b q *d"]) -> LayerCache:
-    """Returns the cache with what the rows store; of rows that change nothing, what was stored."""
-    if rows.full:
-        return cache.write(rows, 0, **parts)
+def stored(cache: LayerCache, **parts: Float[Array, "b q *d"]) -> LayerCache:
+    """Returns the cache with what a step's rows, the last of the canvas or all, store.
+
+    Of rows that change nothing it is what was stored. So no single slots are written, and arrays lie in one
+    order in the loops of full and of partial steps (`dllm_jax.xla.order.same_in_all_loops`).
+    """
     for name, new in parts.items():
         cache, _ = cache.write_last(new, name)
     return cache
