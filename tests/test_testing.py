@@ -3,6 +3,7 @@
 import inspect
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -156,3 +157,9 @@ def test_every_policy_and_sampler_is_in_the_table():
     kinds = {kind for kind in vars(samplers).values() if isinstance(kind, type)}
     asked = {kind for kind in kinds if issubclass(kind, samplers.Sampler) and not inspect.isabstract(kind)}
     assert {type(sampler) for sampler in combinations.SAMPLERS} == asked
+
+
+def test_a_model_made_in_a_traced_function_is_no_tracer_afterwards():
+    made = lambda: tiny("llada", positions=4321).params["head"]
+    jax.eval_shape(made)
+    assert np.isfinite(made()).all()

@@ -65,7 +65,9 @@ def tiny(family: str, **spec_changes: Any) -> Model:
     """A float32 model with random weights: the same for the same arguments, on every platform."""
     described = spec(family, **spec_changes)
     leaves, tree = jax.tree_util.tree_flatten_with_path(parameters.abstract(described))
-    params = [_weight(jax.tree_util.keystr(path), leaf.shape) for path, leaf in leaves]
+    # Of a function that is traced it would keep tracers, for callers that are not.
+    with jax.ensure_compile_time_eval():
+        params = [_weight(jax.tree_util.keystr(path), leaf.shape) for path, leaf in leaves]
     return Model(jax.tree.unflatten(tree, params), described)
 
 
