@@ -6,14 +6,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from dllm_jax.engine import nonfinite
 from dllm_jax.engine.adaptive import check_adaptive
 from dllm_jax.engine.plan import Plan
 from dllm_jax.engine.stops import find_stop, read_on
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.state.canvas import Canvas, masks_in_block
-from dllm_jax.state.changes import revoke
+from dllm_jax.state.changes import end, revoke
 from dllm_jax.state.ends import first_eos
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import first_of
@@ -23,16 +22,15 @@ from dllm_jax.xla.reductions import any_marked
 
 def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool) -> Canvas:
     """Moves each sequence on by as many blocks as have nothing to do; what has something to do is active."""
-
-    widest, end = canvas.layout.widest_block, canvas.layout.end
+    layout = canvas.layout
 
     def settle(moving: tuple[Canvas, Bool[Array, "b"], Bool[Array, ""]]):
         # The first round moves nothing, so that the program holds what decides about a block only once.
         canvas, moves, _ = moving
-        until, start = canvas.block_until, canvas.block_start + canvas.layout.moves_by * moves
+        until, start = canvas.block_until, canvas.block_start + layout.moves_by * moves
         if until is not None:
             start = jnp.where(moves, until, canvas.block_start)
-            until = jnp.where(moves, jnp.minimum(start + widest, end), until)
+            until = jnp.where(moves, jnp.minimum(start + layout.widest_block, layout.end), until)
         moved = dataclasses.replace(
             canvas,
             block_start=start,
@@ -53,11 +51,11 @@ def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool)
     # Blocks without masks, such as an infilled template may hold, are skipped without a forward.
     if stop_at_eos:
         at_eos = ended(canvas, first_eos(canvas)) & final(canvas, sampler)
-        canvas = dataclasses.replace(canvas, done=canvas.done | at_eos)
+        canvas = end(canvas, at_eos)
         if canvas.layout.drafts:  # what was verified together with it is no answer
             behind = canvas.response & (canvas.position > first_eos(canvas)[:, None])
             canvas = revoke(canvas, at_eos[:, None] & behind)
-    canvas = dataclasses.replace(canvas, done=canvas.done | ended(canvas, canvas.stops_at))
+    canvas = end(canvas, ended(canvas, canvas.stops_at))
     first = (canvas, jnp.zeros_like(canvas.done), jnp.bool_(True))
     return jax.lax.while_loop(lambda moving: moving[2], settle, first)[0]
 
@@ -68,8 +66,8 @@ def end_step(plan: Plan, canvas: Canvas, finite: Bool[Array, "b"]) -> Canvas:
     canvas = read_on(find_stop(canvas, plan.stop, stays), plan.stop_texts, stays)
 
     # A step ends with the guard against NaN, and with what is finished: sequences, blocks.
-    canvas = nonfinite.end(canvas, finite)
-    canvas = dataclasses.replace(canvas, done=canvas.done | (canvas.step >= plan.step_limit))
+    # No sampler could finish the block of a sequence that is not finite before the end of its schedule.
+    canvas = end(canvas, ~finite | (canvas.step >= plan.step_limit))
     return advance(canvas, plan.policy, plan.sampler, plan.stop_at_eos)
 
 

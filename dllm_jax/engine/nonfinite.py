@@ -3,12 +3,7 @@
 Its other sequences go on: what is not finite never leaves a sequence, as attention reads no other's keys.
 """
 
-import dataclasses
 from typing import Literal
-
-from jaxtyping import Array, Bool
-
-from dllm_jax.state.canvas import Canvas
 
 
 class NonFiniteWarning(RuntimeWarning):
@@ -16,11 +11,3 @@ class NonFiniteWarning(RuntimeWarning):
 
 
 NonFinite = Literal["warn", "raise", "ignore"]
-
-
-def end(canvas: Canvas, finite: Bool[Array, "b"]) -> Canvas:
-    """The canvas after a step, in which sequences that were not finite are done as they are.
-
-    No sampler could finish their block before the end of its schedule.
-    """
-    return dataclasses.replace(canvas, done=canvas.done | ~finite)
