@@ -174,8 +174,8 @@ def test_a_line_that_cannot_be_read_is_reported_and_the_others_are_answered(monk
 
 def test_a_picture_shows_masks_ends_and_what_has_just_been_decoded():
     conversation = chatting.Conversation.open(chatting.Arguments("tiny-llada", length=4, block=2))
-    ids = conversation.tokenizer.encode("21", add_special_tokens=False)
-    end, mask = conversation.model.spec.eot_id, conversation.model.spec.mask_id
+    ids = conversation.lm.tokenizer.encode("21", add_special_tokens=False)
+    end, mask = conversation.lm.model.spec.eot_id, conversation.lm.model.spec.mask_id
     tokens = np.array([[0, *ids, end, mask]])
     new = np.array([[False, True, False, False, False]])
     snapshot = dj.Snapshot(tokens, new, np.ones(tokens.shape, np.float32), np.array([1]), 0, None)

@@ -2,20 +2,15 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
-from dllm_jax import bundled
-from dllm_jax.checkpoint import load
-from dllm_jax.checkpoint.dtypes import DtypeName
-from dllm_jax.checkpoint.source import locate
-from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.command_line import PATHS
 from dllm_jax.decoding.generate_many import generate_many
+from dllm_jax.eval.run.checkpoint import Checkpoint
 from dllm_jax.eval.run.files import read_text
 from dllm_jax.eval.run.journal import Journal
-from dllm_jax.nn.int8 import Weights
 from dllm_jax.options import Options, PositiveInt
 from dllm_jax.published import expressions
 
@@ -32,8 +27,8 @@ class Arguments(Options):
     """Text file with a prompt on each line."""
     answers: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ANSWERS")]
     """JSON Lines file of the answers."""
-    model: Annotated[str, tyro.conf.arg(metavar="MODEL")] = "tiny-llada"
-    """A bundled model, a directory or a hub id."""
+    checkpoint: Annotated[Checkpoint, tyro.conf.arg(name="")] = Checkpoint()
+    """Checkpoint that answers."""
     policy: Annotated[str, tyro.conf.arg(metavar="POLICY")] = "DualCache"
     """Cache policy, as a constructor call: 'DKVDecode(refresh_every=8)'."""
     sampler: Annotated[str, tyro.conf.arg(metavar="SAMPLER")] = "Threshold(0.9)"
@@ -46,10 +41,6 @@ class Arguments(Options):
     """Block length."""
     slots: PositiveInt = 8
     """Number of sequences that decode together."""
-    dtype: DtypeName | None = None
-    """Dtype of the weights. Default: the checkpoint's."""
-    weights: Weights | None = None
-    """int8 quantizes the weight matrices. Default: as they are stored."""
 
 
 def main(args: list[str]) -> int:
@@ -66,17 +57,19 @@ def answer(asked: Arguments) -> int:
     """Appends answers and failures to the journal; returns the number of failures."""
     policy, sampler = expressions.policy(asked.policy), expressions.sampler(asked.sampler)
     lines = read_text(asked.questions).split("\n")
-    settings = {name: getattr(asked, name) for name in ("model", "policy", "sampler", "length", "block")}
+    settings = {name: getattr(asked, name) for name in ("policy", "sampler", "length", "block")}
     settings |= {} if asked.max_length is None else {"max_length": asked.max_length}
+    # Answers in another dtype count as answers; of the other options those that differ from the default.
+    own, usual = vars(asked.checkpoint) | {"dtype": None, "weights": None}, vars(Checkpoint())
+    settings |= {name: value for name, value in own.items() if name == "model" or value != usual[name]}
     failures = 0
     with Journal(asked.answers) as journal:
         # A question that occurs twice is asked twice; one that was answered with these settings is not.
         left = journal.left(filter(None, map(str.strip, lines)), settings=settings)
-        path = bundled.path(asked.model) if asked.model in bundled.NAMES else locate(asked.model)
-        model, tokenizer = load(path, dtype=asked.dtype, weights=asked.weights), read_tokenizer(path)
+        lm = asked.checkpoint.open(identify=False)
         flight = generate_many(
-            model,
-            [encode(tokenizer, one.item) for one in left],
+            lm.model,
+            [lm.chat_ids(one.item) for one in left],
             slots=asked.slots,
             progress=True,
             errors="return",
@@ -94,12 +87,6 @@ def answer(asked: Arguments) -> int:
                     failures += 1
                 else:
                     response = out.tokens[0, -(asked.max_length or asked.length) :]
-                    text = tokenizer.decode(response, skip_special_tokens=True)
+                    text = lm.tokenizer.decode(response, skip_special_tokens=True)
                     journal.answer(left[index], text, forwards=int(out.stats.nfe[0]))
     return failures
-
-
-def encode(tokenizer: Any, question: str) -> list[int]:
-    """Encodes a question under the chat template."""
-    message = [{"role": "user", "content": question}]
-    return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"]

@@ -14,21 +14,10 @@ import rich.live
 import rich.text
 import tyro
 
-from dllm_jax import bundled
-from dllm_jax.checkpoint import load
 from dllm_jax.checkpoint.dtypes import DtypeName
-from dllm_jax.checkpoint.source import locate_model
-from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.command_line import PATHS
 from dllm_jax.decoding import buckets
-from dllm_jax.decoding.chat import (
-    Message,
-    check_tokenizer,
-    decode_answers,
-    encode_chats,
-    template_variables,
-    with_defaults,
-)
+from dllm_jax.decoding.chat import Message, check_tokenizer, decode_answers, encode_chats
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.prefill import prefill
 from dllm_jax.decoding.stops import StopTexts
@@ -36,8 +25,8 @@ from dllm_jax.decoding.stream import Snapshot, stream
 from dllm_jax.decoding.watch.grid import END
 from dllm_jax.decoding.watch.recording import harmless, pieces
 from dllm_jax.engine.prefix import Prefix, reads_causally, refusal
+from dllm_jax.eval.run.checkpoint import Checkpoint, LanguageModel
 from dllm_jax.nn.int8 import Weights
-from dllm_jax.nn.model import Model
 from dllm_jax.options import NonNegativeInt, Options, PositiveInt
 from dllm_jax.published import expressions
 from dllm_jax.state.text import check_text
@@ -147,43 +136,34 @@ class Conversation:
     """A model, its tokenizer, and how answers are decoded.
 
     Attributes:
-      model: Model returned by `load`.
-      tokenizer: the checkpoint's.
+      lm: Model with its tokenizer and the variables of its chat template.
       options: Keyword arguments of `stream`.
       seed: Seed of the draws; each answer has its own.
-      template: Variables of the chat template by name.
     """
 
-    model: Model
-    tokenizer: Any
+    lm: LanguageModel
     options: dict[str, Any]
     seed: int
-    template: dict[str, Any]
 
     @classmethod
     def open(cls, arguments: Arguments) -> "Conversation":
         """Loads what the arguments name; raises as `load` and the constructors of policy and sampler do."""
         policy, sampler = expressions.policy(arguments.policy), expressions.sampler(arguments.sampler)
-        variables = template_variables("chat_template_args", arguments.chat_template_args)
-        is_bundled = arguments.path in bundled.NAMES and arguments.revision is None
-        path = (
-            bundled.path(arguments.path) if is_bundled else locate_model(arguments.path, arguments.revision)
-        )
-        tokenizer = read_tokenizer(path)
-        check_tokenizer(tokenizer)
-        model = load(path, dtype=arguments.dtype, weights=arguments.weights)
+        names = ("dtype", "weights", "chat_template_args", "revision")
+        checkpoint = Checkpoint(arguments.path, **{name: getattr(arguments, name) for name in names})
+        lm = checkpoint.open(identify=False)
+        check_tokenizer(lm.tokenizer)
         names = ("length", "max_length", "block", "steps", "every")
         named = {name: getattr(arguments, name) for name in names}
         # The conversation grows: its lengths share programs.
         shared = {"policy": policy, "sampler": sampler, "stop_at_eos": True, "buckets": buckets.DEFAULT}
         if arguments.stop:
-            shared["stop"] = StopTexts(tokenizer, arguments.stop)
-        variables = dict(with_defaults(variables, model.spec))
-        return cls(model, tokenizer, named | shared, arguments.seed, variables)
+            shared["stop"] = StopTexts(lm.tokenizer, arguments.stop)
+        return cls(lm, named | shared, arguments.seed)
 
     def encode(self, messages: list[Message]) -> tuple[np.ndarray, np.ndarray]:
         """The prompt of a conversation and its padding mask; errors are those of `chat_ids`."""
-        return encode_chats(self.tokenizer, [messages], self.model.spec.eos_id, self.template)
+        return encode_chats(self.lm.tokenizer, [messages], self.lm.model.spec.eos_id, self.lm.template)
 
     def answer(
         self, console: rich.console.Console, messages: list[Message], turn: int, prefix: Prefix | None
@@ -201,8 +181,8 @@ class Conversation:
         """
         prompt, mask = self.encode(messages)
         if self.reuses:
-            causal = reads_causally(self.model.spec, self.options["sampler"])
-            prefix = prefill(self.model, prompt, prefix=prefix, causal=causal, buckets=buckets.DEFAULT)
+            causal = reads_causally(self.lm.model.spec, self.options["sampler"])
+            prefix = prefill(self.lm.model, prompt, prefix=prefix, causal=causal, buckets=buckets.DEFAULT)
 
         # The first answer is that of `generate` with this seed; later turns draw again.
         key = jax.random.key(self.seed) if turn == 0 else jax.random.fold_in(jax.random.key(self.seed), turn)
@@ -211,7 +191,7 @@ class Conversation:
         given = (
             {"prompt": prompt, "prompt_mask": mask} if prefix is None else {"prompt": [[]], "prefix": prefix}
         )
-        snapshots = stream(self.model, key=key, **given, **self.options)
+        snapshots = stream(self.lm.model, key=key, **given, **self.options)
         # The picture goes when the answer is there, which may be longer than the screen.
         with contextlib.ExitStack() as stack:
             if console.is_terminal:
@@ -230,9 +210,9 @@ class Conversation:
             return "", prefix
 
         # Masks are left where Ctrl-C stopped an answer: it ends at the first of them.
-        masked = snapshot.tokens[:, shown:] == self.model.spec.mask_id
-        decoded = np.where(masked, self.model.spec.eos_id, snapshot.tokens[:, shown:])
-        (text,) = decode_answers(self.model, self.tokenizer, decoded, self.options.get("stop"))
+        masked = snapshot.tokens[:, shown:] == self.lm.model.spec.mask_id
+        decoded = np.where(masked, self.lm.model.spec.eos_id, snapshot.tokens[:, shown:])
+        (text,) = decode_answers(self.lm.model, self.lm.tokenizer, decoded, self.options.get("stop"))
         console.print(harmless(text), markup=False, highlight=False, soft_wrap=True)
         if console.is_terminal:
             seconds, computed = time.perf_counter() - start, 0 if prefix is None else prefix.computed_tokens
@@ -242,15 +222,15 @@ class Conversation:
     @property
     def reuses(self) -> bool:
         """Whether a turn begins with what the last one computed (`prefill`)."""
-        return refusal(self.model, self.options["policy"], self.options["sampler"]) is None
+        return refusal(self.lm.model, self.options["policy"], self.options["sampler"]) is None
 
     def _picture(self, snapshot: Snapshot, shown: int) -> rich.text.Text:
         """The response as far as it is decoded; what has just been decoded is bright."""
         tokens, new = snapshot.tokens[0, shown:].tolist(), snapshot.decoded[0, shown:]
-        known = pieces(self.tokenizer, set(tokens))
+        known = pieces(self.lm.tokenizer, set(tokens))
         picture, text = rich.text.Text(), ""
         for token, just_decoded in zip(tokens, new, strict=True):
-            if token == self.model.spec.mask_id:
+            if token == self.lm.model.spec.mask_id:
                 picture.append(MASK, style="dim")
             elif known[token].special:
                 picture.append(END, style="dim")

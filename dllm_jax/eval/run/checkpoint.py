@@ -96,8 +96,11 @@ class Checkpoint(Options):
             return bundled.path(self.model)
         return locate_model(self.model, self.revision)
 
-    def open(self) -> LanguageModel:
+    def open(self, identify: bool = True) -> LanguageModel:
         """The model and its tokenizer.
+
+        Args:
+          identify: Whether to compute the identity, for which all files are read; without it, it is "".
 
         Raises:
           FileNotFoundError: there is no such model.
@@ -107,16 +110,21 @@ class Checkpoint(Options):
         model = load(
             path, dtype=self.dtype, rope_factor=self.rope_factor, weights=self.weights, vocab=self.vocab
         )
-        # All arguments that change an answer; options that are new must be left out where not given,
-        # so that journals of earlier versions still hold.
+        adapter = None if self.peft is None else locate(self.peft)
+        identity = self._identity(path, model, adapter) if identify else ""
+        if adapter is not None:
+            model = lora.load(model, adapter)
+        tokenizer = read_tokenizer(path if self.tokenizer is None else locate(self.tokenizer))
+        return LanguageModel(self.model, model, tokenizer, identity, self.variables)
+
+    def _identity(self, path: Path, model: Model, adapter: Path | None) -> str:
+        """All arguments that change an answer."""
+        # Options that are new must be left out where not given, so that journals of earlier versions still
+        # hold.
         identity = f"sha256:{fingerprint(path)} {model.dtype} rope_factor={self.rope_factor:g}"
         identity += "" if model.weights is None else f" weights={model.weights}"
         identity += "" if self.vocab is None else f" vocab={self.vocab}"
-        if self.peft is not None:
-            adapter = locate(self.peft)
-            model, identity = lora.load(model, adapter), f"{identity} peft={fingerprint(adapter)}"
-        tokenizer = read_tokenizer(path if self.tokenizer is None else locate(self.tokenizer))
-        return LanguageModel(self.model, model, tokenizer, identity, self.variables)
+        return identity if adapter is None else f"{identity} peft={fingerprint(adapter)}"
 
 
 def identity_in_memory(model: Model) -> str:
