@@ -8,7 +8,10 @@ from typing import Annotated, Any
 
 import jax
 import numpy as np
+import rich.box
 import rich.console
+import rich.table
+import rich.text
 import tyro
 
 from dllm_jax import bundled, provenance
@@ -16,17 +19,18 @@ from dllm_jax.checkpoint import load
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.command_line import PATHS, keep_programs, kept_programs, with_new_names
 from dllm_jax.decoding.chat import decode_answers
+from dllm_jax.decoding.compare import compare
 from dllm_jax.decoding.generate import generate
-from dllm_jax.decoding.watch.grid import grid
+from dllm_jax.decoding.watch.grid import COLD, WARM, grid
 from dllm_jax.decoding.watch.recording import Recording
 from dllm_jax.demo import trains
-from dllm_jax.demo.measure import Row, measure, table
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import count
 from dllm_jax.options import NonNegativeInt, Options, PositiveInt, shown
 from dllm_jax.policies import DualCache, Policy
+from dllm_jax.published.expressions import call
 from dllm_jax.samplers import Confidence, Threshold
-from dllm_jax.tasks import Chain, Example, examples, prompt_arrays
+from dllm_jax.tasks import Chain, Example, exact, examples, prompt_arrays
 
 TASK = (
     'Task: follow a chain. "X>Y" means that the train runs from X to Y. The prompt lists 16 legs in random '
@@ -51,6 +55,8 @@ POLICIES = (
 )
 STEPS = 7  # of a question's chain
 LENGTH, BLOCK = 32, 4
+COUNTED = ("answer_tokens", "computed_tokens")  # of the statistics
+WIDTH = 10  # of the longest bar
 READING = bundled.TEXT + bundled.BLOCK_CAUSAL
 
 
@@ -86,20 +92,17 @@ def demonstration(arguments: Arguments) -> int:
     versions = f"dllm_jax {provenance.versions(('dllm-jax',))['dllm-jax']}   jax {jax.__version__}"
     console.print(f"[bold]{versions}   {device.platform}[/]   demo on bundled models", highlight=False)
     console.print("Compiling takes most of the first run; later runs are faster.", style="dim")
-    measured: dict[str, list[Row]] = {}
-    tables = []
+    tables: list[dict[str, Any]] = []
     for name in arguments.models:
         model, tokenizer = load(bundled.path(name)), read_tokenizer(bundled.path(name))
-        if not measured:
+        if not tables:
             _first_answer(console, name, model, tokenizer)
         with console.status(f"{name}: compiling {len(POLICIES)} programs, then running them in turns"):
             questions = examples(Chain(), arguments.seed, STEPS, arguments.prompts, "held_out")
-            rows = measure(model, tokenizer, questions, list(POLICIES), repeats=2, length=LENGTH, block=BLOCK)
-        measured[name] = rows
-        tables.append(_report(name, model, rows))
+            tables.append(measure(name, model, tokenizer, questions))
     prompts = f"{arguments.prompts} held-out prompts, {LENGTH} new tokens, block length {BLOCK}"
     console.print(f"[bold]2. Cost:[/] {prompts}", highlight=False)
-    console.print(table(measured, console.width))
+    console.print(table(tables, console.width))
     console.print(EXPLANATION.format(device=device.platform))
     console.print(f"\n[bold]Next:[/]\n{NEXT}\n", highlight=False, soft_wrap=True)
     console.print(kept_programs(keep_programs()), style="dim", highlight=False)
@@ -127,19 +130,39 @@ def _first_answer(console: rich.console.Console, name: str, model: Model, tokeni
     console.print(f"  {' → '.join(trains.route(answer))}\n", style="bold", highlight=False)
 
 
-def _report(name: str, model: Model, rows: list[Row]) -> dict:
-    return {
-        "model": name,
-        "parameters": count(model.params),
-        "dtype": str(model.dtype),
-        "task": f"chain of {STEPS} look-ups",
-        "length": LENGTH,
-        "block": BLOCK,
-        "rows": rows,
-    }
+def measure(name: str, model: Model, tokenizer: Any, questions: list[Example]) -> dict[str, Any]:
+    """Measures each of `POLICIES` on held-out prompts; timed runs of all of them are interleaved.
+
+    A row has the constructor calls of `policy` and `sampler`; `accuracy`, the fraction of exactly right
+    answers; `forwards`, network passes per prompt; `computed`, positions that pass through the network per
+    answer token (before end-of-text); `tokens_per_second`, answer tokens of the batch over the median time
+    of a run, compilation excluded; `speed_up` over the first row; `compile_seconds` of tracing and compiling.
+    """
+    prompt, mask = prompt_arrays(tokenizer, questions, model.spec.eos_id)
+    runs = [{"policy": policy, "sampler": sampler} for policy, sampler in POLICIES]
+    found = compare(model, prompt, runs, prompt_mask=mask, repeats=2, length=LENGTH, block=BLOCK).rows
+    rows: list[dict[str, Any]] = []
+    for (policy, sampler), run in zip(POLICIES, found, strict=True):
+        texts = decode_answers(model, tokenizer, np.asarray(run.output.tokens[:, prompt.shape[1] :]))
+        # Tokens before the end alone: a policy that writes more after it is not faster.
+        tokens, computed = (float(np.sum(getattr(run.output.stats, kind))) for kind in COUNTED)
+        row = {
+            "policy": repr(policy),
+            "sampler": call(sampler, always=("threshold",)),
+            "accuracy": float(np.mean(exact(texts, questions))),
+            "forwards": run.nfe,
+            "computed": computed / max(tokens, 1),
+            "tokens_per_second": tokens / run.seconds,
+        }
+        first = rows[0] if rows else row
+        row["speed_up"] = row["tokens_per_second"] / first["tokens_per_second"]
+        rows.append(row | {"compile_seconds": run.compile_seconds})
+    shape = {"task": f"chain of {STEPS} look-ups", "length": LENGTH, "block": BLOCK}
+    about = {"model": name, "parameters": count(model.params), "dtype": str(model.dtype)}
+    return about | shape | {"rows": rows}
 
 
-def _provenance(arguments: Arguments) -> dict:
+def _provenance(arguments: Arguments) -> dict[str, Any]:
     return {
         "seed": arguments.seed,
         "device": provenance.device().kind,
@@ -147,3 +170,37 @@ def _provenance(arguments: Arguments) -> dict:
         "versions": provenance.versions(("jax", "jaxlib", "flax", "dllm-jax")),
         "date": provenance.now(),
     }
+
+
+def table(measured: list[dict[str, Any]], width: int) -> rich.table.Table:
+    """Makes a table with one row per model, policy and sampler, whose numbers are never cut.
+
+    Args:
+      measured: Rows of each model (`measure`).
+      width: Columns of the terminal. Below 72 the bars are left out, below 66 the speedup too.
+    """
+    shown = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
+    shown.padding = (0, 1, 0, 0)
+    names = ["accuracy", "forward\npasses", "computed\nper token"]
+    for name in ("policy", "sampler"):
+        shown.add_column(name, no_wrap=True)
+    for name in [*names, "", "speedup"] if width >= 72 else [*names, "speedup"] if width >= 66 else names:
+        shown.add_column(name, justify="right" if name else "left", no_wrap=True)
+
+    # Bars are of computed tokens, which are the same on every machine; times are not.
+    most = max(row["computed"] for one in measured for row in one["rows"])
+    for one in measured:
+        shown.add_row(f"[bold]{one['model']}[/]")
+        for row in one["rows"]:
+            numbers = [f"{row['accuracy']:.0%}", f"{row['forwards']:.1f}", f"{row['computed']:.0f}"]
+            numbers += [_bar(row["computed"] / most)] if width >= 72 else []
+            numbers += [f"{row['speed_up']:.1f}x"] if width >= 66 else []
+            sampler = row["sampler"].removesuffix("()").replace("threshold=", "")
+            shown.add_row(row["policy"].removesuffix("()"), sampler, *numbers)
+    return shown
+
+
+def _bar(share: float) -> rich.text.Text:
+    """A bar as long as a share of the longest, the colder the shorter."""
+    colour = ",".join(str(int(part)) for part in COLD + share * (WARM - COLD))
+    return rich.text.Text("█" * max(round(share * WIDTH), 1), style=f"rgb({colour})")
