@@ -7,7 +7,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from dllm_jax.command_line import PATHS, keep_programs, plain_errors, run, usage
+from dllm_jax.command_line import PATHS, keep_programs, run, usage
 
 COMMANDS = {  # by name: module, and what `--help` says
     "demo": ("dllm_jax.demo.command", "a bundled model answers; what policies cost (default)"),
@@ -39,23 +39,22 @@ def main() -> int:
     if name.startswith("-"):
         name, args = "demo", sys.argv[1:]
     keep_programs()
-    with plain_errors():
-        if name not in COMMANDS:
-            near = difflib.get_close_matches(name, COMMANDS, 1)
-            fix = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(COMMANDS)}."
-            raise ValueError(f"command={name[:40]!r} is not a command of dllm-jax. {fix}")
-        if name == "bench":
-            return bench(args)
-        module = importlib.import_module(COMMANDS[name][0])
-        if name == "eval":
-            sys.argv[1:] = args
-            return module.main() or 0
-        if name in ("convert", "export", "verify"):  # functions, whose arguments tyro reads
-            import tyro
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, 1)
+        fix = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(COMMANDS)}."
+        raise ValueError(f"command={name[:40]!r} is not a command of dllm-jax. {fix}")
+    if name == "bench":
+        return bench(args)
+    module = importlib.import_module(COMMANDS[name][0])
+    if name == "eval":
+        sys.argv[1:] = args
+        return module.main() or 0
+    if name in ("convert", "export", "verify"):  # functions, whose arguments tyro reads
+        import tyro
 
-            tyro.cli(module.main, prog=f"dllm-jax {name}", args=args, registry=PATHS)
-            return 0
-        return module.main(args)
+        tyro.cli(module.main, prog=f"dllm-jax {name}", args=args, registry=PATHS)
+        return 0
+    return module.main(args)
 
 
 def bench(args: list[str]) -> int:

@@ -199,13 +199,14 @@ def optimised():
 @pytest.fixture
 def evaluate(monkeypatch, capsys):
     """`python -m dllm_jax.eval WORDS`, which returns, or ends with an `error` in one line."""
+    from dllm_jax.command_line import plain_errors
     from dllm_jax.eval.__main__ import main
 
     def run(*words: object, error: str | None = None) -> int:
         monkeypatch.setattr("sys.argv", ["dllm_jax.eval", *map(str, words)])
         if error is None:
             return main()
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as ended, plain_errors():
             main()
         assert error in capsys.readouterr().err.splitlines()[-1]
         return ended.value.code

@@ -15,6 +15,7 @@ from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn
 import dllm_jax as dj
 from dllm_jax.check import command, environment, operations, peers, several, speed, timing, tokens
 from dllm_jax.check.report import Finding, Report
+from dllm_jax.command_line import plain_errors
 from dllm_jax.roofline import Hardware
 from pallas_kernels import evidence
 from pallas_kernels.attention import xla
@@ -375,7 +376,7 @@ def test_bad_arguments_are_refused_before_anything_is_measured(tmp_path, monkeyp
     monkeypatch.setattr("sys.argv", ["dllm_jax", "check", "--shape", str(tmp_path / "none")])
     from dllm_jax.__main__ import main
 
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as ended, plain_errors():
         main()
     assert ended.value.code == 2
     assert command.shape("llada-8b").layers == 32

@@ -20,6 +20,7 @@ from dllm_jax.checkpoint import convert, export, save_hf
 from dllm_jax.checkpoint.dtypes import SUPPORTED
 from dllm_jax.checkpoint.exporting import LostFilesWarning
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
+from dllm_jax.command_line import plain_errors
 from tests import refuses
 from tests.checkpoints import rewrite, save_sharded, tensors, tiny, weights, write_hf
 
@@ -235,7 +236,8 @@ def run_script(name: str, *arguments) -> int:
     """Runs a script of convert/ with these command line arguments; returns its exit code."""
     main = importlib.import_module(f"convert.{name}").main
     try:
-        tyro.cli(main, args=[str(argument) for argument in arguments])
+        with plain_errors():
+            tyro.cli(main, args=[str(argument) for argument in arguments])
     except SystemExit as end:
         return end.code
     return 0

@@ -12,6 +12,7 @@ import pytest
 import rich.console
 import tyro
 
+from dllm_jax.command_line import plain_errors
 from dllm_jax.eval import __main__ as command
 from dllm_jax.eval.benchmarks import synthetic
 from dllm_jax.eval.cli import commands as cli
@@ -256,7 +257,7 @@ def test_errors_of_the_user_are_one_line(tmp_path, monkeypatch, evaluate):
 def test_old_names_of_options_work_and_name_the_new_ones(monkeypatch, capsys):
     words = "tasks --sizes 3 --count=2 --batch 2 --part 9/4"
     monkeypatch.setattr("sys.argv", ["dllm_jax.eval", *words.split()])
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit), plain_errors():
         command.main()
     *told, error = capsys.readouterr().err.splitlines()
     new = {"--sizes": "--difficulty", "--count": "--limit", "--batch": "--slots", "--part": "--shard"}

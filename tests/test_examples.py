@@ -26,6 +26,7 @@ import dllm_jax as dj
 from dllm_jax import __main__ as command
 from dllm_jax import lora
 from dllm_jax.analysis import activations
+from dllm_jax.command_line import plain_errors
 from dllm_jax.commands import generate as answering
 from dllm_jax.decoding.watch.recording import Recording
 from dllm_jax.demo import chatting, trains
@@ -145,7 +146,8 @@ def test_the_example_streams_prints_and_writes_pages(tmp_path, capsys, monkeypat
 def chat(monkeypatch, typed: str, *options: str) -> int:
     monkeypatch.setattr(sys, "argv", ["dllm_jax", "chat", *options])
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
-    return command.main()
+    with plain_errors():
+        return command.main()
 
 
 def test_a_conversation_without_a_terminal_prints_answers_alone(monkeypatch, capsys):

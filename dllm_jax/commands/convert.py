@@ -7,7 +7,6 @@ import tyro
 
 from dllm_jax.checkpoint import convert
 from dllm_jax.checkpoint.dtypes import DtypeName
-from dllm_jax.command_line import plain_errors
 
 
 def main(
@@ -32,16 +31,15 @@ def main(
       weights: Quantize the matrices of the layers and the vocabulary head to int8; they cannot be exported.
       revision: Branch, tag or commit of a hub id. Default: its main branch.
     """
-    with plain_errors():
-        written = convert(
-            source,
-            destination,
-            dtype,
-            rope_factor,
-            overwrite,
-            check_finite,
-            show_progress=True,
-            weights=weights,
-            revision=revision,
-        )
+    written = convert(
+        source,
+        destination,
+        dtype,
+        rope_factor,
+        overwrite,
+        check_finite,
+        show_progress=True,
+        weights=weights,
+        revision=revision,
+    )
     print(written)

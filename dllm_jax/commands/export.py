@@ -6,7 +6,6 @@ from typing import Annotated
 import tyro
 
 from dllm_jax.checkpoint import export
-from dllm_jax.command_line import plain_errors
 from dllm_jax.options import PositiveFloat, check_argument
 
 
@@ -24,8 +23,6 @@ def main(
       overwrite: Replace an existing destination, which stays until the new one is complete.
       shard_gb: Maximum size of a safetensors file, in 10^9 bytes.
     """
-    with plain_errors():
-        # A GB of 10^9 bytes, as `max_shard_size` of Hugging Face counts it.
-        shard_bytes = int(check_argument("shard_gb", shard_gb, PositiveFloat) * 1e9)
-        written = export(source, destination, overwrite, shard_bytes, show_progress=True)
-    print(written)
+    # A GB of 10^9 bytes, as `max_shard_size` of Hugging Face counts it.
+    shard_bytes = int(check_argument("shard_gb", shard_gb, PositiveFloat) * 1e9)
+    print(export(source, destination, overwrite, shard_bytes, show_progress=True))

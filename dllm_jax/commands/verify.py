@@ -17,7 +17,6 @@ from dllm_jax.checkpoint.loading import fill
 from dllm_jax.checkpoint.names.table import own_axes
 from dllm_jax.checkpoint.sharded import Source
 from dllm_jax.checkpoint.source import locate, open_checkpoint, read
-from dllm_jax.command_line import plain_errors
 from dllm_jax.decoding.full_pass import forward
 from dllm_jax.nn.int8 import HostArray, Int8Matrix, dequantise
 from dllm_jax.nn.model import Model
@@ -243,11 +242,10 @@ def main(
       seed: Random seed of the tokens.
       tolerance: Tolerances within which logits count as equal.
     """
-    with plain_errors():
-        if b is None:
-            check_integrity(locate(a))
-            print(f"{a}: as written")
-            return
-        found = verify(a, b, tokens, seed, tolerance)
+    if b is None:
+        check_integrity(locate(a))
+        print(f"{a}: as written")
+        return
+    found = verify(a, b, tokens, seed, tolerance)
     print(found)
     raise SystemExit(0 if found.ok else 1)

@@ -6,7 +6,7 @@ import sys
 
 import tyro
 
-from dllm_jax.command_line import PATHS, keep_programs, plain_errors, run, usage, with_new_names
+from dllm_jax.command_line import PATHS, keep_programs, run, usage, with_new_names
 from dllm_jax.eval.cli import commands
 from dllm_jax.eval.cli.reproduce import run_reproduce
 from dllm_jax.eval.cli.tune import run_tune
@@ -37,7 +37,7 @@ def run_lm_eval() -> int:
 
 
 def main() -> int:
-    """Entry point; the user's errors are printed as one line, without a traceback."""
+    """Entry point."""
     keep_programs()
     if sys.argv[1:2] == ["lm_eval"]:
         return run_lm_eval()
@@ -46,11 +46,10 @@ def main() -> int:
         told = {name: (inspect.getdoc(one) or "").partition("\n")[0] for name, one in known.items()}
         print(usage("dllm-jax eval COMMAND [OPTIONS]      (or python -m dllm_jax.eval)", DESCRIPTION, told))
         return 0
-    with plain_errors():
-        sys.argv[1:] = with_new_names(sys.argv[1:], RENAMED)
-        return tyro.extras.subcommand_cli_from_dict(
-            COMMANDS, prog="python -m dllm_jax.eval", description=DESCRIPTION, registry=PATHS
-        )
+    sys.argv[1:] = with_new_names(sys.argv[1:], RENAMED)
+    return tyro.extras.subcommand_cli_from_dict(
+        COMMANDS, prog="python -m dllm_jax.eval", description=DESCRIPTION, registry=PATHS
+    )
 
 
 if __name__ == "__main__":
