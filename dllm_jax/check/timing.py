@@ -80,7 +80,7 @@ def ceilings(dtype: str, repeats: int = 5, megabytes: int | None = None, side: i
     best = lambda run, *args: timed(lambda: run(*args), repeats, calls).low
     rows = 64 * (megabytes * 10**6 // (64 * 4096 * jnp.dtype(dtype).itemsize))
     matrix, vector = _random((rows, 4096), dtype), _random((4096,), dtype)
-    copy = 2 * matrix.nbytes / best(_plus_one, matrix)
+    copy = 2 * matrix.nbytes / best(jax.jit(lambda x: x + 1), matrix)
     product = matrix.nbytes / best(_product, matrix, vector)
     del matrix
     side = side or (1024 if small else 8192)
@@ -97,11 +97,6 @@ def ceilings(dtype: str, repeats: int = 5, megabytes: int | None = None, side: i
 
 def _random(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return drawn(seeded(len(shape)), 64, shape, dtype)
-
-
-@jax.jit
-def _plus_one(x):
-    return x + 1
 
 
 @jax.jit

@@ -11,7 +11,7 @@ from dllm_jax.nn.int8 import Int8Matrix, Weights, is_int8
 from dllm_jax.nn.keys import seeded
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.modules import INIT_STD
-from dllm_jax.nn.parameters import abstract, form_of_layers
+from dllm_jax.nn.parameters import abstract, form_of_layers, separate
 from dllm_jax.nn.sharding import default_device
 from dllm_jax.nn.spec import ModelSpec
 
@@ -27,26 +27,19 @@ def random_model(spec: ModelSpec, dtype: Any, gain: float = 1.0, weights: Weight
     """Random weights, drawn on the device in `dtype`, one layer (or a few rows of a table) at a time.
 
     They have the form that `load` gives weights on this device. Memory never holds more than the weights and
-    one such piece, or, where layers are separate, one stacked parameter; nothing passes through the host.
+    one such piece; nothing passes through the host.
     `gain` multiplies the matrices, std 0.02; above 1 attention is more peaked and logits are further apart.
     `weights` is "int8" for matrices in int8.
     """
-    stacked = not spec.layers_differ
-    apart = stacked and form_of_layers(spec, None, default_device().platform)
     described = abstract(spec, jnp.dtype(dtype), weights)
+    if apart := form_of_layers(spec, None, default_device().platform):
+        described = jax.eval_shape(separate, described)
     paths, tree = jax.tree_util.tree_flatten_with_path(described, is_leaf=is_int8)
-    keys = jax.random.split(seeded(0), len(paths))
     leaves = []
-    for (path, leaf), key in zip(paths, keys, strict=True):
-        stack = stacked and path[0].key == "layers"
-        array = _leaf(path[-1].key, leaf, key, gain, stack)
-        each = lambda i, array=array: jax.tree.map(lambda a: a[i], array)
-        leaves.append([each(i) for i in range(spec.layers)] if apart and stack else array)
-    params = jax.tree.unflatten(tree, leaves)
-    if apart:
-        layers = params["layers"]
-        params["layers"] = [{name: layers[name][i] for name in layers} for i in range(spec.layers)]
-    return Model(params, spec)
+    for (path, leaf), key in zip(paths, jax.random.split(seeded(0), len(paths)), strict=True):
+        stack = path[0].key == "layers" and not apart
+        leaves.append(_leaf(path[-1].key, leaf, key, gain, stack))
+    return Model(jax.tree.unflatten(tree, leaves), spec)
 
 
 def _leaf(name: str, leaf: Any, key: jax.Array, gain: float, stack: bool) -> Any:
