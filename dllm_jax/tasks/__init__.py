@@ -1,10 +1,9 @@
 """Small tasks with one right answer: made from a seed, held out by construction, scored exactly."""
 
-from dllm_jax.tasks.base import Example, Split, Task, exact, examples
+from dllm_jax.tasks.base import Example, Split, Task, accuracy, answers, exact, examples, prompt_arrays
 from dllm_jax.tasks.curriculum import Curriculum, Stage, encode_batch
 from dllm_jax.tasks.pictured import ReadNumbers
 from dllm_jax.tasks.recall import Recall, asked_pair, needle
-from dllm_jax.tasks.scoring import accuracy, answers, prompt_arrays
 from dllm_jax.tasks.text import Chain, FewShot, Sorting
 
 __all__ = [

@@ -12,10 +12,8 @@ from typing_extensions import override
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, NonNegativeInt, Options, PositiveFloat, PositiveInt, shown
-from dllm_jax.tasks.base import Example, Task, examples
-from dllm_jax.tasks.scoring import accuracy, prompt_arrays
-from dllm_jax.training.batch import T_MIN, Batch
-from dllm_jax.training.source import Memory, Source
+from dllm_jax.tasks.base import Example, Task, accuracy, examples, prompt_arrays
+from dllm_jax.training.batch import T_MIN, Batch, Memory, Source
 from dllm_jax.vision.processor import Processor
 
 REVIEW = 1 << 32  # seeds of reviews are (seed, REVIEW + step): never those of a training batch

@@ -1,7 +1,7 @@
 """Training and fine-tuning with LLaDA's masked-diffusion loss; resumable."""
 
 from dllm_jax.training.advantages import group_advantages
-from dllm_jax.training.batch import Batch
+from dllm_jax.training.batch import Batch, Batches, Memory, Source
 from dllm_jax.training.config import TrainConfig
 from dllm_jax.training.estimators import Masks, elbo_masks, one_step_masks, response_log_probs, until_end
 from dllm_jax.training.loop import Run, train
@@ -14,7 +14,6 @@ from dllm_jax.training.objectives import (
     vrpo_loss,
 )
 from dllm_jax.training.setup import Optimizer, Setup, Trainable, joined, prepare, split
-from dllm_jax.training.source import Batches, Memory, Source
 from dllm_jax.training.state import TrainState, abstract_state, begin, model_of, train_step
 
 __all__ = [

@@ -1,6 +1,8 @@
-"""Batches of examples to learn, and the one place where they are checked and padded."""
+"""Batches of examples to learn, the one place where they are checked and padded, and sources of them."""
 
-from typing import Annotated, Any, NamedTuple
+import dataclasses
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +10,10 @@ import numpy as np
 from annotated_types import Interval
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
+from typing_extensions import override
 
 from dllm_jax.nn.mesh import number_modes
+from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument
 from dllm_jax.state import host, inputs
@@ -194,3 +198,42 @@ def _no_lists_of_traced(ids: Any, name: str):
 
 def _mask_of(ids: Int[AnyArray, "b l"], mask: Bool[AnyArray, "b l"] | None) -> Bool[Array, "b l"]:
     return jnp.ones(ids.shape, bool) if mask is None else jnp.asarray(mask)
+
+
+Memory = dict[str, Any]
+
+
+@runtime_checkable
+class Source(Protocol):
+    """A stream of batches.
+
+    A source keeps all its state in its memory, a JSON-serialisable dict, so a resumed run sees the batches it
+    would have seen without the interruption.
+    """
+
+    def begin(self) -> Memory:
+        """The memory before the first step. Default: an empty one."""
+        return {}
+
+    def batch(self, memory: Memory, step: int) -> Batch:
+        """The batch of a step; the same arguments give the same batch."""
+        ...
+
+    def review(self, memory: Memory, model: Model, step: int) -> Memory:
+        """The memory after evaluating the model, every `TrainConfig.review_every` steps. Default: as before."""
+        return memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Batches(Source):
+    """A source without memory: a function of the step.
+
+    Attributes:
+      at: gives the batch of a step, e.g. `lambda step: batches[step % len(batches)]`.
+    """
+
+    at: Callable[[int], Batch]
+
+    @override
+    def batch(self, memory: Memory, step: int) -> Batch:
+        return self.at(step)

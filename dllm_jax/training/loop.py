@@ -14,12 +14,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dllm_jax.interrupts import uninterrupted
 from dllm_jax.nn.model import Model
 from dllm_jax.options import check_argument, local_path
-from dllm_jax.training.batch import Checked
+from dllm_jax.training.batch import Checked, Memory, Source
 from dllm_jax.training.config import TrainConfig
 from dllm_jax.training.loss import Metrics
 from dllm_jax.training.run_directory import Begun, LogEntry, RunDirectory, Window, check_names, record_of
 from dllm_jax.training.setup import Optimizer, Setup, Trainable, prepare
-from dllm_jax.training.source import Memory, Source
 from dllm_jax.training.state import abstract_state, begin, model_of, step_on
 
 

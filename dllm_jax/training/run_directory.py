@@ -25,9 +25,9 @@ from dllm_jax.nn.keys import THREEFRY
 from dllm_jax.nn.mesh import number_modes
 from dllm_jax.nn.model import Model
 from dllm_jax.options import check_argument, shown
+from dllm_jax.training.batch import Memory
 from dllm_jax.training.loss import Metrics
 from dllm_jax.training.setup import Setup, Trainable, labels, parameters
-from dllm_jax.training.source import Memory
 from dllm_jax.training.state import TrainState
 
 Record = dict[str, Any]
