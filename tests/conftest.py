@@ -217,7 +217,7 @@ def evaluate(monkeypatch, capsys):
 @pytest.fixture(scope="session")
 def lm():
     """The smallest model that reads text, as evaluations open it."""
-    from dllm_jax.eval.run.checkpoint import Checkpoint
+    from dllm_jax.eval.run.settings import Checkpoint
 
     return Checkpoint("tiny-llada").open()
 

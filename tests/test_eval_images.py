@@ -12,9 +12,8 @@ import dllm_jax as dj
 from dllm_jax.eval.benchmarks.images import ImageTask, Sample, metrics, published, read
 from dllm_jax.eval.results import record
 from dllm_jax.eval.run import runner as runner_module
-from dllm_jax.eval.run.checkpoint import Checkpoint
 from dllm_jax.eval.run.runner import Request, Runner
-from dllm_jax.eval.run.settings import Decoding
+from dllm_jax.eval.run.settings import Checkpoint, Decoding
 from dllm_jax.vision import Processor
 from tests import llada_v, table
 from tests.test_vision import picture

@@ -9,9 +9,9 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax.eval.cli.reproduce import reproduce
-from dllm_jax.eval.run.checkpoint import Checkpoint
 from dllm_jax.eval.run.files import write_json
 from dllm_jax.eval.run.published import Asked, _scores
+from dllm_jax.eval.run.settings import Checkpoint
 from dllm_jax.published import tables
 from tests import refuses
 

@@ -21,9 +21,8 @@ from dllm_jax.eval.results import record, show
 from dllm_jax.eval.results.comparison import bootstrap, compare
 from dllm_jax.eval.results.record import paths, read
 from dllm_jax.eval.results.schema import Entry
-from dllm_jax.eval.run.checkpoint import Checkpoint
 from dllm_jax.eval.run.journal import Journal
-from dllm_jax.eval.run.settings import Decoding
+from dllm_jax.eval.run.settings import Checkpoint, Decoding
 from dllm_jax.state.sliding import Sliding
 from dllm_jax.tasks import FewShot, Sorting
 

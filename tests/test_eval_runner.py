@@ -16,11 +16,10 @@ from dllm_jax.decoding.generate import generate
 from dllm_jax.engine.stats import Stats
 from dllm_jax.eval.results.record import cost_totals, totals
 from dllm_jax.eval.run import runner as runner_module
-from dllm_jax.eval.run.checkpoint import Checkpoint, LanguageModel, fingerprint
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.likelihoods import Likelihood
 from dllm_jax.eval.run.runner import Request, Runner, cut
-from dllm_jax.eval.run.settings import Decoding
+from dllm_jax.eval.run.settings import Checkpoint, Decoding, LanguageModel, fingerprint
 from dllm_jax.published import expressions
 from dllm_jax.samplers import DAEDAL, DreamOn
 from dllm_jax.state.inputs import padded_together

@@ -13,10 +13,9 @@ import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.engine.nonfinite import NonFiniteWarning
 from dllm_jax.eval.run.answering import NOT_FINITE
-from dllm_jax.eval.run.checkpoint import LanguageModel
 from dllm_jax.eval.run.likelihoods import Likelihood
 from dllm_jax.eval.run.runner import Request, Runner
-from dllm_jax.eval.run.settings import Decoding
+from dllm_jax.eval.run.settings import Decoding, LanguageModel
 from dllm_jax.testing.runs import assert_same_run, assert_same_stats, of_sequence
 from tests.models import FAMILIES, frequencies, tiny
 from tests.policy_cases import EVERY, KEY, matrix, suited

@@ -16,10 +16,9 @@ import dllm_jax as dj
 from dllm_jax import eviction, policies, samplers
 from dllm_jax.eval.cli.tune import named, read_jsonl
 from dllm_jax.eval.results.schema import Decoded, Entry
-from dllm_jax.eval.run.checkpoint import LanguageModel
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.runner import Request, Runner
-from dllm_jax.eval.run.settings import Decoding
+from dllm_jax.eval.run.settings import Decoding, LanguageModel
 from dllm_jax.eval.tuning import Candidate, Objective, Search, Tuned, evidence
 from dllm_jax.eval.tuning.candidates import candidates, default_block
 from dllm_jax.eval.tuning.objectives import MeasuredTime, objective_for

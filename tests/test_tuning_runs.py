@@ -12,8 +12,8 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.eval.run import runner as runner_module
-from dllm_jax.eval.run.checkpoint import identity_in_memory
 from dllm_jax.eval.run.journal import Journal
+from dllm_jax.eval.run.settings import identity_in_memory
 from dllm_jax.eval.tuning import Candidate, exact_match, search
 from dllm_jax.published.preset import read
 from dllm_jax.tasks import FewShot, examples

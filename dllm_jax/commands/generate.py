@@ -8,9 +8,9 @@ import tyro
 
 from dllm_jax.command_line import PATHS
 from dllm_jax.decoding.generate_many import generate_many
-from dllm_jax.eval.run.checkpoint import Checkpoint
 from dllm_jax.eval.run.files import read_text
 from dllm_jax.eval.run.journal import Journal
+from dllm_jax.eval.run.settings import Checkpoint
 from dllm_jax.options import Options, PositiveInt
 from dllm_jax.published import expressions
 

@@ -25,7 +25,7 @@ from dllm_jax.decoding.stream import Snapshot, stream
 from dllm_jax.decoding.watch.grid import END
 from dllm_jax.decoding.watch.recording import harmless, pieces
 from dllm_jax.engine.prefix import Prefix, reads_causally, refusal
-from dllm_jax.eval.run.checkpoint import Checkpoint, LanguageModel
+from dllm_jax.eval.run.settings import Checkpoint, LanguageModel
 from dllm_jax.nn.int8 import Weights
 from dllm_jax.options import NonNegativeInt, Options, PositiveInt
 from dllm_jax.published import expressions

@@ -220,7 +220,7 @@ class Source(Protocol):
         ...
 
     def review(self, memory: Memory, model: Model, step: int) -> Memory:
-        """The memory after evaluating the model, every `TrainConfig.review_every` steps. Default: as before."""
+        """The memory after evaluating the model (every `review_every` steps). Default: unchanged."""
         return memory
 
 

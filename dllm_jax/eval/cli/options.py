@@ -13,11 +13,10 @@ import tyro
 
 from dllm_jax import tasks
 from dllm_jax.eval.results import record, show
-from dllm_jax.eval.run.checkpoint import Checkpoint
 from dllm_jax.eval.run.files import write_json
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.runner import Request, Runner
-from dllm_jax.eval.run.settings import Decoding
+from dllm_jax.eval.run.settings import Checkpoint, Decoding
 from dllm_jax.options import shown
 from dllm_jax.published import expressions
 

@@ -20,10 +20,10 @@ from dllm_jax.checkpoint.source import open_checkpoint
 from dllm_jax.eval.benchmarks import longbench
 from dllm_jax.eval.cli.options import JOURNAL, WITHOUT_PREFIX
 from dllm_jax.eval.results import record, show
-from dllm_jax.eval.run.checkpoint import Checkpoint
 from dllm_jax.eval.run.files import read_json, write_json
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.published import Asked, Session, manager_of
+from dllm_jax.eval.run.settings import Checkpoint
 from dllm_jax.policies import Policy
 from dllm_jax.published import tables
 from dllm_jax.published.tables import KINDS, Cell, Table

@@ -10,11 +10,10 @@ import rich.console
 from dllm_jax import eviction, policies, samplers
 from dllm_jax.eval.cli.options import JOURNAL, WITHOUT_PREFIX, Difficulty, Limit, task_of
 from dllm_jax.eval.results import record, show
-from dllm_jax.eval.run.checkpoint import Checkpoint
 from dllm_jax.eval.run.files import write_json
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.runner import Runner
-from dllm_jax.eval.run.settings import Decoding
+from dllm_jax.eval.run.settings import Checkpoint, Decoding
 from dllm_jax.eval.tuning import candidates
 from dllm_jax.eval.tuning.questions import read_jsonl
 from dllm_jax.eval.tuning.search import Search

@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 from dllm_jax import presets, provenance
 from dllm_jax.decoding.chat import template_variables
 from dllm_jax.decoding.likelihood import Order
-from dllm_jax.eval.run.checkpoint import Checkpoint
-from dllm_jax.eval.run.settings import Decoding, rescaled
+from dllm_jax.eval.run.settings import Checkpoint, Decoding, rescaled
 from dllm_jax.options import NoneMeans, NonNegativeFloat, Options, PositiveInt, shown
 from dllm_jax.published import expressions
 

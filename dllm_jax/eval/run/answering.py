@@ -9,9 +9,8 @@ import rich.console
 import rich.progress
 
 from dllm_jax.eval.results.schema import Entry
-from dllm_jax.eval.run.checkpoint import LanguageModel
 from dllm_jax.eval.run.journal import Journal
-from dllm_jax.eval.run.settings import Decoding
+from dllm_jax.eval.run.settings import Decoding, LanguageModel
 
 Item = TypeVar("Item")
 NOT_FINITE = "FloatingPointError: logits held NaN or infinity"  # the error of an item of which that is so

@@ -15,10 +15,9 @@ from dllm_jax.eval.benchmarks import longbench
 from dllm_jax.eval.harness.arguments import Arguments
 from dllm_jax.eval.results import record, show
 from dllm_jax.eval.results.schema import Entry
-from dllm_jax.eval.run.checkpoint import Checkpoint, LanguageModel
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.runner import Runner
-from dllm_jax.eval.run.settings import Decoding
+from dllm_jax.eval.run.settings import Checkpoint, Decoding, LanguageModel
 from dllm_jax.options import NoneMeans, Options, PositiveInt, shown
 from dllm_jax.published.preset import Preset
 from dllm_jax.published.tables import Benchmark, Cell, Table

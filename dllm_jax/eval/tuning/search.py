@@ -26,10 +26,9 @@ from annotated_types import Ge, Gt, Lt
 
 from dllm_jax.decoding.chat import check_tokenizer
 from dllm_jax.eval.results import record, schema
-from dllm_jax.eval.run.checkpoint import LanguageModel, identity_in_memory
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.runner import Request, Runner
-from dllm_jax.eval.run.settings import Decoding, rounded_up
+from dllm_jax.eval.run.settings import Decoding, LanguageModel, identity_in_memory, rounded_up
 from dllm_jax.eval.tuning import evidence, objectives
 from dllm_jax.eval.tuning.candidates import Candidate, candidates, default_block
 from dllm_jax.eval.tuning.evidence import Estimate
