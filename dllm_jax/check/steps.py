@@ -11,11 +11,10 @@ import jax
 from dllm_jax.check.timing import Time, seconds
 from dllm_jax.decoding.placement import Placed, place
 from dllm_jax.decoding.request import Request
-from dllm_jax.engine.generation import Generation, State
+from dllm_jax.engine.generation import Generation, Inputs, Plan, State
 from dllm_jax.engine.group import next_variant
 from dllm_jax.engine.loop import denoise
 from dllm_jax.engine.pieces import begin_pieces
-from dllm_jax.engine.plan import Inputs, Plan
 from dllm_jax.engine.step import step
 from dllm_jax.engine.widths import Variant
 from dllm_jax.nn.model import Model

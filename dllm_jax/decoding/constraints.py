@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
-from dllm_jax.engine.plan import Inputs
+from dllm_jax.engine.generation import Allowed, Inputs
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt, check_argument, shown
 from dllm_jax.samplers import Constraint, OneOf, Sampler
 from dllm_jax.state import host
-from dllm_jax.state.allowed import Allowed
 from dllm_jax.state.host import AnyArray
 from dllm_jax.state.layout import Layout
 

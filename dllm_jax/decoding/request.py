@@ -26,8 +26,8 @@ from dllm_jax.decoding.prefill import with_prefix
 from dllm_jax.decoding.stops import StopTexts
 from dllm_jax.engine.closures import constants
 from dllm_jax.engine.drafting import drafting_widths
+from dllm_jax.engine.generation import Inputs, Plan
 from dllm_jax.engine.nonfinite import NonFinite
-from dllm_jax.engine.plan import Inputs, Plan
 from dllm_jax.engine.widths import at_end, step_widths
 from dllm_jax.nn.intervention import checked, moved
 from dllm_jax.nn.keys import Keys, typed_key

@@ -22,7 +22,7 @@ from dllm_jax.decoding.placement import (
 )
 from dllm_jax.decoding.request import Request, repeated
 from dllm_jax.engine.beginning import initial_state, split_cache
-from dllm_jax.engine.generation import Generation, State
+from dllm_jax.engine.generation import Generation, Inputs, Plan, State
 from dllm_jax.engine.group import (
     axes_of_sequences,
     gather_sequences,
@@ -31,7 +31,6 @@ from dllm_jax.engine.group import (
     stream_index,
 )
 from dllm_jax.engine.pieces import Piece, run_piece
-from dllm_jax.engine.plan import Inputs, Plan
 from dllm_jax.engine.recorders import final_trace
 from dllm_jax.engine.trace import Trace
 from dllm_jax.nn.mesh import constrain, over_mesh

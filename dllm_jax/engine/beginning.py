@@ -8,12 +8,11 @@ from jaxtyping import Array
 
 from dllm_jax.engine import recorders
 from dllm_jax.engine.block_schedule import advance
+from dllm_jax.engine.denoising import select_positions
 from dllm_jax.engine.drafting import Predictions
-from dllm_jax.engine.generation import Generation, State
+from dllm_jax.engine.generation import Generation, Inputs, Plan, State
 from dllm_jax.engine.network import network_inputs
-from dllm_jax.engine.plan import Inputs, Plan
 from dllm_jax.engine.prefix import reuse
-from dllm_jax.engine.select import select_positions
 from dllm_jax.engine.stops import begin_stops
 from dllm_jax.nn.layer import embed
 from dllm_jax.nn.mesh import constrain
@@ -24,7 +23,7 @@ from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.contexts import new_canvas
 from dllm_jax.state.layout import Layout
-from dllm_jax.state.streams import repeat
+from dllm_jax.state.rows import repeat
 
 
 def initial_state(generation: Generation, inputs: Inputs) -> State:

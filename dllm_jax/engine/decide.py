@@ -13,9 +13,8 @@ from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax.engine.block_schedule import end_step, offered_positions
-from dllm_jax.engine.generation import Generation
+from dllm_jax.engine.generation import Generation, Plan
 from dllm_jax.engine.logprobs import LogProbs
-from dllm_jax.engine.plan import Plan
 from dllm_jax.engine.propose import propose
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.changes import end, write

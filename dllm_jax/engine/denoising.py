@@ -1,28 +1,27 @@
 """One denoising step of the sampler in stages: rows, forward, propose and decide, observe, apply, count.
 
-Each stage is a function, here or in the file of its name. `FreeDave` brings a step of its own over the same
-stages (`engine.verifying`).
+Then positions are selected for the coming step. Each stage is a function, here or in the file of its name.
+`FreeDave` brings a step of its own over the same stages (`engine.verifying`).
 """
 
 import dataclasses
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax.engine.branches import shadow_of
 from dllm_jax.engine.decide import apply, decide
-from dllm_jax.engine.generation import Generation, State
+from dllm_jax.engine.drafting import further_positions
+from dllm_jax.engine.generation import Generation, Plan, State
 from dllm_jax.engine.growth import grow
 from dllm_jax.engine.network import computed_rows, network, network_inputs
-from dllm_jax.engine.plan import Plan
 from dllm_jax.engine.recorders import Taken
 from dllm_jax.engine.trace import attended
 from dllm_jax.engine.widths import Variant
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
-from dllm_jax.state.rows import Rows
-from dllm_jax.state.streams import one_stream, repeat
+from dllm_jax.state.rows import Rows, one_stream, repeat
 
 
 class Forward(NamedTuple):
@@ -104,3 +103,20 @@ def own_rows(plan: Plan, rows: Rows) -> Rows:
 def executed_positions(variant: Variant, canvas: Canvas) -> Int[Array, ""] | int:
     """Positions that the program runs, of all sequences."""
     return jnp.sum(canvas.valid) if variant.width is None else variant.width * len(canvas.tokens)
+
+
+# -- the coming step ------------------------------------------------------------------------------------
+
+
+def select_positions(generation: Generation, cache: Cache, canvas: Canvas) -> Bool[Array, "streams_b l"]:
+    """The policy's selection for the coming step, empty in inactive sequences.
+
+    With guidance both streams compute what the conditional one selects: they predict the same positions.
+    """
+    plan = generation.plan
+    canvas = dataclasses.replace(canvas, planned_order=plan.sampler.planned(canvas, generation.noise))
+    selected = one_stream(plan.policy.select(cache, repeat(canvas, plan.streams)), 0, plan.streams)
+    selected = canvas.without_final(selected)
+    if (drafting := plan.drafting) and drafting.eager:
+        selected |= further_positions(drafting, canvas)
+    return repeat(selected & canvas.active[:, None], plan.streams)

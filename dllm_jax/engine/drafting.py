@@ -18,9 +18,8 @@ from jaxtyping import Array, Bool, Int
 
 from dllm_jax.engine.block_schedule import end_step, offered_positions
 from dllm_jax.engine.decide import Decided, apply
-from dllm_jax.engine.generation import Generation
+from dllm_jax.engine.generation import Generation, Plan
 from dllm_jax.engine.logprobs import LogProbs
-from dllm_jax.engine.plan import Plan
 from dllm_jax.engine.widths import Variant
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy

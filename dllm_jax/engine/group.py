@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
 from dllm_jax.engine.beginning import empty_cache
-from dllm_jax.engine.generation import Generation, State
-from dllm_jax.engine.plan import Plan
+from dllm_jax.engine.generation import Generation, Plan, State
 from dllm_jax.engine.recorders import recorders_of
 from dllm_jax.engine.stats import Record
 from dllm_jax.engine.widths import Variant, exceeds, last_phase, narrowest
@@ -27,7 +26,7 @@ from dllm_jax.samplers.noise import noise_of
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
-from dllm_jax.state.streams import one_stream, repeat
+from dllm_jax.state.rows import one_stream, repeat
 from dllm_jax.xla.loops import apart_on_cpu
 
 

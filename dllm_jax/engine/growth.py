@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax.engine.block_schedule import advance, offered_positions
-from dllm_jax.engine.plan import Plan
+from dllm_jax.engine.generation import Plan
 from dllm_jax.samplers.candidates import Candidates
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.proposal import Proposal

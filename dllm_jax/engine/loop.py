@@ -19,10 +19,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int
 
 from dllm_jax.engine.beginning import initial_state
-from dllm_jax.engine.generation import Generation, State
+from dllm_jax.engine.generation import Generation, Inputs, Plan, State
 from dllm_jax.engine.group import next_variant
 from dllm_jax.engine.logprobs import LogProbs
-from dllm_jax.engine.plan import Inputs, Plan
 from dllm_jax.engine.recorders import final_logprobs, final_trace, recorders_of
 from dllm_jax.engine.stats import Stats
 from dllm_jax.engine.step import step

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.engine.branches import ONE_CANVAS, Branches, OneCanvas
-from dllm_jax.engine.generation import Generation
-from dllm_jax.engine.plan import Plan
+from dllm_jax.engine.generation import Generation, Plan
 from dllm_jax.engine.widths import Variant, at_end
 from dllm_jax.nn.intervened import IntervenedLayer, embedded, intervened
 from dllm_jax.nn.layer import Layer, LayerIndex, embed, layer_at, walk

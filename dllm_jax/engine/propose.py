@@ -1,26 +1,22 @@
-"""The candidates of a step: which positions meet the vocabulary, and the token and score of each."""
+"""The candidates of a step: which positions meet the vocabulary, and the allowed token and score of each."""
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.engine.adaptive import delimited_end, in_window
-from dllm_jax.engine.block_schedule import offered_positions
+from dllm_jax.engine.block_schedule import delimited_end, in_window, offered_positions
 from dllm_jax.engine.branches import decoded_in_block, has_shadow, place_in_shadow
-from dllm_jax.engine.generation import Generation
+from dllm_jax.engine.generation import Generation, Plan
 from dllm_jax.engine.growth import end_confidence
 from dllm_jax.engine.logprobs import LogProbs, of_candidates
-from dllm_jax.engine.plan import Plan
-from dllm_jax.engine.ruled_out import constrain_logits
 from dllm_jax.nn.arithmetic import guided
 from dllm_jax.nn.layer import unembed
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.samplers.candidates import Candidates
 from dllm_jax.state.canvas import Canvas
-from dllm_jax.state.rows import Rows, compact, gather
-from dllm_jax.state.streams import one_stream, repeat
+from dllm_jax.state.rows import Rows, compact, gather, one_stream, repeat
 from dllm_jax.xla.reductions import any_marked
 
 
@@ -33,7 +29,7 @@ class Proposed(NamedTuple):
         Those of padding may be anything.
       commits: Sequences that commit to all of their masks now (`EarlyCommit`).
       found: What recorders keep of the candidates, by the recorder's name.
-      block_end: End of each sequence's block, if steps set it (`engine.adaptive`); else None.
+      block_end: End of each sequence's block, if steps set it (`engine.block_schedule`); else None.
       end_confidence: Confidence in the end of each answer, if answers grow (`engine.growth`).
     """
 
@@ -191,3 +187,36 @@ def _holds_token(sampler: Sampler, canvas: Canvas, index: Int[Array, "b c"]) -> 
     if sampler.scored == "answer":
         return ~gather(canvas.masked, index) & real
     return gather(decoded_in_block(canvas), index) & real if sampler.revises else jnp.zeros_like(real)
+
+
+# -- constraints ----------------------------------------------------------------------------------------
+
+
+def constrain_logits(
+    generation: Generation, canvas: Canvas, index: Int[Array, "b c"], logits: Float[Array, "b c v"]
+) -> tuple[Float[Array, "b c v"], Bool[Array, "b c"]]:
+    """The logits with -inf at tokens that are not allowed, in float32; unchanged without constraints.
+
+    Args:
+      generation: the constants.
+      canvas: state before the step.
+      index: Canvas positions of the logits, l = padding.
+      logits: guided logits.
+
+    Returns:
+      the logits, and positions that no token is allowed to: they wait (`Constraint.allowed`).
+    """
+    fixed, constraints = generation.allowed, generation.plan.constraints
+    waits = jnp.zeros(index.shape, bool)
+    if not (fixed or constraints):
+        return logits, waits
+    allowed = fixed.at(index) if fixed else jnp.ones(logits.shape, bool)
+    for constraint in constraints:
+        allowed &= constraint.allowed(canvas, index)
+    if constraints:
+        # [MASK] decodes nothing, nor does an end-of-text that the sampler rules out.
+        never = [canvas.spec.mask_id, *[canvas.spec.eos_id] * generation.plan.sampler.logits_eos_inf]
+        of_text = jnp.all(jnp.arange(logits.shape[-1])[:, None] != jnp.asarray(never), axis=1)
+        waits = ~jnp.any(allowed & of_text, axis=2)
+        allowed |= waits[..., None]  # no proposal there is decoded
+    return jnp.where(allowed, logits.astype(jnp.float32), -jnp.inf), waits

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax.engine import trace
-from dllm_jax.engine.generation import Generation
+from dllm_jax.engine.generation import Generation, Plan
 from dllm_jax.engine.growth import answer_length, moved_with
 from dllm_jax.engine.logprobs import LogProbs, changed_by
-from dllm_jax.engine.plan import Plan
 from dllm_jax.engine.prefix import reused_of
 from dllm_jax.engine.stats import Record
 from dllm_jax.nn.spec import ModelSpec

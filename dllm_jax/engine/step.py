@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from dllm_jax.engine import recorders
-from dllm_jax.engine.denoising import denoise_once
-from dllm_jax.engine.generation import Generation, State
+from dllm_jax.engine.denoising import denoise_once, select_positions
+from dllm_jax.engine.generation import Generation, Plan, State
 from dllm_jax.engine.group import (
     axes_of_sequences,
     choose_group,
@@ -18,12 +18,10 @@ from dllm_jax.engine.group import (
     takes_part,
     write_back,
 )
-from dllm_jax.engine.plan import Plan
-from dllm_jax.engine.select import select_positions
 from dllm_jax.engine.verifying import take_drafted_step
 from dllm_jax.engine.widths import Variant
 from dllm_jax.state.changes import count_forward
-from dllm_jax.state.streams import repeat
+from dllm_jax.state.rows import repeat
 
 
 def step(generation: Generation, variant: Variant, state: State) -> State:

@@ -28,8 +28,7 @@ from dllm_jax.samplers.free_dave import Drafting
 from dllm_jax.samplers.noise import noise_of
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
-from dllm_jax.state.rows import Rows, compact_rows
-from dllm_jax.state.streams import repeat
+from dllm_jax.state.rows import Rows, compact_rows, repeat
 
 
 def take_drafted_step(

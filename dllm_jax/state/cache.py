@@ -19,8 +19,7 @@ from dllm_jax.nn.layer import LayerIndex
 from dllm_jax.nn.mask import Mask
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.state.canvas import Canvas
-from dllm_jax.state.rows import Rows, full_rows
-from dllm_jax.state.streams import one_stream
+from dllm_jax.state.rows import Rows, full_rows, one_stream
 from dllm_jax.xla.order import same_in_all_loops
 from dllm_jax.xla.stacks import of_layer, put_of_layer, put_slots
 

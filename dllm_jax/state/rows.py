@@ -1,6 +1,10 @@
-"""Rows: the positions that go through the network in one step, as indices of a static width."""
+"""Rows: the positions that go through the network in one step, as indices of a static width.
+
+With guidance each sequence has two streams, which lie side by side: a conditional and an unconditional one.
+"""
 
 import dataclasses
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -191,3 +195,26 @@ def spread(
 def first_of(positions: Bool[Array, "b l"], otherwise: int) -> Int[Array, "b"]:
     """The first position of each set; of an empty one `otherwise`, which lies after all of them."""
     return jnp.min(jnp.where(positions, jnp.arange(positions.shape[1]), otherwise), axis=1).astype(jnp.int32)
+
+
+# -- streams of a sequence ------------------------------------------------------------------------------
+
+
+Streamed = TypeVar("Streamed")  # an array or a pytree of them
+
+
+def repeat(tree: Streamed, streams: int) -> Streamed:
+    """Arrays of sequences with each sequence once per stream (conditional and unconditional, for guidance).
+
+    The streams of a sequence are neighbours: over a mesh, they lie on the same devices.
+    """
+    if streams == 1:
+        return tree
+    return jax.tree.map(lambda a: jnp.repeat(a, streams, axis=0), tree)
+
+
+def one_stream(array: Shaped[Array, "streams_b ..."], index: int, streams: int) -> Shaped[Array, "b ..."]:
+    """One of the streams that `repeat` put side by side, 0 the conditional one."""
+    if streams == 1:
+        return array
+    return array.reshape(-1, streams, *array.shape[1:])[:, index]

@@ -21,9 +21,9 @@ from jaxtyping import Array, Bool
 
 from dllm_jax.decoding.generate import generate, infill
 from dllm_jax.decoding.output import Output
+from dllm_jax.engine.generation import Inputs, Plan
 from dllm_jax.engine.group import group_size
 from dllm_jax.engine.loop import denoise
-from dllm_jax.engine.plan import Inputs, Plan
 from dllm_jax.engine.widths import step_widths
 from dllm_jax.nn.model import Model
 from dllm_jax.policies import Policy
