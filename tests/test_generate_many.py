@@ -147,7 +147,7 @@ def test_the_device_runs_for_those_who_need_it():
     )
     flight = [out for _, out in dj.generate_many(model, asked, slots=4, group=4, **options)]
     batches = [dj.generate(model, asked[i : i + 4], group=4, **options) for i in range(0, 32, 4)]
-    assert ratio(flight) < 1.1 < 1.2 < ratio(batches)
+    assert ratio(flight) < 1.15 < 1.2 < ratio(batches)
 
 
 def test_no_program_is_compiled_for_the_hundredth_request(unannotated):

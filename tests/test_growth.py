@@ -212,8 +212,10 @@ def test_steps_are_as_wide_as_the_answers_have_become():
     np.testing.assert_array_equal(out.tokens, whole.tokens)
     counts = np.asarray(out.trace.computed).sum((1, 2))
     assert counts[:4].tolist() == [63, 123, 183, 243]
-    ran = [next((width for width in (153, 303) if count <= width), count) for count in counts]
+    ran = [next(width for width in (153, 303, 603) if count <= width) for count in counts]
     assert out.stats.executed_tokens.tolist() == [sum(ran)]
+    exact = dj.generate(model, [[1, 2, 3]], **options | dict(policy=policies.Policy()))
+    assert exact.stats.executed_tokens.tolist() == [603 * len(ran)], "the whole canvas in every step"
 
 
 IDS = {"llada": (8, 11), "dream": (11, 21)}  # end-of-text and expand token: those that tiny models predict

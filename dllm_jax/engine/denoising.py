@@ -7,7 +7,6 @@ Then positions are selected for the coming step. Each stage is a function, here 
 import dataclasses
 from typing import NamedTuple
 
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax.engine.branches import shadow_of
@@ -100,9 +99,10 @@ def own_rows(plan: Plan, rows: Rows) -> Rows:
     return dataclasses.replace(rows, index=one_stream(rows.index, 0, plan.streams))
 
 
-def executed_positions(variant: Variant, canvas: Canvas) -> Int[Array, ""] | int:
-    """Positions that the program runs, of all sequences."""
-    return jnp.sum(canvas.valid) if variant.width is None else variant.width * len(canvas.tokens)
+def executed_positions(variant: Variant, canvas: Canvas) -> int:
+    """Positions that the program runs, of all sequences: a full step runs the whole canvas, padding too."""
+    batch, length = canvas.tokens.shape
+    return batch * (length if variant.width is None else variant.width)
 
 
 # -- the coming step ------------------------------------------------------------------------------------

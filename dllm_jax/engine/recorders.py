@@ -47,7 +47,7 @@ class Taken(NamedTuple):
     after: Canvas
     left: Canvas
     computed: Bool[Array, "b l"]
-    executed: Int[Array, ""] | int
+    executed: int
     read: Bool[Array, "b l"]
     extra: Float[Array, "b n"]
     finite: Bool[Array, "b"]
@@ -139,7 +139,7 @@ class Counts(Recorder):
         return Sums(zeros, none, jnp.mean(extra, axis=1), zeros, jnp.ones(zeros.shape, bool))
 
     def add(self, kept: Sums, taken: Taken) -> Sums:
-        """Counts the positions of a step; padding is never counted, though a full step computes it along."""
+        """Counts the positions of a step; padding is counted in those that the program runs alone."""
         before = taken.before
         counted = taken.computed & before.valid
         everything = before.active & ~any_marked(counted != before.valid)

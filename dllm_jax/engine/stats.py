@@ -10,13 +10,14 @@ Record = dict[str, Any]  # what each recorder of a run keeps, by its name (`engi
 
 
 class Stats(NamedTuple):
-    """Cost of a run, per sequence; padding is not counted.
+    """Cost of a run, per sequence; padding is counted in `executed_tokens` alone.
 
     Attributes:
       nfe: Forward passes that the sequence took part in.
       computed_tokens: Computed tokens, summed over forward passes.
-      executed_tokens: Tokens that the device ran for this sequence, including the padding of static-shape
-        programs. The only statistic that depends on the batch.
+      executed_tokens: Tokens that the device ran for this sequence: the whole canvas in a full step, the
+        width in a partial one. They include padding, and what does not exist yet of an answer that grows. The
+        only statistic that depends on the batch.
       widened_tokens: Extra computed tokens that layers added to the policy's selection
         (`Cache.extra_positions`), averaged over layers and summed over forward passes. Negative where layers
         leave selected tokens out.
