@@ -356,6 +356,28 @@ def test_pictures_show_a_template_that_grows_and_shrinks():
     dj.show(out)
 
 
+def test_pictures_tell_moved_tokens_from_unmasked_ones():
+    model, ids = tiny("llada").replace_spec(eos_id=8), prompts(tiny("llada"), (8,))[0][0].tolist()
+    template = [*ids[:4], mask := model.spec.mask_id, *ids[4:]]
+    expand = int(np.asarray(dj.forward(model, [template]))[0, 4].argmax())
+    out = dj.infill(model, [template], max_length=10, sampler=DreamOn(expand), trace=True, logprobs=0)
+    assert out.trace.inserted[0, 0] == 4, "the first step only moves what follows the mask"
+    grown = dj.generate(model_of("llada"), [ids], trace=True, logprobs=0, **SHAPE)
+    for of in (out, grown):
+        recording = Recording.of(of.trace, 0)
+        assert recording.mask_id == mask
+        at, score = (array[-1] for array in recording.unmasked)
+        end = len(at) - (0 if of is out else SAMPLER.checked // 2)  # end-of-texts that growth appended
+        np.testing.assert_array_equal(at[:end], of.logprobs.decoded_at[0, :end] + 1)
+        known = (at > 0) & (np.arange(len(at)) < end)
+        if of is grown:
+            np.testing.assert_allclose(
+                score[known], np.exp(of.logprobs.log_prob[0, : len(at)][known]), atol=1e-5
+            )
+    assert recording.decoded_at.max() == recording.steps
+    assert '"source":[' in out.to_html()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

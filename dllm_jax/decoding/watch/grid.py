@@ -84,15 +84,9 @@ def _lines(part: np.ndarray, width: int | None) -> list[int]:
 
 def _shares(recording: Recording, confidence: bool) -> Float[np.ndarray, "t_plus_1 r"]:
     """Where between COLD (0) and WARM (1) each token stands after each step; NaN for what no step decoded."""
-    step = np.arange(1, recording.steps + 1)[:, None]
-    decoded = recording.changed & (recording.tokens[1:] != recording.mask_id)
-    value = 1 - np.clip(recording.score, 0, 1) if confidence else (step - 1) / max(recording.steps - 1, 1)
-    shares = np.full(recording.tokens.shape, np.nan)
-
-    # A token keeps the colour of the step that decoded it, through all later lines.
-    for t in range(recording.steps):
-        shares[t + 1] = np.where(decoded[t], np.broadcast_to(value, decoded.shape)[t], shares[t])
-    return shares[:, recording.to_fill]
+    at, score = recording.unmasked
+    value = 1 - np.clip(score, 0, 1) if confidence else (at - 1) / max(recording.steps - 1, 1)
+    return np.where(at > 0, value, np.nan)[:, recording.to_fill]
 
 
 def _style(masked: bool, share: float) -> str:

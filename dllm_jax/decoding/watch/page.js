@@ -39,7 +39,7 @@ function prepared(panel) {
   panel.ages = [];
   panel.steps.forEach((step, i) => {
     state = state.slice();
-    for (const [position, token, confidence] of step.wrote) state[position] = { token, step: i + 1, confidence };
+    for (const [position, token, confidence, of = i + 1] of step.wrote) state[position] = { token, step: of, confidence };
     panel.states.push(state);
     const [computed, read] = [step.computed, step.read].map((runs) => inRuns(runs, length));
     computed.forEach((now, at) => now && (lastComputed[at] = i));
@@ -98,7 +98,8 @@ function drawToken(panel, position, node) {
   // What the next step proposes for a mask is its candidate; the step may keep it a mask all the same.
   if (masked && at < panel.steps.length) {
     const next = panel.steps[at];
-    const candidate = [...next.wrote, ...next.proposed].find(([where]) => where === position);
+    const there = next.source ? next.source.indexOf(position) : position; // where the step moves it
+    const candidate = [...next.wrote, ...next.proposed].find(([where, , , of]) => where === there && of === undefined);
     if (candidate) note += `; candidate ${inWords(panel, candidate[1])}${percent(candidate[2])}`;
     if (candidate && view.candidates) [shown, style] = [candidate[1], "token candidate"];
   }

@@ -103,20 +103,31 @@ def _panel(panel: Panel, tokenizer: Any) -> dict[str, Any]:
         "pieces": {str(token): [piece.text, piece.special] for token, piece in known.items()},
         "layers": record.widened.shape[1],
         "tokens": record.tokens[0].tolist(),
-        "steps": [_step(record, step) for step in range(record.steps)],
+        "steps": _steps(record),
     }
 
 
-def _step(record: Recording, step: int) -> dict[str, Any]:
-    """One step: [position, token, confidence] of what it wrote and of other candidates; its sets."""
-    changed = record.changed[step]
-    wrote = _triples(changed, record.tokens[step + 1], record.score[step])
+def _steps(record: Recording) -> list[dict[str, Any]]:
+    """Data of the steps: [position, token, confidence] of what each wrote and of other candidates; its sets.
 
-    # A confidence of -inf is that of no candidate.
-    proposed = ~changed & ~np.isneginf(record.score[step])
-    candidates = _triples(proposed, record.proposed[step], record.score[step])
-    sets = {name: _runs(getattr(record, name)[step]) for name in ("computed", "read", "widened")}
-    return {"wrote": wrote, "proposed": candidates, **sets}
+    What a step only moved also has the step that decoded it, 0 for given text.
+    """
+    at, score = record.unmasked
+    found = []
+    for step in range(record.steps):
+        changed = record.changed[step] | (at[step + 1] != at[step])
+        moved = changed & (at[step + 1] != step + 1) & (record.tokens[step + 1] != record.mask_id)
+        wrote = _triples(changed & ~moved, record.tokens[step + 1], record.score[step])
+        came = _triples(moved, record.tokens[step + 1], score[step + 1])
+        wrote += [[*one, int(of)] for one, of in zip(came, at[step + 1][moved], strict=True)]
+
+        # A confidence of -inf is that of no candidate.
+        proposed = ~changed & ~np.isneginf(record.score[step])
+        candidates = _triples(proposed, record.proposed[step], record.score[step])
+        sets = {name: _runs(getattr(record, name)[step]) for name in ("computed", "read", "widened")}
+        moves = {} if record.source is None else {"source": record.source[step].tolist()}
+        found.append({"wrote": wrote, "proposed": candidates, **sets, **moves})
+    return found
 
 
 def _triples(positions: Bool[np.ndarray, "l"], tokens: np.ndarray, scores: np.ndarray) -> list[list]:

@@ -33,6 +33,7 @@ class Recording:
       score: its confidence, -inf elsewhere.
       widened: layers that each step ran over all positions, be they in `computed` or not (Elastic-Cache).
       mask_id: the mask token.
+      source: Position at which each position was before each step; None where none moves.
     """
 
     tokens: Int[np.ndarray, "t_plus_1 l"]
@@ -42,6 +43,7 @@ class Recording:
     score: Float[np.ndarray, "t l"]
     widened: Bool[np.ndarray, "t n"]
     mask_id: int
+    source: Int[np.ndarray, "t l"] | None = None
 
     @classmethod
     def of(cls, trace: Trace | None, sequence: int) -> "Recording":
@@ -76,16 +78,13 @@ class Recording:
             proposed=proposed[own, sequence],
             score=score[own, sequence],
             widened=widened[own, sequence],
-            mask_id=_mask_id(tokens, proposed, score),
+            mask_id=_mask_id(tokens, proposed, score, inserted := _inserted(trace)),
         )
-        if trace.end is None or trace.length is None:
+        if trace.end is None or inserted is None:
             return recording
         end = values(trace.end)[np.concatenate([[0], own + 1]), sequence]
-        start = end[0] - values(trace.length)[0, sequence]
-        inserted, moved, removed = (
-            values(a)[own, sequence] for a in (trace.inserted, trace.moved, trace.removed)
-        )
-        return recording.grown(end, np.where(inserted < 0, -1, start + inserted), moved, removed)
+        moved, removed = (values(a)[own, sequence] for a in (trace.moved, trace.removed))
+        return recording.grown(end, inserted[own, sequence], moved, removed)
 
     def grown(
         self,
@@ -118,6 +117,7 @@ class Recording:
             read=at(self.read, False),
             proposed=at(self.proposed, self.mask_id),
             score=at(self.score, -np.inf),
+            source=np.clip(source, 0, len(position) - 1),
         )
 
     @property
@@ -140,14 +140,24 @@ class Recording:
         return self.tokens[1:] != self.tokens[:-1]
 
     @property
+    def unmasked(self) -> tuple[Int[np.ndarray, "t_plus_1 l"], Float[np.ndarray, "t_plus_1 l"]]:
+        """The step, from 1, that decoded what stands at each position before and after steps, and its score.
+
+        Step 0 and score -inf where none did. What was made a mask again and decoded once more counts from the
+        last time.
+        """
+        at, score = np.zeros(self.tokens.shape, int), np.full(self.tokens.shape, -np.inf, np.float32)
+        for step, after in enumerate(self.tokens[1:]):
+            own = slice(None) if self.source is None else self.source[step]
+            new, there = after != self.tokens[step][own], ~np.isin(after, (self.mask_id, ABSENT))
+            at[step + 1] = np.where(there, np.where(new, step + 1, at[step][own]), 0)
+            score[step + 1] = np.where(there, np.where(new, self.score[step], score[step][own]), -np.inf)
+        return at, score
+
+    @property
     def decoded_at(self) -> Int[np.ndarray, "l"]:
         """The step, from 1, that decoded what stands at a position at the end; 0 where none did."""
-        decoded = self.changed & (self.tokens[1:] != self.mask_id)
-        step = np.arange(1, self.steps + 1)[:, None]
-
-        # What was made a mask again and decoded once more counts from the last time.
-        last = np.max(np.where(decoded, step, 0), axis=0, initial=0)
-        return np.where(self.tokens[-1] == self.mask_id, 0, last)
+        return self.unmasked[0][-1]
 
     @property
     def age(self) -> Int[np.ndarray, "t l"]:
@@ -165,14 +175,24 @@ def values(array: Any) -> np.ndarray:
     return host.everywhere(array) if isinstance(array, jax.Array) else np.asarray(array)
 
 
-def _mask_id(tokens: np.ndarray, proposed: np.ndarray, score: np.ndarray) -> int:
+def _inserted(trace: Trace) -> Int[np.ndarray, "t b"] | None:
+    """Position of the mask that became several in each step, -1 where none did; None if no answer grew."""
+    if trace.end is None or trace.length is None:
+        return None
+    start, inserted = values(trace.end)[0] - values(trace.length)[0], values(trace.inserted)
+    return np.where(inserted < 0, -1, start + inserted)
+
+
+def _mask_id(tokens: np.ndarray, proposed: np.ndarray, score: np.ndarray, inserted: np.ndarray | None) -> int:
     """The mask token, which an output does not name: what positions held that a step decoded.
 
-    If nothing was decoded it stands where no candidate was proposed; NO_ID if there is no such position.
+    Or what became several, where the first change is that others moved. If nothing was decoded it stands
+    where no candidate was proposed; NO_ID if there is no such position.
     """
     step, sequence, position = np.nonzero(tokens[1:] != tokens[:-1])
     if len(step):
-        return int(tokens[step[0], sequence[0], position[0]])
+        at = -1 if inserted is None else inserted[step[0], sequence[0]]
+        return int(tokens[step[0], sequence[0], position[0] if at < 0 else at])
     unscored = proposed[np.isneginf(score)]
     return int(unscored[0]) if len(unscored) else NO_ID
 
