@@ -132,6 +132,20 @@ def test_pictures_show_the_answer_as_it_grows():
     dj.show(out, sequence=1)
 
 
+def test_activations_are_those_of_what_exists_of_an_answer():
+    model, (prompt, mask) = model_of("dream"), prompts(tiny("dream"), (9, 6))
+    out = dj.generate(model, prompt, prompt_mask=mask, trace=True, **SHAPE)
+    seen = dj.capture(model, out, "residual", steps=[0, 5, 9], prompt_mask=mask, chunk=2)
+    for index, step in enumerate(seen.steps):
+        for sequence, first in enumerate((0, 3)):
+            exist = slice(first, int(out.trace.end[step, sequence]))
+            assert np.flatnonzero(seen.valid[index, sequence]).tolist() == [*range(exist.start, exist.stop)]
+            alone = dj.hidden_states(model, out.trace.tokens[step, sequence, exist][None])[:, 0]
+            np.testing.assert_allclose(seen.residual[index, :, sequence, exist], alone, atol=1e-4)
+    with pytest.raises(ValueError, match="run has answers that grew"):
+        dj.trajectory_log_probs(model, out, prompt_mask=mask)
+
+
 def test_ends_and_stops_do_not_change_what_comes_before_them():
     model, prompt = model_of("llada"), prompts(tiny("llada"), (9,))[0]
     whole = dj.generate(model, prompt, **SHAPE)

@@ -48,7 +48,7 @@ class Capture:
       predicts: the position whose token the output at each of them predicts: itself, or its right neighbour
         where the head is shifted (Dream); l means none. (A first token, which has no left neighbour, is
         predicted at its own position as well, see `Canvas.predictor`.)
-      valid: Captured positions that are not padding.
+      valid: Captured positions that are not padding [b j]; of answers that grow, those that exist [t b j].
       tokens: the canvases.
     """
 
@@ -64,7 +64,7 @@ class Capture:
     stream: Int[np.ndarray, "r"]
     positions: Int[np.ndarray, "b j"]
     predicts: Int[np.ndarray, "b j"]
-    valid: Bool[np.ndarray, "b j"]
+    valid: Bool[np.ndarray, "b j"] | Bool[np.ndarray, "t b j"]
     tokens: Int[np.ndarray, "t b l"]
 
     def coordinates(self, what: What) -> dict[str, Any]:
@@ -155,7 +155,8 @@ def capture(
     for start in range(0, count, width):
         index = np.minimum(np.arange(start, start + width), count - 1)
         asked = Asked(of_layers, stream, at, fitting, found.taken[index])
-        of_chunk = captured(model, found.tokens[index], found.valid, asked, what)
+        valid = found.valid[index] if found.valid is not None and found.valid.ndim == 3 else found.valid
+        of_chunk = captured(model, found.tokens[index], valid, asked, what)
         parts.append({name: host.everywhere(array)[: count - start] for name, array in of_chunk.items()})
     arrays = {name: np.concatenate([part[name] for part in parts]) for name in what}
 
@@ -169,7 +170,7 @@ def capture(
         stream=stream,
         positions=at,
         predicts=at + np.int32(model.spec.shifted),
-        valid=np.take_along_axis(valid, at, axis=1),
+        valid=np.take_along_axis(valid, at if valid.ndim == 2 else at[None], axis=-1),
         tokens=found.tokens,
     )
 
@@ -199,14 +200,14 @@ class Canvases(NamedTuple):
 
     Attributes:
       tokens: ids, in the order in which the steps were asked for.
-      valid: False at padding; None where nothing is.
+      valid: False at padding; None where nothing is. Of answers that grow, where each canvas has a position.
       steps: Index of each canvas: i is the one before denoising step i.
       taken: Number of denoising steps that each sequence had taken part in before, which is i until it took
         no more.
     """
 
     tokens: Int[np.ndarray, "t b l"]
-    valid: Bool[np.ndarray, "b l"] | None
+    valid: Bool[np.ndarray, "b l"] | Bool[np.ndarray, "t b l"] | None
     steps: Int[np.ndarray, "t"]
     taken: Int[np.ndarray, "t b"]
 
@@ -221,7 +222,12 @@ def canvases(
     tokens, taken = _all(model, source)
     count, batch, length = tokens.shape
     index = chosen("steps", steps, count, "the canvases are")
-    return Canvases(tokens[index], _valid(prompt_mask, batch, length), index, taken[index])
+    valid = _valid(prompt_mask, batch, length)
+    trace = source.trace if isinstance(source, Output) else source
+    if isinstance(trace, Trace) and trace.end is not None:
+        exist = np.arange(length) < host.everywhere(trace.end)[index, :, None]
+        valid = exist if valid is None else exist & valid
+    return Canvases(tokens[index], valid, index, taken[index])
 
 
 def chosen(name: str, given: Indices | None, count: int, what: str) -> Int[np.ndarray, "n"]:

@@ -58,7 +58,7 @@ class Asked(NamedTuple):
 def captured(
     model: Model,
     tokens: Int[Array, "c b l"],
-    valid: Bool[Array, "b l"] | None,
+    valid: Bool[Array, "b l"] | Bool[Array, "c b l"] | None,
     asked: Asked,
     what: tuple[What, ...],
 ) -> dict[What, Float[Array, "c n b ..."]]:
@@ -69,7 +69,7 @@ def captured(
     Args:
       model: the model.
       tokens: the canvases.
-      valid: False at padding.
+      valid: False at padding, of all canvases or of each.
       asked: layers, places of the stream and positions.
       what: Names of the arrays to keep.
     """
@@ -120,7 +120,8 @@ def captured(
 
     mesh = current_mesh((model, tokens))
     split = () if mesh is None else model.rules.axes(mesh, "b", batch)
-    found = over_mesh(whole, model, flat(tokens), again(valid), asked, out=PartitionSpec(None, split or None))
+    valid = flat(valid) if valid is not None and valid.ndim == 3 else again(valid)
+    found = over_mesh(whole, model, flat(tokens), valid, asked, out=PartitionSpec(None, split or None))
     # Canvases get an axis of their own again, the first one.
     apart = lambda a: jnp.moveaxis(a.reshape(len(a), batch, count, *a.shape[2:]), 2, 0)
     return {name: apart(array) for name, array in found.items()}

@@ -80,7 +80,8 @@ def trajectory_log_probs(
       log-probabilities and steps, see `Trajectory`.
 
     Raises:
-      ValueError: a run without a trace, of another vocabulary, or an argument out of range.
+      ValueError: a run without a trace, of another vocabulary, or with answers that grew (`max_length`); an
+        argument out of range.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
     if model.spec.context.from_response:
@@ -116,6 +117,10 @@ def _trace_of(run: Any) -> Trace:
         raise ValueError("the run has no trace: its steps are not known; use generate(..., trace=True)")
     if not isinstance(trace, Trace):
         raise ValueError(f"run={shown(run)} must be what generate(..., trace=True) returned, or its trace")
+    if trace.length is not None:
+        raise ValueError(
+            "run has answers that grew, whose tokens moved from step to step. Use generate(..., logprobs=0)"
+        )
     return trace
 
 
