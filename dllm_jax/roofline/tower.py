@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dllm_jax.nn.spec import ModelSpec, VisionSpec
+from dllm_jax.nn.parameters import abstract_vision, count
+from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument
 from dllm_jax.roofline.steps import Cost
 from dllm_jax.vision.images import AnyRes, Pad, Views
-from dllm_jax.vision.tower import AT_ONCE
+from dllm_jax.vision.tower import AT_ONCE, tower_of
+
+UNREAD = 2  # vectors of the tower's width: scale and bias of SigLIP's last norm
 
 
 class Images(NamedTuple):
@@ -74,26 +77,6 @@ def tower_cost(spec: ModelSpec, views: int, itemsize: int, at_once: int = AT_ONC
     return Cost(weights=streamed + views * (pixels + features), **products)
 
 
-UNREAD = 2  # vectors of the tower's width: scale and bias of SigLIP's last norm
-
-
 def tower_size(spec: ModelSpec) -> int:
     """Scalars of tower, projector and newline, with those that are stored unread; 0 of text models."""
-    if (vision := spec.vision) is None:
-        return 0
-    # Patch kernel, its bias and learned positions; layers with four biased projections, the biased MLP and
-    # two norms of scale and bias; SigLIP's last norm; the projector; the newline.
-    width, hidden = vision.width, vision.mlp_width
-    patches = 3 * vision.patch**2 * width + width + vision.patches * width
-    layer = 4 * (width**2 + width) + 2 * width * hidden + hidden + width + 4 * width
-    projector = width * spec.width + spec.width**2 + 2 * spec.width
-    return patches + vision.layers * layer + UNREAD * width + projector + spec.width
-
-
-def tower_of(spec: ModelSpec) -> VisionSpec:
-    """The tower of a model; raises ValueError if it has none."""
-    if spec.vision is None:
-        raise ValueError(
-            f"the model ({spec.family}) has no vision tower, unlike dj.presets.model_spec('llada-v-8b')"
-        )
-    return spec.vision
+    return count(abstract_vision(spec))

@@ -45,7 +45,7 @@ class PromptImages(NamedTuple):
 def tower_of(spec: ModelSpec) -> VisionSpec:
     """The model's tower; raises ValueError if it has none."""
     if spec.vision is None:
-        raise ValueError(f"the model ({spec.family}) has no vision tower: load a LLaDA-V checkpoint")
+        raise ValueError(f"the model ({spec.family}) has no vision tower: take a LLaDA-V checkpoint or shape")
     return spec.vision
 
 
