@@ -20,7 +20,7 @@ from dllm_jax.tasks import (
     needle,
 )
 from dllm_jax.tasks.pictured import CELL, CELLS, COLOURS, GLYPHS
-from dllm_jax.tasks.recall import SHORTEST
+from dllm_jax.tasks.text import SHORTEST
 
 TASKS = {
     "recall": (Recall(), (1, 2, 14, 40)),

@@ -11,7 +11,7 @@ from bench.train_tiny.held_out import BEYOND, LONGER, HeldOutPrompts
 from bench.train_tiny.recipes import Recipe
 from dllm_jax import load, tasks
 from dllm_jax.nn.model import Model
-from dllm_jax.tasks.recall import TEMPLATE_TOKENS
+from dllm_jax.tasks.text import TEMPLATE_TOKENS
 from dllm_jax.training import Run
 
 CURVE_ROWS = 12

@@ -3,8 +3,7 @@
 from dllm_jax.tasks.base import Example, Split, Task, accuracy, answers, exact, examples, prompt_arrays
 from dllm_jax.tasks.curriculum import Curriculum, Stage, encode_batch
 from dllm_jax.tasks.pictured import ReadNumbers
-from dllm_jax.tasks.recall import Recall, asked_pair, needle
-from dllm_jax.tasks.text import Chain, FewShot, Sorting
+from dllm_jax.tasks.text import Chain, FewShot, Recall, Sorting, asked_pair, needle
 
 __all__ = [
     "Chain", "Curriculum", "Example", "FewShot", "ReadNumbers", "Recall", "Sorting", "Split", "Stage",

@@ -92,7 +92,7 @@ class ChecksumSplit(Options, abc.ABC):
         Raises:
           ValueError: a size that the task does not have.
         """
-        low, high, reason = self._sizes
+        low, high, reason = self._sizes()
         if not low <= size <= high:
             raise ValueError(f"size={size} must lie in [{low}, {high}], {reason}")
         # Rejection: the half wanted is at worst one example in `hold_out`.
@@ -112,10 +112,9 @@ class ChecksumSplit(Options, abc.ABC):
             checksum = zlib.crc32(example.image.tobytes(), checksum)
         return "train" if checksum % self.hold_out else "held_out"
 
-    @property
     @abc.abstractmethod
     def _sizes(self) -> tuple[int, float, str]:
-        """The least and the largest size that the task has, and why."""
+        """Returns the least and the largest size that the task has, and why."""
 
     @abc.abstractmethod
     def _draw(self, rng: np.random.Generator, size: int) -> Example:

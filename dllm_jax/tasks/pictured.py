@@ -88,7 +88,6 @@ class ReadNumbers(ChecksumSplit):
         """Number of characters in an answer, whatever the size."""
         return self.digits
 
-    @property
     @override
     def _sizes(self) -> tuple[int, float, str]:
         return 1, self.colours, "the number of colours"
