@@ -133,7 +133,7 @@ def masked_diffusion_loss(
     check_argument("prompt_isolation", prompt_isolation, Fraction)
     blocks = check_argument("blocks", blocks, Blocks | None)
     causal_weight = check_argument("causal_weight", causal_weight, NonNegativeFloat)
-    check_causal(model.spec, causal_weight)
+    check_objective(model.spec, prompt_isolation, blocks, causal_weight)
     ours = checked(batch, model.spec), one_key(key)
     loss, counts = _drawn_loss(model, *ours, remat, prompt_isolation, blocks, causal_weight)
     return loss, counts.metrics()
@@ -239,15 +239,6 @@ def cross_entropy(
     return jnp.where(counts, -log_p, 0.0)
 
 
-def check_causal(spec: ModelSpec, causal_weight: float):
-    """Raises ValueError if causal predictions are to be learnt by a model that makes none."""
-    if causal_weight and not spec.context.has_causal_passes:
-        raise ValueError(
-            f"causal_weight={causal_weight} does not support {spec.family}: it has no causal passes. Leave "
-            "it out"
-        )
-
-
 def image_embeddings(model: Model, batch: Masked) -> Float[Array, "b l m"] | None:
     """The inputs in place of embeddings where tokens are -1; None of a batch without images."""
     if batch.images is None:
@@ -289,20 +280,19 @@ def model_blocks(batch: Checked, spec: ModelSpec) -> Int[Array, "b r"] | None:
     return (start - start[:, :1]) // context.size
 
 
-def check_objective(spec: ModelSpec, prompt_isolation: float, blocks: tuple[int, ...] | None):
-    """Refuses options of the loss that have no meaning where attention is block-causal.
-
-    Raises:
-      ValueError: one of them is given.
-    """
+def check_objective(
+    spec: ModelSpec, prompt_isolation: float, blocks: tuple[int, ...] | None, causal_weight: float = 0.0
+):
+    """Raises ValueError for options that need full attention, or causal passes, of a model without them."""
+    fix = "Leave it out"
     if prompt_isolation:
-        require_full_attention(
-            spec, f"prompt_isolation={prompt_isolation}", "hides answers from their prompts", "Leave it out"
-        )
+        named = f"prompt_isolation={prompt_isolation}"
+        require_full_attention(spec, named, "hides answers from their prompts", fix)
     if blocks is not None:
-        require_full_attention(
-            spec, f"blocks={blocks}", "learns one block of each answer at a time", "Leave it out"
-        )
+        require_full_attention(spec, f"blocks={blocks}", "learns one block of each answer at a time", fix)
+    if causal_weight and not spec.context.has_causal_passes:
+        named = f"causal_weight={causal_weight}"
+        raise ValueError(f"{named} does not support {spec.family}: it has no causal passes. {fix}")
 
 
 def draw_blocks(

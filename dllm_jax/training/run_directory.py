@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -34,6 +34,7 @@ Record = dict[str, Any]
 LogEntry = dict[str, Any]
 STATE, SOURCE, CONFIGURATION, LOG = "state", "source", "configuration", "log"
 LOG_FILE = "log.jsonl"
+KEPT = 2  # checkpoints
 # Options that change no step that was done, but for rounding. "steps" and "decay" are compared by the rates
 # that they gave.
 FREE = ("steps", "decay", "save_every", "accumulate", "remat")
@@ -85,22 +86,19 @@ class RunDirectory:
       OSError: the directory or the log cannot be made.
     """
 
-    def __init__(self, root: Path, record: Record, keep: int = 2):
+    def __init__(self, root: Path, record: Record):
         root.mkdir(parents=True, exist_ok=True)
         self._root, self._record, self._log = root, record, root / LOG_FILE
         self._folder = root.absolute() / "checkpoints"
         with contextlib.ExitStack() as held:
             # Claimed before Orbax looks at the checkpoints: it removes those that are being written.
-            _together(lambda: _claim(self._log, held), str(root))
-            self._manager = self._opened(keep)
+            _claim(self._log, held)
+            options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, enable_async_checkpointing=False)
+            handlers = {name: ocp.JsonCheckpointHandler() for name in (SOURCE, CONFIGURATION, LOG)}
+            handlers = {STATE: ocp.StandardCheckpointHandler(), **handlers}
+            self._manager = ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
             held.callback(self._manager.close)
             self._held = held.pop_all()
-
-    def _opened(self, keep: int) -> ocp.CheckpointManager:
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
-        handlers = {name: ocp.JsonCheckpointHandler() for name in (SOURCE, CONFIGURATION, LOG)}
-        handlers = {STATE: ocp.StandardCheckpointHandler(), **handlers}
-        return ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
 
     def __enter__(self) -> "RunDirectory":
         return self
@@ -115,7 +113,7 @@ class RunDirectory:
 
     @number_modes()
     def save(self, done: Begun):
-        """Writes a checkpoint of the state's step, and removes all but the newest `keep`.
+        """Writes a checkpoint of the state's step, and removes all but the newest `KEPT`.
 
         Args:
           done: What a run that goes on begins with; metrics on the host.
@@ -196,28 +194,28 @@ def _window(saved: dict[str, Any] | None) -> Window:
 
 
 def _claim(log: Path, held: contextlib.ExitStack):
-    """Locks a run's log until `held` is closed; raises ValueError if another run holds it."""
-    try:
-        locks.hold(held.enter_context(log.open("ab")), log)
-    except BlockingIOError:
-        raise ValueError(
-            f"directory={shown(str(log.parent))} is in use: another run trains in it. Wait until it has "
-            "ended, or choose another directory."
-        ) from None
+    """Lets the first process lock a run's log until `held` is closed.
 
-
-def _together(claim: Callable[[], None], where: str):
-    """Lets the first process claim a directory; the others raise OSError if it could not."""
+    Raises:
+      ValueError: another run holds it.
+      OSError: it cannot be locked, or the first process could not lock it.
+    """
     failure: Exception | None = None
     if jax.process_index() == 0:
         try:
-            claim()
-        except (ValueError, OSError) as error:  # the others must hear of it, or they would wait for ever
+            locks.hold(held.enter_context(log.open("ab")), log)
+        except BlockingIOError:
+            failure = ValueError(
+                f"directory={shown(str(log.parent))} is in use: another run trains in it. Wait until it has "
+                "ended, or choose another directory."
+            )
+        except OSError as error:
             failure = error
+    # The other processes must hear of it, or they would wait for ever.
     if jax.process_count() > 1:
         failed = multihost_utils.broadcast_one_to_all(np.int32(failure is not None))
         if failed and failure is None:
-            failure = OSError(f"{where} was not claimed: the first process failed, and says why")
+            failure = OSError(f"{log.parent} was not claimed: the first process failed, and says why")
     if failure is not None:
         raise failure
 

@@ -24,7 +24,7 @@ from dllm_jax.options import check_argument, shown
 from dllm_jax.training import placement as place
 from dllm_jax.training.batch import Batch, Checked, checked
 from dllm_jax.training.config import OF_THE_OPTIMISER, TrainConfig, optimiser
-from dllm_jax.training.loss import check_causal, check_objective
+from dllm_jax.training.loss import check_objective
 from dllm_jax.training.placement import Placement
 
 TOWER = "vision"  # where the parameters of a vision tower stand in the tree of what can be trained
@@ -131,10 +131,11 @@ def prepare(
             f"weights={model.weights!r} cannot be trained: whole numbers have no gradient, and steps are "
             "smaller than their spacing; load the original without weights='int8'"
         )
-    check_objective(model.spec, config.prompt_isolation, config.blocks)
-    check_causal(model.spec, config.causal_weight)
-    if optimizer is not None:
-        _refuse_without_effect(config)
+    check_objective(model.spec, config.prompt_isolation, config.blocks, config.causal_weight)
+    default = TrainConfig(steps=config.steps)
+    for name in () if optimizer is None else OF_THE_OPTIMISER:
+        if (value := getattr(config, name)) != getattr(default, name):
+            raise ValueError(f"{name}={value} has no effect with optimizer=: say it there")
     # What is trained is a mask of the parameters' tree; the transformation sees None elsewhere.
     mask, chosen = assigned(
         labels(parameters(model), trainable), optimiser(config) if optimizer is None else optimizer
@@ -148,15 +149,6 @@ def prepare(
         placement = Placement(chosen_mesh, model.rules)
     dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(parameters(model)))
     return Setup(model.spec, config, chosen, tuple(jax.tree.leaves(mask)), dtypes, placement)
-
-
-def _refuse_without_effect(config: TrainConfig):
-    """Refuses options of the built-in optimiser along with one that replaces it."""
-    default = TrainConfig(steps=config.steps)
-    for name in OF_THE_OPTIMISER:
-        value = getattr(config, name)
-        if value != getattr(default, name):
-            raise ValueError(f"{name}={value} has no effect with optimizer=: say it there")
 
 
 def on_mesh(setup: Setup, params: PyTree[Array]) -> PyTree[Array]:
