@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import MinLen
 
-from dllm_jax.eval.benchmarks import image_metrics as metrics
-from dllm_jax.eval.benchmarks.image_metrics import LETTERS
+from dllm_jax.eval.benchmarks import metrics
+from dllm_jax.eval.benchmarks.metrics import LETTERS
 from dllm_jax.eval.run.files import read_samples
 from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.options import NoneMeans, Options, shown

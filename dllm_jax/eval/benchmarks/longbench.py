@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from annotated_types import MinLen
 
 from dllm_jax.checkpoint.files import sha256
-from dllm_jax.eval.benchmarks import longbench_metrics as metrics
+from dllm_jax.eval.benchmarks import metrics
 from dllm_jax.eval.run.files import read_json, read_samples
 from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.eval.run.settings import LanguageModel

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from dllm_jax.eval.benchmarks.metrics import levenshtein
 from dllm_jax.eval.run.files import read_json, read_text
 from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.options import NonNegativeInt, Options, shown
@@ -91,12 +92,8 @@ class Needle(Options):
             return float(scorer.score(self.text, answer)["rouge1"].fmeasure)
         if self.keyword in answer:
             return 1.0
-        from rapidfuzz.distance import Levenshtein
-
         # OpenCompass: white space aside, a fifth of the similarity at most without the keyword.
-        ours, wanted = (re.sub(r"\s+", "", text) for text in (answer, self.text))
-        longest = max(len(ours), len(wanted))
-        return 0.2 * (1 - Levenshtein.distance(ours, wanted) / longest) if longest else 0.2
+        return 0.2 * levenshtein(*(re.sub(r"\s+", "", text) for text in (answer, self.text)))
 
 
 _SANDWICH = "the best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."

@@ -1,7 +1,8 @@
-"""LongBench's metrics as published (github.com/THUDM/LongBench at 2e00731, metrics.py and eval.py).
+"""Scores of answers in [0, 1], as published, oddities included: they are compared with published ones.
 
-Every metric maps (prediction, reference) to [0, 1], oddities included: scores are meant to be compared with
-published ones. `score` takes the best over a sample's references.
+First those of LongBench (github.com/THUDM/LongBench at 2e00731, metrics.py and eval.py); `score` takes the
+best over a sample's references. Then those of questions about images, as published with the data sets and
+as lmms-eval takes them.
 """
 
 import collections
@@ -13,6 +14,9 @@ from typing import Any, Literal
 
 from dllm_jax.options import shown
 
+TOLERANCE = 0.05  # of numbers, relative to the reference
+THRESHOLD = 0.5  # similarities below it are 0
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 Alignment = Literal["difflib", "indel"]
 Metric = Callable[[str, str], float]
 
@@ -108,3 +112,74 @@ def retrieval(prediction: str, reference: str) -> float:
 def score(metric: Metric, prediction: str, references: Sequence[str]) -> float:
     """The metric's best value over the references; 0 without references."""
     return max([0.0, *(metric(prediction, reference) for reference in references)])
+
+
+def relaxed(answer: str, reference: str) -> float:
+    """ChartQA's relaxed accuracy (arXiv:2203.10244, section 5.1): 1 for numbers within 5 % of the reference.
+
+    Texts must be equal but for their case. "50%" is the number 0.5. Against a reference of 0, for which no
+    number is within 5 %, texts are compared.
+    """
+    ours, wanted = _number(answer), _number(reference)
+    if ours is not None and wanted:
+        return float(abs(ours - wanted) / abs(wanted) <= TOLERANCE)
+    return float(answer.lower() == reference.lower())
+
+
+def _number(text: str) -> float | None:
+    """The number that a text is, None if it is none."""
+    try:
+        return float(text.rstrip("%")) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        return None
+
+
+def anls(answer: str, reference: str) -> float:
+    """Normalised Levenshtein similarity of DocVQA and InfoVQA (arXiv:1907.00490); 0 below a half.
+
+    Case and repeated white space do not count. The mean over questions, each with the best of its references,
+    is ANLS. At exactly a half the paper's formula gives 0; this gives a half, as lmms-eval does.
+    """
+    found = levenshtein(*(" ".join(text.lower().split()) for text in (answer, reference)))
+    return found if found >= THRESHOLD else 0.0
+
+
+def levenshtein(answer: str, reference: str) -> float:
+    """Similarity of texts: one minus the edit distance over the longer length; 1 for two empty texts."""
+    from rapidfuzz.distance import Levenshtein  # in the `eval` extra
+
+    longest = max(len(answer), len(reference))
+    return 1 - Levenshtein.distance(answer, reference) / longest if longest else 1.0
+
+
+def exact(answer: str, reference: str) -> float:
+    """1 for equal texts; case and repeated white space do not count."""
+    return float(answer.lower().split() == reference.lower().split())
+
+
+def letter(answer: str, reference: str, choices: Sequence[str]) -> float:
+    """1 if an answer names the right one of the choices, by its letter or by its text.
+
+    Args:
+      answer: what comes first of these counts: "B" alone; a letter in front, as in "B. a cat"; a letter in
+        brackets; the text of a choice; a letter among words.
+      reference: the letter of the right choice.
+      choices: texts of A, B, C, ...
+    """
+    return float(chosen(answer, choices) == reference)
+
+
+def chosen(answer: str, choices: Sequence[str]) -> str | None:
+    """The letter of the choice that an answer names, None if it names none; nothing is guessed."""
+    # The forms of `letter`, in this order: the first one that is found counts.
+    letters = LETTERS[: len(choices)]
+    in_front = re.match(rf"\(?([{letters}])(?:[).:,]|$)", answer)
+    in_brackets = re.search(rf"\(([{letters}])\)", answer)
+    for found in (in_front, in_brackets):
+        if found:
+            return found[1]
+    for name, text in zip(letters, choices, strict=True):
+        if exact(answer, text):
+            return name
+    among_words = re.search(rf"(?<![\w'])([{letters}])(?![\w'])", answer)
+    return among_words[1] if among_words else None
