@@ -14,7 +14,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec, VisionSpec
 from dllm_jax.options import Options, PositiveInt, check_argument
 from dllm_jax.state import host
-from dllm_jax.state.inputs import EMBEDS_PLACEHOLDER, Prompts
+from dllm_jax.state.inputs import EMBEDS_PLACEHOLDER, Prompts, padded_together
 from dllm_jax.state.text import Disguise
 from dllm_jax.vision import tower
 from dllm_jax.vision.images import (
@@ -223,12 +223,9 @@ def _left_padded(
     Int[np.ndarray, "b p"], Bool[np.ndarray, "b p"], Int[np.ndarray, "b p 4"], Float32[np.ndarray, "b p 4"]
 ]:
     """The prompts as arrays of one width; features are counted over each prompt's own views."""
-    ids = np.full((len(prompts), width), pad_id, np.int32)
-    mask = np.zeros(ids.shape, bool)
+    ids, mask = padded_together([prompt.ids for prompt in prompts], pad_id, width)
     source = np.zeros((*ids.shape, 4), np.int32)
     weight = np.zeros(source.shape, np.float32)
-    for row, prompt in enumerate(prompts):
-        own = slice(width - len(prompt.ids), width)
-        ids[row, own], mask[row, own] = prompt.ids, True
-        source[row, own], weight[row, own] = prompt.source, prompt.weight
-    return ids, mask, source, weight
+    source[mask] = np.concatenate([prompt.source for prompt in prompts])
+    weight[mask] = np.concatenate([prompt.weight for prompt in prompts])
+    return ids.astype(np.int32), mask, source, weight

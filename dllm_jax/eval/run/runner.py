@@ -200,21 +200,12 @@ class Runner(Answering[Request]):
 
         # Sequences of a batch end together: the first one's time alone would be the whole batch's. So as many
         # as there are slots share the time that they took.
-        start, answered = time.perf_counter(), list[tuple[int, Any]]()
-        for i, out in answer(self._asked(key, request, prefix) for key, request in pairs):
-            answered.append((i, out))
-            if len(answered) == at_once:
-                now = time.perf_counter()
-                yield self._entries(pairs, answered, now - start)
-                start, answered = now, []
-        if answered:
-            yield self._entries(pairs, answered, time.perf_counter() - start)
-
-    def _entries(
-        self, pairs: list[tuple[str, Request]], answered: list[tuple[int, Any]], seconds: float
-    ) -> list[Entry]:
-        """The entries of outputs, each by its pair's index, that took so many seconds together."""
-        return [self._entry(*pairs[i], out, seconds / len(answered)) for i, out in answered]
+        start = time.perf_counter()
+        flight = iter(answer(self._asked(key, request, prefix) for key, request in pairs))
+        while answered := list(itertools.islice(flight, at_once)):
+            now = time.perf_counter()
+            seconds, start = (now - start) / len(answered), now
+            yield [self._entry(*pairs[i], out, seconds) for i, out in answered]
 
     def _refusal(self, request: Request) -> ValueError | None:
         """Why these settings cannot answer a request."""
