@@ -97,10 +97,9 @@ class Curriculum(Options, Source):
             weights = np.array([stage.weight for stage in self.stages[: current + 1]])
             current = int(rng.choice(len(weights), p=weights / weights.sum()))
         stage = self.stages[current]
-        drawn_examples = examples(stage.task, (self.seed, step), stage.size, stage.batch, "train")
-        return encode_batch(self.tokenizer, drawn_examples, stage.length, self.spec)._replace(
-            t_min=stage.t_min
-        )
+        drawn = examples(stage.task, (self.seed, step), stage.size, stage.batch, "train")
+        batch = encode_batch(self.tokenizer, drawn, stage.length, self.spec)
+        return batch._replace(t_min=stage.t_min)
 
     @override
     def review(self, memory: Memory, model: Model, step: int) -> Memory:

@@ -136,15 +136,18 @@ def optimiser(config: TrainConfig) -> optax.GradientTransformation:
     )
     if config.muon is None:
         return optax.chain(clip, adamw)
+    axes = lambda params: jax.tree_util.tree_map_with_path(_of_matrix, params, is_leaf=is_low_rank)
+    name = lambda path, leaf: "muon" if _of_matrix(path, leaf) else "adamw"
+    names = lambda params: jax.tree_util.tree_map_with_path(name, params, is_leaf=is_low_rank)
     # Muon orthogonalises the momentum of a matrix: of what it reduces, against what it produces.
     muon = optax.contrib.muon(
         schedule(config, config.muon),
         weight_decay=config.weight_decay,
         weight_decay_mask=is_matrix,
-        muon_weight_dimension_numbers=_matrices,  # pyright: ignore[reportArgumentType]
+        muon_weight_dimension_numbers=axes,
     )
     # Muon's own AdamW would decay norms and biases too; with this partition it gets no parameters.
-    return optax.chain(clip, optax.partition({"muon": muon, "adamw": adamw}, _by_optimiser))
+    return optax.chain(clip, optax.partition({"muon": muon, "adamw": adamw}, names))
 
 
 def is_matrix(params: Params) -> PyTree[bool]:
@@ -153,18 +156,8 @@ def is_matrix(params: Params) -> PyTree[bool]:
     return jax.tree_util.tree_map_with_path(decays, params)
 
 
-def _by_optimiser(params: Params) -> PyTree[str]:
-    """The name of the optimiser of each parameter."""
-    name = lambda path, leaf: "muon" if _of_matrix(path, leaf) else "adamw"
-    return jax.tree_util.tree_map_with_path(name, params, is_leaf=is_low_rank)
-
-
-def _matrices(params: Params) -> PyTree[optax.contrib.MuonDimensionNumbers | None]:
-    """For Muon: the axes that each matrix of the layers reduces and produces; None elsewhere."""
-    return jax.tree_util.tree_map_with_path(_of_matrix, params, is_leaf=is_low_rank)
-
-
 def _of_matrix(path: tuple[Any, ...], leaf: Any) -> optax.contrib.MuonDimensionNumbers | None:
+    """For Muon: the axes that a matrix of the layers reduces and produces; None of other parameters."""
     # Factors of low-rank updates are no such matrices: they take AdamW.
     if (axes := MATRICES.get(name_of(path))) is None or is_low_rank(leaf):
         return None

@@ -198,7 +198,8 @@ def grpo_loss(
     if (kl > 0) != (reference is not None):
         raise ValueError(f"kl={kl} and reference={'None' if reference is None else 'given'} go together")
     given = {"log_prob": log_prob, "old": old} | ({} if reference is None else {"reference": reference})
-    given, advantage = _floats(2, **given), _advantages(advantage)
+    given = _floats(2, **given)
+    advantage = jnp.asarray(finite("advantage", advantage, np.float32)).astype(jnp.float32)
     counts = _counts(counted, given[0].shape)
     if advantage.shape != given[0].shape[:1]:
         raise ValueError(f"advantage has shape {advantage.shape}; expected {given[0].shape[:1]}")
@@ -241,11 +242,6 @@ def _floats(axes: int, **arrays: Any) -> list[Float[Array, "..."]]:
         if array.shape != wanted:
             raise ValueError(f"{name} has shape {array.shape}; expected {wanted}, that of {first}")
     return [jnp.asarray(array).astype(jnp.float32) for array in ours.values()]
-
-
-def _advantages(values: Any) -> Float[Array, "b"]:
-    """Advantages in float32."""
-    return jnp.asarray(finite("advantage", values, np.float32)).astype(jnp.float32)
 
 
 def _counts(counted: Any, shape: tuple[int, ...]) -> Bool[Array, "b r"]:

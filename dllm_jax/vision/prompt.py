@@ -45,16 +45,10 @@ def rendered(
     # The published system prompt, unless the conversation brings its own.
     if turns[0][0] != "system":
         turns.insert(0, ("system", SYSTEM))
-    text = "".join(
-        HEADER.format(role=role) + _each_piece(plain, content.strip()) + END for role, content in turns
-    )
+    written = lambda text: IMAGE.join(map(plain, text.strip().split(IMAGE)))
+    text = "".join(HEADER.format(role=role) + written(content) + END for role, content in turns)
     images = [image for _, own in contents for image in own]
     return BEGIN + text + HEADER.format(role="assistant"), images
-
-
-def _each_piece(plain: Callable[[str], str], text: str) -> str:
-    """Applies a function to the text between images."""
-    return IMAGE.join(map(plain, text.split(IMAGE)))
 
 
 def _content(message: Any, index: int) -> tuple[str, list[Any]]:

@@ -105,10 +105,7 @@ class Likelihood(Answering[Pair]):
         items = [pair for _, pair in pairs]
         items += items[:1] * (self.decoding.batch - len(items))
         prompt, mask = padded_together([context for context, _ in items], model.spec.eos_id, width)
-        answers, eos = [own for _, own in items], model.spec.eos_id
-        answer = np.asarray([[*own, *[eos] * (rung - len(own))] for own in answers], np.int32)
-        lengths = np.array([len(own) for own in answers])
-        real = np.arange(rung) < lengths[:, None]
+        answer, real = padded_together([own for _, own in items], model.spec.eos_id, rung, "right")
         # Every pair has masks of its own, in every batch.
         drawn = self.order == "random"
         masks = np.stack([self.masks(pair) for pair in items], axis=1) if drawn else None
@@ -126,7 +123,7 @@ class Likelihood(Answering[Pair]):
         # Guidance is a second pass for each draw.
         passes = rung if masks is None else len(masks)
         forwards = np.full(len(items), passes * (2 if self.cfg_scale > 0 else 1))
-        computed = forwards * (np.asarray(mask).sum(axis=1) + lengths)
+        computed = forwards * (np.asarray(mask).sum(axis=1) + real.sum(axis=1))
         greedy = np.zeros(len(items), bool)
         # LLaDA's check: is the answer what exact decoding gives, one token per step?
         if self.greedy_check:

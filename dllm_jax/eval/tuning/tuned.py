@@ -143,14 +143,12 @@ class Tuned:
         """All of it as JSON values; policies and samplers as constructor calls."""
         plain = lambda value: value._asdict() if isinstance(value, Estimate) else value
         text = lambda value: call(value) if dataclasses.is_dataclass(value) else plain(value)
-        rows = [
-            vars(row.setting) | {n: v for n, v in vars(row).items() if n != "setting"} for row in self.rows
-        ]
+        rows = [vars(row.setting) | vars(row) for row in self.rows]
         return {
             **{name: getattr(self, name) for name in ("length", "unit", "accuracy_within", "confidence")},
             "chosen": self.rows.index(self.chosen),
             "front": [self.rows.index(row) for row in self.front],
-            "rows": [{name: text(value) for name, value in row.items()} for row in rows],
+            "rows": [{name: text(row[name]) for name in row if name != "setting"} for row in rows],
         }
 
     def table(self) -> rich.table.Table:
