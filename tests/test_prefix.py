@@ -138,7 +138,7 @@ def test_requests_of_an_evaluation_share_their_beginning():
 def test_a_conversation_computes_no_turn_twice(monkeypatch):
     conversation = chatting.Conversation.open(chatting.Arguments("tiny-sdar", length=4))
     asked = []
-    monkeypatch.setattr(chatting, "stream", lambda model, **given: asked.append(given) or iter(()))
+    monkeypatch.setattr(dj, "stream", lambda model, **given: asked.append(given) or iter(()))
     console, messages, prefix = rich.console.Console(file=io.StringIO()), [], None
     for turn, text in enumerate(("bz:3;Tk:8;bq:", "Tq:")):
         messages.append({"role": "user", "content": text})

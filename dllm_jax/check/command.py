@@ -12,17 +12,14 @@ import jax
 import rich.console
 import tyro
 
-from dllm_jax import bundled
+import dllm_jax as dj
 from dllm_jax.check import environment, operations, peers, several, speed, timing, tokens
 from dllm_jax.check.report import Findings, Report
 from dllm_jax.check.weights import default_dtype
 from dllm_jax.checkpoint.source import open_checkpoint
 from dllm_jax.command_line import PATHS
-from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Options, PositiveFloat
-from dllm_jax.policies import ALL
 from dllm_jax.provenance import device, measured_on, now
-from dllm_jax.published.presets import presets
 from pallas_kernels.choice import Implementation
 from pallas_kernels.evidence import known, platform_of, user_file
 from pallas_kernels.operands import FAMILIES
@@ -100,20 +97,20 @@ def check(arguments: Arguments, console: rich.console.Console) -> int:
     return 0 if report.complete and not report.wrong else 1
 
 
-def shape(name: str | None) -> ModelSpec:
+def shape(name: str | None) -> dj.ModelSpec:
     """The spec to time, by the name of a model or a checkpoint's path.
 
     Raises:
       FileNotFoundError, ValueError: no such model.
     """
     name = name or ("tiny-llada" if device().platform == "cpu" else "llada-8b")
-    if name in presets.names("models"):
-        return presets.model_spec(name)
-    return open_checkpoint(bundled.path(name) if name in bundled.NAMES else name).spec
+    if name in dj.presets.names("models"):
+        return dj.presets.model_spec(name)
+    return open_checkpoint(dj.bundled.path(name) if name in dj.bundled.NAMES else name).spec
 
 
 def _parts(
-    arguments: Arguments, spec: ModelSpec, dtype: str, until: float
+    arguments: Arguments, spec: dj.ModelSpec, dtype: str, until: float
 ) -> dict[Part, Callable[[], Findings]]:
     """Makes the function of each part; rates are measured when the first one needs them."""
     here, quick = jax.devices()[0], arguments.quick
@@ -122,8 +119,8 @@ def _parts(
     hardware = functools.cache(lambda: timing.ceilings(dtype, **sizes))
     dtypes = ("float32",) if on_cpu and quick else ("float32", "bfloat16")
     geometry = speed.SMALL if on_cpu else speed.Geometry()
-    bundled_models = bundled.TEXT[:1] if quick else bundled.TEXT
-    policies = speed.POLICIES[:3] if quick else ALL
+    bundled_models = dj.bundled.TEXT[:1] if quick else dj.bundled.TEXT
+    policies = speed.POLICIES[:3] if quick else dj.policies.ALL
     every: tuple[Implementation, ...] = () if on_cpu else get_args(Implementation)
     by: list[Implementation] = [name for name in every if name == "xla" or _takes(name, dtype)]
     cases = speed.cases(geometry, by, quick)

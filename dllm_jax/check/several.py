@@ -7,26 +7,20 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from dllm_jax import bundled
+import dllm_jax as dj
 from dllm_jax.check import timing
 from dllm_jax.check.report import Finding, failed
 from dllm_jax.check.speed import Case, Geometry, request
 from dllm_jax.check.steps import program
 from dllm_jax.check.weights import random_model
-from dllm_jax.checkpoint import load
-from dllm_jax.decoding.generate import generate
 from dllm_jax.decoding.placement import place, runs_on
 from dllm_jax.nn.mesh import ReplicationWarning
-from dllm_jax.nn.model import Model
-from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.policies import DualCache
-from dllm_jax.published.shapes import abstract
 
 AXES = ("tp", "dp")  # weights and heads; sequences
 
 
 def findings(
-    spec: ModelSpec, dtype: str, geometry: Geometry, axes: tuple[str, ...] = AXES
+    spec: dj.ModelSpec, dtype: str, geometry: Geometry, axes: tuple[str, ...] = AXES
 ) -> Iterator[Finding]:
     """Per axis: are the tokens of a bundled model those of one device, and how long does a shape take?
 
@@ -51,7 +45,7 @@ def findings(
                 equal = bool((_tokens(mesh) == alone).all())
                 text = "the tokens of one device" if equal else "other tokens than one device's"
                 yield Finding(f"{title}, tokens", text, equal)
-            case = Case(DualCache(), geometry.prompts[0], count)
+            case = Case(dj.policies.DualCache(), geometry.prompts[0], count)
             taken = _time(spec, dtype, case, geometry, mesh)
             text = f"{taken.median:.2f} s for {count} sequences"
             if mesh is not None and alone_takes is not None:
@@ -67,19 +61,19 @@ def _tokens(mesh: jax.sharding.Mesh | None) -> np.ndarray:
     with warnings.catch_warnings():
         # What its four heads do not divide lies on all devices, which is no fault of theirs.
         warnings.simplefilter("ignore", ReplicationWarning)
-        model = load(bundled.path("tiny-llada"), dtype="float32", mesh=mesh)
+        model = dj.load(dj.bundled.path("tiny-llada"), dtype="float32", mesh=mesh)
     ids = np.random.default_rng(0).integers(5, 40, (jax.local_device_count(), 16))
-    return np.asarray(generate(model, ids, length=16, block=4, policy=DualCache()).tokens)
+    return np.asarray(dj.generate(model, ids, length=16, block=4, policy=dj.policies.DualCache()).tokens)
 
 
 def _time(
-    spec: ModelSpec, dtype: str, case: Case, geometry: Geometry, mesh: jax.sharding.Mesh | None
+    spec: dj.ModelSpec, dtype: str, case: Case, geometry: Geometry, mesh: jax.sharding.Mesh | None
 ) -> timing.Time:
     """Of a generation; what does not fit on one device is an error that says so."""
     model = random_model(spec, dtype)
     if mesh is not None:
-        where = jax.tree.map(lambda leaf: leaf.sharding, abstract(spec, dtype, mesh).params)
-        model = Model(jax.device_put(model.params, where), spec)
+        where = jax.tree.map(lambda leaf: leaf.sharding, dj.abstract(spec, dtype, mesh).params)
+        model = dj.Model(jax.device_put(model.params, where), spec)
     asked = request(model, case, geometry)
     placed = place(model, asked, asked.inputs.tokens)
     with runs_on(placed):

@@ -10,17 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from dllm_jax import bundled
+import dllm_jax as dj
 from dllm_jax.check.report import Finding, failed
-from dllm_jax.checkpoint import load
-from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.decoding.chat import decode_answers
-from dllm_jax.decoding.full_pass import forward
-from dllm_jax.decoding.generate import generate
-from dllm_jax.decoding.output import Output
-from dllm_jax.nn.model import Model
-from dllm_jax.policies import ALL, DKVGreedy, Policy
-from dllm_jax.samplers import RandomOrder
 from dllm_jax.tasks import Chain, Example, exact, examples, prompt_arrays
 from dllm_jax.testing.runs import first_difference
 
@@ -42,29 +34,29 @@ class Case(NamedTuple):
 
     name: str
     dtype: str
-    policy: Policy
+    policy: dj.policies.Policy
 
     @property
     def title(self) -> str:
         """A short name."""
         return f"{self.name}, {self.dtype}, {type(self.policy).__name__}"
 
-    def run(self, device: jax.Device, model: Model) -> Output:
+    def run(self, device: jax.Device, model: dj.Model) -> dj.Output:
         """The generation with its trace, on a device where the model lies."""
         prompt, mask = prompt_arrays(*_asked(self.name), model.spec.eos_id)
-        ordered = isinstance(self.policy, DKVGreedy)
-        options: dict[str, Any] = {"sampler": RandomOrder(), "key": jax.random.key(0)} if ordered else {}
-        options |= {"policy": self.policy, "trace": True, **SHAPE}
+        options: dict[str, Any] = {"policy": self.policy, "trace": True, **SHAPE}
+        if isinstance(self.policy, dj.policies.DKVGreedy):
+            options |= {"sampler": dj.samplers.RandomOrder(), "key": jax.random.key(0)}
         with jax.default_device(device):
-            return generate(model, prompt, prompt_mask=mask, **options)
+            return dj.generate(model, prompt, prompt_mask=mask, **options)
 
 
 def findings(
     device: jax.Device,
     reference: jax.Device,
-    models: Sequence[str] = bundled.TEXT,
+    models: Sequence[str] = dj.bundled.TEXT,
     dtypes: Sequence[str] = ("float32", "bfloat16"),
-    policies: Sequence[Policy] = ALL,
+    policies: Sequence[dj.policies.Policy] = dj.policies.ALL,
 ) -> Iterator[Finding]:
     """A finding per model, dtype and policy, and one per model of whether its answers are right.
 
@@ -84,7 +76,7 @@ def findings(
             loaded, cases = [], [Case(name, dtype, policy) for policy in policies]
             for place in places:
                 with jax.default_device(place):
-                    loaded.append(load(bundled.path(name), dtype=dtype, implementation="xla"))
+                    loaded.append(dj.load(dj.bundled.path(name), dtype=dtype, implementation="xla"))
             begun = [
                 [pool.submit(case.run, *on) for on in zip(places, loaded, strict=True)] for case in cases
             ]
@@ -98,10 +90,10 @@ def findings(
 @functools.cache
 def _asked(name: str) -> tuple[Any, list[Example]]:
     """The tokenizer of a bundled model, and what it is asked."""
-    return read_tokenizer(bundled.path(name)), examples(Chain(), 0, 7, QUESTIONS, "held_out")
+    return dj.load_tokenizer(dj.bundled.path(name)), examples(Chain(), 0, 7, QUESTIONS, "held_out")
 
 
-def _compared(case: Case, model: Model, out: Output, theirs: Output | None = None) -> Finding:
+def _compared(case: Case, model: dj.Model, out: dj.Output, theirs: dj.Output | None = None) -> Finding:
     """Compares a device's output with the reference's; on one device alone, its answers are looked at.
 
     Args:
@@ -130,16 +122,16 @@ def _compared(case: Case, model: Model, out: Output, theirs: Output | None = Non
     return Finding(case.title, f"{text}, probabilities {gap:.3f} apart", close, where | {"gap": gap})
 
 
-def _answered(case: Case, model: Model, out: Output) -> Finding:
+def _answered(case: Case, model: dj.Model, out: dj.Output) -> Finding:
     """Without a device to compare with: the exact decoder knows the answers."""
     tokenizer, questions = _asked(case.name)
     answers = decode_answers(model, tokenizer, np.asarray(out.tokens[:, -SHAPE["length"] :]))
     count = int(np.sum(exact(answers, questions)))
-    right = count == QUESTIONS if type(case.policy) is Policy else None
+    right = count == QUESTIONS if type(case.policy) is dj.policies.Policy else None
     return Finding(case.title, f"{count} of {QUESTIONS} answers right, all finite", right)
 
 
-def _gap(model: Model, theirs: Any, step: int, sequence: int, position: int, ours: Any) -> float:
+def _gap(model: dj.Model, theirs: Any, step: int, sequence: int, position: int, ours: Any) -> float:
     """How close the decision was, by the exact decoder on the CPU from the canvas before it.
 
     Of two tokens at a position, the difference of their probabilities; of two positions, that of the
@@ -153,6 +145,6 @@ def _gap(model: Model, theirs: Any, step: int, sequence: int, position: int, our
         ends = [np.min(score, where=one & np.isfinite(score), initial=np.inf) for one in changed]
         return float(abs(ends[0] - ends[1])) if np.isfinite(ends).all() else 1.0
     at = position - 1 if model.spec.shifted else position
-    logits = np.asarray(forward(model, before[None].astype(np.int32))[0, at], np.float64)
+    logits = np.asarray(dj.forward(model, before[None].astype(np.int32))[0, at], np.float64)
     chances = np.exp(logits - logits.max())
     return float(abs(chances[a] - chances[b]) / chances.sum())

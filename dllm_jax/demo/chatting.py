@@ -14,14 +14,10 @@ import rich.live
 import rich.text
 import tyro
 
+import dllm_jax as dj
 from dllm_jax.checkpoint.dtypes import DtypeName
 from dllm_jax.command_line import PATHS
-from dllm_jax.decoding import buckets
 from dllm_jax.decoding.chat import Message, check_tokenizer, decode_answers, encode_chats
-from dllm_jax.decoding.output import Output
-from dllm_jax.decoding.prefill import prefill
-from dllm_jax.decoding.stops import StopTexts
-from dllm_jax.decoding.stream import Snapshot, stream
 from dllm_jax.decoding.watch.grid import END
 from dllm_jax.decoding.watch.recording import harmless, pieces
 from dllm_jax.engine.prefix import Prefix, reads_causally, refusal
@@ -156,9 +152,9 @@ class Conversation:
         names = ("length", "max_length", "block", "steps", "every")
         named = {name: getattr(arguments, name) for name in names}
         # The conversation grows: its lengths share programs.
-        shared = {"policy": policy, "sampler": sampler, "stop_at_eos": True, "buckets": buckets.DEFAULT}
+        shared = {"policy": policy, "sampler": sampler, "stop_at_eos": True, "buckets": dj.buckets.DEFAULT}
         if arguments.stop:
-            shared["stop"] = StopTexts(lm.tokenizer, arguments.stop)
+            shared["stop"] = dj.StopTexts(lm.tokenizer, arguments.stop)
         return cls(lm, named | shared, arguments.seed)
 
     def encode(self, messages: list[Message]) -> tuple[np.ndarray, np.ndarray]:
@@ -181,8 +177,8 @@ class Conversation:
         """
         prompt, mask = self.encode(messages)
         if self.reuses:
-            causal = reads_causally(self.lm.model.spec, self.options["sampler"])
-            prefix = prefill(self.lm.model, prompt, prefix=prefix, causal=causal, buckets=buckets.DEFAULT)
+            causal, ladder = reads_causally(self.lm.model.spec, self.options["sampler"]), dj.buckets.DEFAULT
+            prefix = dj.prefill(self.lm.model, prompt, prefix=prefix, causal=causal, buckets=ladder)
 
         # The first answer is that of `generate` with this seed; later turns draw again.
         key = jax.random.key(self.seed) if turn == 0 else jax.random.fold_in(jax.random.key(self.seed), turn)
@@ -191,7 +187,7 @@ class Conversation:
         given = (
             {"prompt": prompt, "prompt_mask": mask} if prefix is None else {"prompt": [[]], "prefix": prefix}
         )
-        snapshots = stream(self.lm.model, key=key, **given, **self.options)
+        snapshots = dj.stream(self.lm.model, key=key, **given, **self.options)
         # The picture goes when the answer is there, which may be longer than the screen.
         with contextlib.ExitStack() as stack:
             if console.is_terminal:
@@ -224,7 +220,7 @@ class Conversation:
         """Whether a turn begins with what the last one computed (`prefill`)."""
         return refusal(self.lm.model, self.options["policy"], self.options["sampler"]) is None
 
-    def _picture(self, snapshot: Snapshot, shown: int) -> rich.text.Text:
+    def _picture(self, snapshot: dj.Snapshot, shown: int) -> rich.text.Text:
         """The response as far as it is decoded; what has just been decoded is bright."""
         tokens, new = snapshot.tokens[0, shown:].tolist(), snapshot.decoded[0, shown:]
         known = pieces(self.lm.tokenizer, set(tokens))
@@ -240,10 +236,10 @@ class Conversation:
         return picture
 
 
-def _cost(snapshot: Snapshot, seconds: float, prefilled: int = 0) -> str:
+def _cost(snapshot: dj.Snapshot, seconds: float, prefilled: int = 0) -> str:
     """One line about what an answer took, with tokens that were computed before it."""
     time_taken = f"{snapshot.steps[0]} steps, {seconds:.1f} s"
-    if not isinstance(snapshot.output, Output):
+    if not isinstance(snapshot.output, dj.Output):
         return f"stopped after {time_taken}"
     stats = snapshot.output.stats
     computed, ratio = int(stats.computed_tokens[0]) + prefilled, float(stats.cache_ratio[0])

@@ -14,22 +14,16 @@ import rich.table
 import rich.text
 import tyro
 
-from dllm_jax import bundled, provenance
-from dllm_jax.checkpoint import load
-from dllm_jax.checkpoint.tokenizer import read_tokenizer
+import dllm_jax as dj
+from dllm_jax import provenance
 from dllm_jax.command_line import PATHS, keep_programs, kept_programs, with_new_names
 from dllm_jax.decoding.chat import decode_answers
-from dllm_jax.decoding.compare import compare
-from dllm_jax.decoding.generate import generate
 from dllm_jax.decoding.watch.grid import COLD, WARM, grid
 from dllm_jax.decoding.watch.recording import Recording
 from dllm_jax.demo import trains
-from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import count
 from dllm_jax.options import NonNegativeInt, Options, PositiveInt, shown
-from dllm_jax.policies import DualCache, Policy
 from dllm_jax.published.expressions import call
-from dllm_jax.samplers import Confidence, Threshold
 from dllm_jax.tasks import Chain, Example, exact, examples, prompt_arrays
 
 TASK = (
@@ -49,22 +43,22 @@ NEXT = """\
 
 # Each row changes one thing: exact; with Fast-dLLM's cache; with its parallel decoding as well.
 POLICIES = (
-    (Policy(), Confidence()),
-    (DualCache(), Confidence()),
-    (DualCache(), Threshold(0.9)),
+    (dj.policies.Policy(), dj.samplers.Confidence()),
+    (dj.policies.DualCache(), dj.samplers.Confidence()),
+    (dj.policies.DualCache(), dj.samplers.Threshold(0.9)),
 )
 STEPS = 7  # of a question's chain
 LENGTH, BLOCK = 32, 4
 COUNTED = ("answer_tokens", "computed_tokens")  # of the statistics
 WIDTH = 10  # of the longest bar
-READING = bundled.TEXT + bundled.BLOCK_CAUSAL
+READING = dj.bundled.TEXT + dj.bundled.BLOCK_CAUSAL
 
 
 @dataclasses.dataclass(frozen=True)
 class Arguments(Options):
     """Demonstration of dllm_jax on the checkpoints that ship with it."""
 
-    models: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME...")] = bundled.TEXT[:1]
+    models: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME...")] = dj.bundled.TEXT[:1]
     """Bundled text models to run."""
     prompts: Annotated[PositiveInt, tyro.conf.arg(name="limit")] = 16
     """Number of held-out prompts of each task."""
@@ -94,7 +88,7 @@ def demonstration(arguments: Arguments) -> int:
     console.print("Compiling takes most of the first run; later runs are faster.", style="dim")
     tables: list[dict[str, Any]] = []
     for name in arguments.models:
-        model, tokenizer = load(bundled.path(name)), read_tokenizer(bundled.path(name))
+        model, tokenizer = dj.load(dj.bundled.path(name)), dj.load_tokenizer(dj.bundled.path(name))
         if not tables:
             _first_answer(console, name, model, tokenizer)
         with console.status(f"{name}: compiling {len(POLICIES)} programs, then running them in turns"):
@@ -112,15 +106,15 @@ def demonstration(arguments: Arguments) -> int:
     return 0
 
 
-def _first_answer(console: rich.console.Console, name: str, model: Model, tokenizer: Any):
+def _first_answer(console: rich.console.Console, name: str, model: dj.Model, tokenizer: Any):
     """Prints the question of the train, the steps of its answer, and the stops that it names."""
     console.print(f"\n{TASK}\n", highlight=False)
     console.print(f"  {trains.QUESTION}\n", style="cyan", highlight=False)
     with console.status("compiling"):
         asked = [Example(trains.QUESTION, trains.ANSWER)]
         prompt, _ = prompt_arrays(tokenizer, asked, model.spec.eos_id)
-        length, block = LENGTH, model.spec.context.size or 8
-        out = generate(model, prompt, length=length, block=block, sampler=Threshold(0.9), trace=True)
+        block, sampler = model.spec.context.size or 8, dj.samplers.Threshold(0.9)
+        out = dj.generate(model, prompt, length=LENGTH, block=block, sampler=sampler, trace=True)
         (answer,) = decode_answers(model, tokenizer, np.asarray(out.tokens[:, prompt.shape[1] :]))
     console.print("[bold]1. Denoising:[/] each step unmasks every token with confidence of at least 0.9")
     about = f"{name}, {count(model.params):,} parameters"
@@ -130,7 +124,7 @@ def _first_answer(console: rich.console.Console, name: str, model: Model, tokeni
     console.print(f"  {' → '.join(trains.route(answer))}\n", style="bold", highlight=False)
 
 
-def measure(name: str, model: Model, tokenizer: Any, questions: list[Example]) -> dict[str, Any]:
+def measure(name: str, model: dj.Model, tokenizer: Any, questions: list[Example]) -> dict[str, Any]:
     """Measures each of `POLICIES` on held-out prompts; timed runs of all of them are interleaved.
 
     A row has the constructor calls of `policy` and `sampler`; `accuracy`, the fraction of exactly right
@@ -140,7 +134,7 @@ def measure(name: str, model: Model, tokenizer: Any, questions: list[Example]) -
     """
     prompt, mask = prompt_arrays(tokenizer, questions, model.spec.eos_id)
     runs = [{"policy": policy, "sampler": sampler} for policy, sampler in POLICIES]
-    found = compare(model, prompt, runs, prompt_mask=mask, repeats=2, length=LENGTH, block=BLOCK).rows
+    found = dj.compare(model, prompt, runs, prompt_mask=mask, repeats=2, length=LENGTH, block=BLOCK).rows
     rows: list[dict[str, Any]] = []
     for (policy, sampler), run in zip(POLICIES, found, strict=True):
         texts = decode_answers(model, tokenizer, np.asarray(run.output.tokens[:, prompt.shape[1] :]))

@@ -11,8 +11,7 @@ import numpy as np
 import tyro
 from annotated_types import Ge
 
-from dllm_jax import bundled, lora
-from dllm_jax.checkpoint import load
+import dllm_jax as dj
 from dllm_jax.checkpoint.dtypes import DtypeName
 from dllm_jax.checkpoint.files import sha256
 from dllm_jax.checkpoint.source import locate, locate_model
@@ -20,12 +19,8 @@ from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.decoding.chat import chat_ids, template_variables, with_defaults
 from dllm_jax.decoding.lengths import check_growth
 from dllm_jax.nn.int8 import Weights
-from dllm_jax.nn.model import Model
 from dllm_jax.options import NoneMeans, Options, PositiveFloat, PositiveInt, absolute
-from dllm_jax.policies import Policy
 from dllm_jax.published import expressions
-from dllm_jax.samplers import Confidence, Sampler
-from dllm_jax.state.layout import Layout
 from dllm_jax.state.sliding import Blocks, BlockSchedule, positions
 
 # How command lines read and show a block schedule.
@@ -61,8 +56,8 @@ class Decoding(Options):
     length: Annotated[PositiveInt | None, NoneMeans("each request's own")] = None
     block: Annotated[Blocks | None, NoneMeans("all positions"), FROM_TEXT] = None
     steps: Annotated[PositiveInt | None, NoneMeans("one per position")] = None
-    policy: Annotated[Policy, tyro.conf.Suppress] = Policy()
-    sampler: Annotated[Sampler, tyro.conf.Suppress] = Confidence()
+    policy: Annotated[dj.policies.Policy, tyro.conf.Suppress] = dj.policies.Policy()
+    sampler: Annotated[dj.samplers.Sampler, tyro.conf.Suppress] = dj.samplers.Confidence()
     stop_at_eos: bool = True
     seed: Annotated[int, Ge(0)] = 0
     batch: Annotated[PositiveInt, tyro.conf.arg(name="slots")] = 8
@@ -86,7 +81,7 @@ class Decoding(Options):
         if self.length is not None:
             # Blocks and steps must fit the length, for every prompt.
             whole = self.whole(self.length)
-            Layout.of(1, whole, self.block, self.steps, whole_blocks=self.sampler.whole_blocks)
+            dj.Layout.of(1, whole, self.block, self.steps, whole_blocks=self.sampler.whole_blocks)
             if self.steps is not None and self.steps > whole:
                 reason = f"must be at most length={whole}: a step decodes a token or more"
                 raise ValueError(f"steps={self.steps} {reason}")
@@ -166,7 +161,7 @@ class LanguageModel:
     """
 
     name: str
-    model: Model
+    model: dj.Model
     tokenizer: Any
     identity: str
     template: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -222,9 +217,9 @@ class Checkpoint(Options):
           FileNotFoundError: there is no such model.
         """
         # A directory of that name comes before a bundled model.
-        is_bundled = self.model in bundled.NAMES and not absolute(Path(self.model)).is_dir()
+        is_bundled = self.model in dj.bundled.NAMES and not absolute(Path(self.model)).is_dir()
         if is_bundled and self.revision is None:
-            return bundled.path(self.model)
+            return dj.bundled.path(self.model)
         return locate_model(self.model, self.revision)
 
     def open(self, identify: bool = True) -> LanguageModel:
@@ -238,17 +233,17 @@ class Checkpoint(Options):
           ValueError: `load` refuses it.
         """
         path = self.path
-        model = load(
+        model = dj.load(
             path, dtype=self.dtype, rope_factor=self.rope_factor, weights=self.weights, vocab=self.vocab
         )
         adapter = None if self.peft is None else locate(self.peft)
         identity = self._identity(path, model, adapter) if identify else ""
         if adapter is not None:
-            model = lora.load(model, adapter)
+            model = dj.lora.load(model, adapter)
         tokenizer = read_tokenizer(path if self.tokenizer is None else locate(self.tokenizer))
         return LanguageModel(self.model, model, tokenizer, identity, self.variables)
 
-    def _identity(self, path: Path, model: Model, adapter: Path | None) -> str:
+    def _identity(self, path: Path, model: dj.Model, adapter: Path | None) -> str:
         """All arguments that change an answer."""
         # Options that are new must be left out where not given, so that journals of earlier versions still
         # hold.
@@ -258,7 +253,7 @@ class Checkpoint(Options):
         return identity if adapter is None else f"{identity} peft={fingerprint(adapter)}"
 
 
-def identity_in_memory(model: Model) -> str:
+def identity_in_memory(model: dj.Model) -> str:
     """Identity of a model that no file is known of: hash of its shape and parameters, which are all read."""
     # Leaf by leaf, so that no more than one of them is on the host at a time.
     digest = hashlib.sha256(repr(model.spec).encode())
