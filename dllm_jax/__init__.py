@@ -40,6 +40,7 @@ from dllm_jax.decoding.prefill import prefill
 from dllm_jax.engine.prefix import Prefix
 from dllm_jax.decoding.compare import compare
 from dllm_jax.decoding.explain import explain_kernels
+from dllm_jax.decoding.answers import decode_answers
 from dllm_jax.decoding.chat import chat
 from dllm_jax.decoding.blocks import delimiters
 from dllm_jax.decoding.stops import StopTexts
@@ -104,6 +105,7 @@ __all__ = [
     "capture",
     "chat",
     "compare",
+    "decode_answers",
     "delimiters",
     "eviction",
     "explain_kernels",

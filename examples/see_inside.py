@@ -41,7 +41,7 @@ def main(model: str = "tiny-llada", figures: Path | None = None):
         ask(text), add_generation_prompt=True, return_dict=True, return_tensors="np"
     )["input_ids"]
     clean, other = map(encode, QUESTIONS)
-    words = lambda tokens: tokenizer.decode(np.asarray(tokens)[clean.shape[1] :], skip_special_tokens=True)
+    words = lambda tokens: dj.decode_answers(net, tokenizer, tokens[None, clean.shape[1] :])[0]
 
     # A recorded generation, and what the network computes of its canvases.
     out = dj.generate(net, clean, length=LENGTH, trace=True)

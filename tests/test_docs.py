@@ -323,6 +323,7 @@ def test_pictures_show_what_each_layer_updates_and_retains():
 
 PUBLIC = (  # functions that people call, whose docstrings have examples
     *("load", "load_tokenizer", "generate", "generate_many", "chat", "infill", "compare"),
+    "decode_answers",
     *("log_likelihood", "capture", "forward"),
 )
 

@@ -273,6 +273,10 @@ def test_a_file_of_prompts_is_answered_once_line_by_line(tmp_path):
     assert answering.answer(answering.Arguments(questions, grown, **growing)) == 0
     of = lambda path: {e["asked"]: e["answer"] for e in map(json.loads, path.read_text().splitlines()[1:])}
     assert of(grown) == {"T=211;T=": "211", "T=105;T=": "105"}
+    questions.write_text("iez=830;T=211;T=")  # tokens after the end of this answer are no part of it
+    cut = tmp_path / "cut.jsonl"
+    assert answering.answer(answering.Arguments(questions, cut, length=8, block=4)) == 0
+    assert of(cut) == {"iez=830;T=211;T=": "21"}
     questions.write_bytes(b"T=1\nT=\xe9\n")
     refuses(f"{questions}:2: not UTF-8: byte 0xe9", ask)
 

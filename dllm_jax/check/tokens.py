@@ -12,7 +12,7 @@ import numpy as np
 
 import dllm_jax as dj
 from dllm_jax.check.report import Finding, failed
-from dllm_jax.decoding.chat import decode_answers
+from dllm_jax.decoding.answers import decode_answers
 from dllm_jax.tasks import Chain, Example, exact, examples, prompt_arrays
 from dllm_jax.testing.runs import first_difference
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import tyro
 
 from dllm_jax.command_line import PATHS
+from dllm_jax.decoding.answers import decode_answers
 from dllm_jax.decoding.generate_many import generate_many
 from dllm_jax.eval.run.files import read_text
 from dllm_jax.eval.run.journal import Journal
@@ -86,7 +87,7 @@ def answer(asked: Arguments) -> int:
                     journal.fail(left[index], out)
                     failures += 1
                 else:
-                    response = out.tokens[0, -(asked.max_length or asked.length) :]
-                    text = lm.tokenizer.decode(response, skip_special_tokens=True)
+                    response = out.tokens[:, -(asked.max_length or asked.length) :]
+                    (text,) = decode_answers(lm.model, lm.tokenizer, response)
                     journal.answer(left[index], text, forwards=int(out.stats.nfe[0]))
     return failures

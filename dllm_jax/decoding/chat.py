@@ -14,6 +14,7 @@ import jinja2.meta
 import numpy as np
 from jaxtyping import Bool, Int
 
+from dllm_jax.decoding.answers import decode_answers
 from dllm_jax.decoding.buckets import Ladder, check_ladder
 from dllm_jax.decoding.generate import generate
 from dllm_jax.decoding.options import ChatOptions, GenerateOptions, shows
@@ -372,20 +373,3 @@ def check_tokenizer(tokenizer: Any):
     """Raises ValueError if a tokenizer is none of transformers' kind."""
     needed = "chat_template", "apply_chat_template", "added_tokens_decoder", "encode", "decode"
     recording.check_tokenizer(tokenizer, *needed)
-
-
-def decode_answers(
-    model: Model, tokenizer: Any, responses: np.ndarray, stops: StopTexts | None = None
-) -> list[str]:
-    """Text of each response up to its first end-of-text, end-of-turn, other stop id, or stop text."""
-    cut = [before_end(model, ids) for ids in responses]
-    if stops is not None:
-        return [stops.decode(ids) for ids in cut]
-    return [tokenizer.decode(ids.tolist(), skip_special_tokens=True) for ids in cut]
-
-
-def before_end(model: Model, ids: Int[np.ndarray, "r"]) -> Int[np.ndarray, "n"]:
-    """The tokens of a response in front of its first end-of-text, end-of-turn or other stop id."""
-    # Whichever comes first; of some models no end-of-turn is known.
-    ends = [i for i in (*model.spec.ends, model.spec.eot_id) if i is not None]
-    return ids[: np.argmax(hit)] if (hit := np.isin(ids, ends)).any() else ids

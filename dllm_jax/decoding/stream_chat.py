@@ -5,14 +5,13 @@ from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
+from dllm_jax.decoding.answers import before_end, decode_answers
 from dllm_jax.decoding.buckets import Ladder
 from dllm_jax.decoding.chat import (
     NOTHING,
     OWN,
     AskedChat,
     Message,
-    before_end,
-    decode_answers,
     prepare_chat,
 )
 from dllm_jax.decoding.options import ChatOptions, shows

@@ -17,7 +17,8 @@ import tyro
 import dllm_jax as dj
 from dllm_jax.checkpoint.dtypes import DtypeName
 from dllm_jax.command_line import PATHS
-from dllm_jax.decoding.chat import Message, check_tokenizer, decode_answers, encode_chats
+from dllm_jax.decoding.answers import decode_answers
+from dllm_jax.decoding.chat import Message, check_tokenizer, encode_chats
 from dllm_jax.decoding.watch.grid import END
 from dllm_jax.decoding.watch.recording import harmless, pieces
 from dllm_jax.engine.prefix import Prefix, reads_causally, refusal

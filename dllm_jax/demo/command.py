@@ -17,7 +17,7 @@ import tyro
 import dllm_jax as dj
 from dllm_jax import provenance
 from dllm_jax.command_line import PATHS, keep_programs, kept_programs, with_new_names
-from dllm_jax.decoding.chat import decode_answers
+from dllm_jax.decoding.answers import decode_answers
 from dllm_jax.decoding.watch.grid import COLD, WARM, grid
 from dllm_jax.decoding.watch.recording import Recording
 from dllm_jax.demo import trains

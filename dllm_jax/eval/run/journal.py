@@ -39,7 +39,8 @@ class Journal:
         with dj.Journal("answers.jsonl") as journal:
             left = journal.left(questions)
             for index, out in dj.generate_many(model, [ids(asked.item) for asked in left], length=32):
-                journal.answer(left[index], tokenizer.decode(out.tokens[0, -32:]))
+                (text,) = dj.decode_answers(model, tokenizer, out.tokens[:, -32:])
+                journal.answer(left[index], text)
 
     The last entry of a key counts. A killed run leaves at most one unfinished line, the last; it is dropped.
     A journal is resumed by the device and versions that began it only: a result names one of each, for all

@@ -18,8 +18,8 @@ import numpy as np
 from typing_extensions import override
 
 from dllm_jax.checkpoint.files import sha256
+from dllm_jax.decoding.answers import decode_answers
 from dllm_jax.decoding.buckets import Ladder
-from dllm_jax.decoding.chat import decode_answers
 from dllm_jax.decoding.generate_many import generate_many
 from dllm_jax.decoding.prefill import common, prefill
 from dllm_jax.decoding.stops import StopTexts
