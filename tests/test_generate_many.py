@@ -1,6 +1,7 @@
 """Requests in flight: each is answered as if it were alone, whatever is beside it and whatever interrupts."""
 
 import itertools
+from typing import Any
 from unittest import mock
 
 import jax
@@ -221,6 +222,24 @@ def test_a_refused_request_is_told_with_its_index_and_loses_no_other():
 def test_options_that_no_request_could_have_are_refused_at_the_call(unannotated, options, error, message):
     with pytest.raises(error, match=message):
         dj.generate_many(tiny("llada"), **dict(prompts=[[1]]) | SHORT | options)
+
+
+@pytest.mark.filterwarnings("error")
+def test_each_request_may_say_how_long_its_answer_is(unannotated):
+    """The default length is of those alone that give none: here it exceeds the context."""
+    model, short = tiny("llada").replace_spec(positions=60), {"prompt": [1, 2], "length": 6}
+    growing: dict[str, Any] = dict(sampler=samplers.DAEDAL())
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (growing, short | {"max_length": 8}), (growing | dict(max_length=8), short),
+        (dict(block=3), short), (dict(block=3, steps=4), short),
+    ]  # fmt: skip
+    for common, request in cases:
+        with dj.generate_many(model, [request], **common):
+            pass
+    with pytest.raises(ValueError, match="max_length=8 must be at least length=9"):
+        dj.generate_many(model, [short], **growing, length=9, max_length=8)
+    ((_, out),) = dj.generate_many(model, [short | {"max_length": 8}], slots=1, nonfinite="ignore", **growing)
+    assert out.tokens.shape[1] >= 8
 
 
 def test_a_sequence_without_finite_logits_ends_alone():

@@ -8,6 +8,7 @@ part: which request enters when, and that none is lost whatever interrupts it.
 """
 
 import collections
+import contextlib
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
@@ -133,11 +134,7 @@ def generate_many(
         ladders.check_ladder("buckets", buckets)
     of_all: dict[str, Any] = {**options, "buckets": buckets, "prefix": prefix}
     # What no request could ask for is refused here, by the shortest of prompts.
-    asked = Asked(**of_all)
-    least: dict[str, Any] = {"key": seeded(0)} if asked.sampler.draws else {}
-    if asked.sampler.grows and asked.max_length is None:  # each request may say how long its answer becomes
-        least["max_length"] = asked.length
-    prepare(model, [[model.spec.eos_id]], **{**of_all, **least})
+    _check_common(model, of_all, "length" in options)
     return Answers(
         model,
         iter(prompts),
@@ -147,6 +144,24 @@ def generate_many(
         of_all,
         _bar(prompts) if check_argument("progress", progress, bool) else None,
     )
+
+
+def _check_common(model: Model, options: dict[str, Any], has_length: bool):
+    """Raises ValueError for options that no request could ask for, by the shortest of prompts and answers."""
+    asked = Asked(**options)
+    least: dict[str, Any] = {"key": seeded(0)} if asked.sampler.draws else {}
+
+    def check(length: int, **others: Any):
+        most = {"max_length": length} if asked.sampler.grows and asked.max_length is None else {}
+        given: dict[str, Any] = options | least | most | {"length": length} | others
+        prepare(model, [[model.spec.eos_id]], **given)
+
+    # Each request may say how long its answer is.
+    if not has_length:
+        one_block = asked.block if isinstance(asked.block, int) and asked.block > 0 else 1
+        with contextlib.suppress(ValueError):
+            return check(one_block, steps=None)
+    check(asked.length)
 
 
 class Answers(Iterator[tuple[int, Output | Exception]]):
