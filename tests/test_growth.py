@@ -105,10 +105,12 @@ def test_streams_and_many_requests_grow_as_single_ones_do():
     for index, out in dj.generate_many(model, asked, slots=2, **SHAPE, policy=UNDER[2]):
         np.testing.assert_array_equal(np.asarray(out.tokens)[0, -30:], single[index].tokens[0, -30:])
         assert_same_stats(out.stats, single[index].stats)
-    seen = list(dj.stream(model, [asked[0]], every=2, **SHAPE, policy=UNDER[2]))
+    seen = list(dj.stream(model, [asked[0]], every=2, logprobs=0, **SHAPE, policy=UNDER[2]))
     np.testing.assert_array_equal(seen[-1].output.tokens, single[0].tokens)
     ends = [int((one.tokens[0] == model.spec.mask_id).sum()) for one in seen]
     assert max(ends) > ends[0], "masks appear while the answer grows"
+    unmasked = (seen[-1].logprobs.decoded_at >= 0).sum()
+    assert sum(int(one.decoded.sum()) for one in seen) == unmasked, "what moves is not unmasked again"
     assert ends[-1] == 0
 
 

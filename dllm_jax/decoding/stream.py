@@ -144,7 +144,8 @@ def _seen(piece: Piece, before: Int[np.ndarray, "b l"], own: tuple[slice, slice]
     confidence = np.where(np.isposinf(confidence), np.float32(np.nan), confidence)
 
     # What a sampler took back (WINO) changed as well, but has no confidence.
-    decoded = (tokens != before) & ~np.isnan(confidence)
+    changed = tokens != before if piece.unmasked is None else host.everywhere(piece.unmasked)[own]
+    decoded = changed & ~np.isnan(confidence)
     steps, block = host.everywhere(piece.steps)[own[0]], int(host.everywhere(piece.block))
     logprobs = jax.tree.map(lambda array: host.everywhere(array)[own], piece.logprobs)
     settled = np.minimum(host.everywhere(piece.settled)[own[0]] - (own[1].start or 0), tokens.shape[1])

@@ -40,6 +40,7 @@ class Piece(NamedTuple):
       logprobs: Log-probabilities so far; None if none are recorded.
       confidence: Confidence at which each position was unmasked, infinity elsewhere (NaN would end a
         program under `jax_debug_nans`); None if none is recorded.
+      unmasked: Positions whose token the piece unmasked, of answers that grow, whose tokens move.
     """
 
     tokens: Int[Array, "b l"]
@@ -50,6 +51,7 @@ class Piece(NamedTuple):
     settled: Int[Array, "b"]
     logprobs: LogProbs | None = None
     confidence: Float[Array, "b l"] | None = None
+    unmasked: Bool[Array, "b l"] | None = None
 
 
 def run_piece(
@@ -126,6 +128,8 @@ def resume(
         made = lambda s: jnp.max(s.canvas.passes - before)
         wanted = lambda s: (slowest(s.canvas) == start) & (made(s) < steps)
         after, seen = run_piece(Generation.of(model, inputs, plan), state, wanted, together=True)
+        if plan.sampler.grows:
+            seen = seen._replace(unmasked=after.canvas.decoded_at >= state.canvas.step[:, None])
 
         # Arrays of their own: the next piece overwrites the state's while the host still reads these.
         return after, jax.tree.map(jnp.copy, seen)
