@@ -19,8 +19,8 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
     """Decodes `length` tokens (`max_new_tokens`, `gen_length`) after each prompt by iterative denoising.
 
     Compiles once per combination of shapes, layout, policy and sampler. Numeric options such as thresholds
-    are runtime arguments and do not recompile. There is no host transfer inside the loop. `generate` can be
-    called under `jax.jit` and `jax.vmap`; argument values are then not validated.
+    are runtime arguments and do not recompile. The loop runs on the device; on GPUs XLA reads the loop's
+    conditions on the host. `generate` can be called under `jax.jit` and `jax.vmap`; argument values are then not validated.
 
     Args:
       model: Model returned by `load`.
