@@ -9,7 +9,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
-from dllm_jax.engine.block_schedule import find_stop
+from dllm_jax.engine.stops import StopIds
 from dllm_jax.testing.runs import assert_same_run, of_sequence
 from dllm_jax.vision import Pad, Processor
 from tests import llada_v, refuses, run_page
@@ -138,11 +138,12 @@ def test_of_several_stops_the_first_of_the_list_counts():
     mask_id = tiny("llada").spec.mask_id
     now = canvas([[True] * 8], prompt=2)
     find = lambda tokens, known, *stop: int(
-        find_stop(
+        StopIds(stop)
+        .look(
             dataclasses.replace(now, tokens=jnp.asarray([tokens]), stop=jnp.asarray([known], jnp.int32)),
-            stop,
             final=True,
-        ).stop[0]
+        )
+        .stop[0]
     )
     tokens = [7, 8, 3, 5, mask_id, 4, 3, 5]
     assert find(tokens, 8, (5,), (3,)) == 3

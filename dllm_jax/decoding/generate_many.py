@@ -299,7 +299,7 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
         inputs, plan = request.inputs, request.plan
         kinds = tuple((array.shape, str(array.dtype)) for array in jax.tree.leaves(inputs))
         extra = request.extra if plan.interventions else 0
-        common = jax.tree.leaves((plan.constraints, plan.stop_texts))
+        common = jax.tree.leaves((plan.constraints, plan.stop))
         held = tuple(hashlib.sha256(np.asarray(leaf).tobytes()).digest() for leaf in common)
         lane = jax.tree.structure((inputs, plan)), kinds, extra, held
         return Waiting(index, options, request, lane)

@@ -28,6 +28,7 @@ from dllm_jax.engine.closures import constants
 from dllm_jax.engine.drafting import drafting_widths
 from dllm_jax.engine.generation import Inputs, Plan
 from dllm_jax.engine.nonfinite import NonFinite
+from dllm_jax.engine.stops import StopIds, StopTable
 from dllm_jax.engine.widths import at_end, step_widths
 from dllm_jax.nn.intervention import checked, moved
 from dllm_jax.nn.keys import Keys, typed_key
@@ -173,8 +174,7 @@ def plan_of(case: Case) -> Plan:
         stop_at_eos=asked.stop_at_eos,
         trace=asked.trace,
         constants=read,
-        stop=stop_sequences(asked.stop, spec),
-        stop_texts=asked.stop.table(spec.vocab) if isinstance(asked.stop, StopTexts) else None,
+        stop=stop_of(asked.stop, spec),
         constraints=case.constraints,
         logprobs=asked.logprobs,
         prefix=None if asked.prefix is None else asked.prefix.stored,
@@ -220,15 +220,15 @@ def _most_masks(tokens: Int[AnyArray, "b l"], valid: Bool[AnyArray, "b l"], mask
     return most
 
 
-def stop_sequences(stop: Stops, spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
-    """Sequences of token ids at which a response ends; none if its stops are texts.
+def stop_of(stop: Stops, spec: ModelSpec) -> StopIds | StopTable | None:
+    """Where a response ends; None if nothing ends it, or its tokens do not say where a stop text is.
 
     Raises:
       ValueError: what is no list of sequences of ids, an empty one, or ids outside the vocabulary.
     """
     rule = "must be sequences of one or more token ids, such as [[198], [126348]], or texts in a dj.StopTexts"
     if isinstance(stop, StopTexts):
-        return ()
+        return stop.table(spec.vocab)
     if isinstance(stop, str) or not isinstance(stop, Sequence):
         raise ValueError(f"stop={shown(stop)} {rule}")
     found = []
@@ -244,7 +244,7 @@ def stop_sequences(stop: Stops, spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
                 f"stop={shown(stop)} must hold ids of the vocabulary [0, {spec.vocab}) but the mask's, "
                 f"{spec.mask_id}"
             )
-    return tuple(found)
+    return StopIds(tuple(found)) if found else None
 
 
 def noise_for(plan: Plan, batch: int, key: Keys | None, noise: Noise | None, vocab: int) -> Noise | None:

@@ -13,7 +13,6 @@ from dllm_jax.engine.drafting import Predictions
 from dllm_jax.engine.generation import Generation, Inputs, Plan, State
 from dllm_jax.engine.network import network_inputs
 from dllm_jax.engine.prefix import reuse
-from dllm_jax.engine.stops import begin_stops
 from dllm_jax.nn.layer import embed
 from dllm_jax.nn.mesh import constrain
 from dllm_jax.nn.model import Model
@@ -45,7 +44,7 @@ def initial_canvas(generation: Generation, inputs: Inputs) -> Canvas:
     model, plan = generation.model, generation.plan
     tokens, valid = (constrain(array, model.rules, "bl") for array in (inputs.tokens, inputs.valid))
     canvas = new_canvas(tokens, valid, model.spec, plan.layout)
-    canvas = begin_stops(canvas, plan.stop, plan.stop_texts)
+    canvas = plan.stop.begin(canvas) if plan.stop else canvas
     if plan.sampler.edits:
         canvas = dataclasses.replace(canvas, keeps_block=jnp.zeros_like(canvas.done))
     return advance(canvas, plan.policy, plan.sampler, plan.stop_at_eos)

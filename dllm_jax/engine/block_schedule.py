@@ -11,7 +11,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.engine.generation import Plan
-from dllm_jax.engine.stops import find_stop, read_on
 from dllm_jax.options import shown
 from dllm_jax.policies.base import Policy
 from dllm_jax.policies.fast_dllm import DualCache, PrefixCache
@@ -24,7 +23,7 @@ from dllm_jax.state.ends import first_eos
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import first_of
 from dllm_jax.state.sliding import AdaBlock, Sliding
-from dllm_jax.xla.reductions import any_marked
+from dllm_jax.xla.reductions import any_marked, argmax
 
 
 def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool) -> Canvas:
@@ -70,7 +69,7 @@ def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool)
 def end_step(plan: Plan, canvas: Canvas, finite: Bool[Array, "b"]) -> Canvas:
     """The canvas at the end of a step that has written its tokens, by logits that are finite or not."""
     stays = final(canvas, plan.sampler)
-    canvas = read_on(find_stop(canvas, plan.stop, stays), plan.stop_texts, stays)
+    canvas = plan.stop.look(canvas, stays) if plan.stop else canvas
 
     # A step ends with the guard against NaN, and with what is finished: sequences, blocks.
     # No sampler could finish the block of a sequence that is not finite before the end of its schedule.
@@ -183,7 +182,7 @@ def delimited_end(
     is_delimiter = np.zeros(canvas.spec.vocab, bool)
     is_delimiter[list(rule.delimiters)] = True
     logits = logits.astype(jnp.float32)
-    token = scores.likeliest(logits)
+    token = argmax(logits)
     searched = (index >= start) & (index < start + rule.searched(layout.end - layout.prompt))
     found = searched & (index < layout.end) & jnp.asarray(is_delimiter)[token]
 

@@ -36,28 +36,6 @@ PolicyLayer = Callable[..., tuple[Array, LayerCache]]
 
 
 @dataclasses.dataclass(frozen=True)
-class OneCanvas:
-    """No branches: a step computes one canvas of each sequence."""
-
-    def over(self, layer: PolicyLayer) -> PolicyLayer:
-        """The layer itself."""
-        return layer
-
-    def beside(
-        self, x: Float[Array, "b q m"], params: Params, embeds: Float[Array, "b l m"] | None
-    ) -> Float[Array, "b q m"]:
-        """The residual stream itself."""
-        return x
-
-    def joined_streams(self, streams: Float[Array, "b q m"]) -> Float[Array, "b q m"]:
-        """The residual stream itself."""
-        return streams
-
-
-ONE_CANVAS = OneCanvas()
-
-
-@dataclasses.dataclass(frozen=True)
 class Branches:
     """Branches of every sequence, n of w positions each.
 
@@ -88,18 +66,6 @@ class Branches:
         at_rows = lambda embeds: self.each(self.rows.take(embeds), axis=1)
         at_rows = None if self.blind else jax.tree.map(at_rows, embeds)
         return embed(params, self.tokens.reshape(len(self.tokens), -1), at_rows)
-
-    def over(self, layer: PolicyLayer) -> Callable[..., tuple[Both, LayerCache]]:
-        """A policy's layer, over its rows and over the branches."""
-        return over_branches(layer, self)
-
-    def beside(self, x: Float[Array, "b q m"], params: Params, embeds: Float[Array, "b l m"] | None) -> Both:
-        """The residual stream of the rows, and that of the branches before the first layer."""
-        return x, self.embedded(params, embeds)
-
-    def joined_streams(self, streams: Both) -> Float[Array, "b q_n_w m"]:
-        """The residual streams, that of the branches after that of the rows."""
-        return jnp.concatenate(streams, axis=1)
 
     def split(self, x: Float[Array, "b n_w h d"]) -> Float[Array, "b_n w h d"]:
         """The branches in place of sequences."""
@@ -133,6 +99,31 @@ class Branches:
             return alone if self.causal else None
         return jnp.repeat(self.rows.keys(cache.attends(self.rows, canvas)), self.tokens.shape[1], axis=0)
 
+    def over(self, layer: PolicyLayer) -> Callable[..., tuple[Both, LayerCache]]:
+        """A policy's layer, over its rows and over the branches."""
+
+        def both(
+            weights: Layer, streams: Both, cache: LayerCache, rows: Rows, canvas: Canvas
+        ) -> tuple[Both, LayerCache]:
+            x, branch = streams
+            stores = bool(jax.tree.leaves(cache.storage.layers))
+            after, cache = layer(weights, x, cache, rows, canvas)
+            q, k = weights.qk(branch, self.position)
+
+            # Keys and values of the branch itself.
+            inside = self.inside(cache, canvas)
+            split, value = self.split, weights.value(branch)
+            own = self.joined(*weights.attention(split(q), split(k), split(value), inside))
+
+            # And those of the canvas, as the step has left them; drafts share none if it computes all. The
+            # two disjoint sets are merged by their log-sum-exp.
+            if stores or self.blind:
+                now = cache.read() if stores else pairs_of_canvas(weights, x, rows)
+                own = merge_by_lse(weights.attention(q, now.k, now.v, self.shared(cache, canvas)), own)
+            return (after, weights.finish(branch, own[0].astype(q.dtype))), cache
+
+        return both
+
 
 def check_policy(sampler: Sampler, policy: Policy):
     """Raises ValueError if the sampler verifies, and the policy does not go with that.
@@ -164,11 +155,9 @@ def place_in_shadow(canvas: Canvas, index: Int[Array, "b c"]) -> Int[Array, "b c
     return jnp.clip(index - canvas.block_start[:, None], 0, canvas.layout.block - 1)
 
 
-def shadow_of(sampler: Sampler, canvas: Canvas) -> Branches | OneCanvas:
-    """The shadow block of a sampler that verifies tokens by one; no branches for others."""
-    return (
-        shadow_block(canvas, sampler.verifies_causally) if has_shadow(sampler, canvas.spec) else OneCanvas()
-    )
+def shadow_of(sampler: Sampler, canvas: Canvas) -> Branches | None:
+    """The shadow block of a sampler that verifies tokens by one; None for others."""
+    return shadow_block(canvas, sampler.verifies_causally) if has_shadow(sampler, canvas.spec) else None
 
 
 def has_shadow(sampler: Sampler, spec: ModelSpec) -> bool:
@@ -183,32 +172,6 @@ def shadow_block(canvas: Canvas, causal: bool = False) -> Branches:
     position = jnp.minimum(position, canvas.layout.length - 1)
     masks = jnp.full_like(position, canvas.spec.mask_id)[:, None]
     return Branches(masks, Rows(position, canvas.layout.length), blind=True, causal=causal)
-
-
-def over_branches(layer: PolicyLayer, branches: Branches) -> Callable[..., tuple[Both, LayerCache]]:
-    """A policy's layer, over its rows and over the branches."""
-
-    def both(
-        weights: Layer, streams: Both, cache: LayerCache, rows: Rows, canvas: Canvas
-    ) -> tuple[Both, LayerCache]:
-        x, branch = streams
-        stores = bool(jax.tree.leaves(cache.storage.layers))
-        after, cache = layer(weights, x, cache, rows, canvas)
-        q, k = weights.qk(branch, branches.position)
-
-        # Keys and values of the branch itself.
-        inside = branches.inside(cache, canvas)
-        split, value = branches.split, weights.value(branch)
-        own = branches.joined(*weights.attention(split(q), split(k), split(value), inside))
-
-        # And those of the canvas, as the step has left them; drafts share none if it computes all. The two
-        # disjoint sets are merged by their log-sum-exp.
-        if stores or branches.blind:
-            now = cache.read() if stores else pairs_of_canvas(weights, x, rows)
-            own = merge_by_lse(weights.attention(q, now.k, now.v, branches.shared(cache, canvas)), own)
-        return (after, weights.finish(branch, own[0].astype(q.dtype))), cache
-
-    return both
 
 
 def pairs_of_canvas(layer: Layer, x: Float[Array, "b q m"], rows: Rows) -> KV:

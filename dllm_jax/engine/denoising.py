@@ -46,7 +46,8 @@ def denoise_once(
     plan, canvas = generation.plan, state.canvas
     read = plan.sampler.read_as(canvas, state.memory)
     forward = run_forward(generation, variant, state, read)
-    rows = forward.cache.with_output(own_rows(plan, forward.rows), plan.streams)
+    own = own_rows(plan, forward.rows)
+    rows = forward.cache.with_output(own, plan.streams)
     decided = decide(generation, canvas, rows, forward.hidden, state.memory, read.verifies)
 
     # The policy sees what was proposed before the canvas moves on.
@@ -65,7 +66,7 @@ def denoise_once(
         before=canvas,
         after=after,
         left=left,
-        computed=own_rows(plan, forward.rows).mask(),
+        computed=own.mask(),
         executed=executed_positions(variant, canvas),
         read=one_stream(read, 0, plan.streams),
         extra=extra,

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from dllm_jax.engine.closures import Constants
 from dllm_jax.engine.prefix import StoredPrefix
 from dllm_jax.engine.stats import Record
-from dllm_jax.engine.stops import StopTable
+from dllm_jax.engine.stops import StopIds, StopTable
 from dllm_jax.engine.widths import Variant
 from dllm_jax.nn.intervention import Intervention, for_sequences
 from dllm_jax.nn.mesh import constrain
@@ -86,8 +86,7 @@ class Plan:
       confidence: record the confidences with which positions are decoded.
       interventions: other values at named places of the network; data, as the numbers are.
       constants: Values that methods of policy and sampler read outside of their classes (`engine.closures`).
-      stop: sequences of token ids at which a response ends.
-      stop_texts: Automaton of texts at which a response ends; None if there are none.
+      stop: Where a response ends: sequences of token ids, or texts; None if nothing ends it.
       constraints: Constraints that look at the canvas of each step.
       prefix: Keys and values of what all prompts begin with; None if nothing is reused.
       logprobs: Number of most likely tokens to record with each decoded token; None records nothing.
@@ -106,8 +105,7 @@ class Plan:
     confidence: bool = dataclasses.field(default=False, metadata={"static": True})
     interventions: tuple[Intervention, ...] = ()
     constants: Constants = dataclasses.field(default=(), metadata={"static": True})
-    stop: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), metadata={"static": True})
-    stop_texts: StopTable | None = None
+    stop: StopIds | StopTable | None = None
     constraints: tuple[Constraint, ...] = ()
     prefix: StoredPrefix | None = None
     logprobs: int | None = dataclasses.field(default=None, metadata={"static": True})
@@ -120,16 +118,12 @@ class Plan:
         return *(Variant(width, phase) for width in self.widths for phase in self.phases), Variant(None)
 
     @property
-    def drafts_eagerly(self) -> bool:
-        """Whether drafts reach into further blocks, which steps compute too."""
-        return bool(self.drafting and self.drafting.eager)
-
-    @property
     def scores_response(self) -> bool:
         """Whether all masks of the response meet the vocabulary, not those of the block alone."""
         sampler = self.sampler
         scored = "response" in (self.policy.scored, sampler.scored)
-        return scored or bool(sampler.early_commit) or self.drafts_eagerly
+        eager = bool(self.drafting and self.drafting.eager)  # drafts reach into further blocks
+        return scored or bool(sampler.early_commit) or eager
 
     @property
     def step_limit(self) -> int:

@@ -103,15 +103,13 @@ def choose_group(part: Bool[Array, "b"], canvas: Canvas, plan: Plan) -> Int[Arra
 
 def gather_constants(generation: Generation, index: Int[Array, "g"]) -> Generation:
     """The constants of the group's sequences."""
-    model, plan, noise, embeds, rope, allowed = generation
-    both = stream_index(index, plan)
-    return Generation(
-        model,
-        dataclasses.replace(plan, interventions=interventions_of(plan.interventions, both)),
-        noise_of(noise, index),
-        jax.tree.map(lambda array: gather_sequences(array, both, 0, plan.shares), embeds),
-        rope,
-        jax.tree.map(lambda array: gather_sequences(array, index, 0, plan.shares), allowed),
+    plan, both = generation.plan, stream_index(index, generation.plan)
+    part = lambda tree, index: jax.tree.map(lambda a: gather_sequences(a, index, 0, plan.shares), tree)
+    return generation._replace(
+        plan=dataclasses.replace(plan, interventions=interventions_of(plan.interventions, both)),
+        noise=noise_of(generation.noise, index),
+        embeds=part(generation.embeds, both),
+        allowed=part(generation.allowed, index),
     )
 
 

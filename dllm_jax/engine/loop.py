@@ -45,7 +45,7 @@ def denoise(
 
     Returns:
       the tokens (with `stop_at_eos`, end-of-text in place of remaining masks of sequences whose logits were
-      finite; with `stop`, in place of the stop and what follows; with `stop_texts`, of what follows the
+      finite; with `stop`, in place of the stop and what follows; with stop texts, of what follows the
       tokens that hold one), statistics per sequence, and the trace if
       the plan asks for it, and so the log-probabilities. Over a mesh, all are split by sequence.
     """

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.engine.branches import ONE_CANVAS, Branches, OneCanvas
+from dllm_jax.engine.branches import Branches
 from dllm_jax.engine.generation import Generation, Plan
 from dllm_jax.engine.widths import Variant, at_end
 from dllm_jax.nn.intervened import IntervenedLayer, embedded, intervened
@@ -50,7 +50,7 @@ def network(
     canvas: Canvas,
     rows: Rows,
     cache: Cache,
-    branches: Branches | OneCanvas = ONE_CANVAS,
+    branches: Branches | None = None,
 ) -> tuple[Float[Array, "b q_plus_s m"], Cache]:
     """Runs the rows through all layers; the stacked cache is part of the carry and is written in place.
 
@@ -60,7 +60,7 @@ def network(
       canvas: state before the step.
       rows: Positions to compute.
       cache: the policy's.
-      branches: Further canvases of each sequence, if there are any.
+      branches: Further canvases of each sequence; None if there are none.
 
     Returns:
       the residual stream at the rows after the last layer, after it that of the branches, and the changed
@@ -74,15 +74,17 @@ def network(
     # What layers may attend to is settled before the first of them, like the rows.
     readable = policy.readable(cache, canvas)
     cache = policy.before_layers(cache, canvas, rows)
-    walker = Walker.of(generation, canvas, rows, readable, branches.over(policy.layer))
-    start = branches.beside(walker.embedded(tokens, generation.embeds), walker.params, generation.embeds)
-    x, cache = run_with_exits(policy, canvas, walker.run, walker.layer_at, (start, cache), rows)
+    layer = branches.over(policy.layer) if branches else policy.layer
+    walker = Walker.of(generation, canvas, rows, readable, layer)
+    start = walker.embedded(tokens, generation.embeds)
+    streams = (start, branches.embedded(walker.params, generation.embeds)) if branches else start
+    x, cache = walker.through((streams, cache))
 
     # Whether layers run again is decided once per step: no layer waits for it.
     if policy._runs_again and not rows.full:
         more = policy._repairs(cache, canvas, generation.model.spec.layers - 1)
         x, cache = when(jnp.any(more), walker.run_again, (x, cache), name=REFRESH)
-    return branches.joined_streams(x), cache
+    return jnp.concatenate(x, axis=1) if branches else x, cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +144,23 @@ class Walker:
         x = embed(self.params, self.rows.take(tokens), jax.tree.map(self.rows.take, embeds))
         return embedded(self.generation.plan.interventions, x, self.rows.index, self.canvas.step)
 
+    def through(self, carry: Carry) -> Carry:
+        """Runs the layers in parts, between which positions leave (`Policy._exits`).
+
+        Returns the stream of all rows, and the cache.
+        """
+        policy, spec, running, begins = self._policy, self.canvas.spec, self.rows, 0
+        for end in policy._exits(spec):
+            x, cache = self.run(running, range(begins, end), carry)
+            layer = self.layer_at(end) if end < spec.layers else None
+            x, cache, running = policy._exit(layer, x, cache, running, self.canvas)
+            carry, begins = (x, cache), end
+        x, cache = self.run(running, range(begins, spec.layers), carry)
+        if running.index.shape != self.rows.index.shape:
+            zeros = jnp.zeros((*self.rows.index.shape, x.shape[2]), x.dtype)
+            x = scatter(zeros, self.rows.slot(running.index), x)
+        return x, cache
+
     def run(self, rows: Rows, layers: range, carry: Carry) -> Carry:
         """Runs some layers over rows; the policy may run some of them in another phase than the step's."""
         phase_at = lambda index: self._policy._phase_of_layer(rows.phase, index, self.generation.model.spec)
@@ -186,35 +205,6 @@ class Walker:
     def _walk(self, run: Callable[[Layer, Carry], Carry], carry: Carry, **part: Any) -> Carry:
         model = self.generation.model
         return walk(self.params, model.spec, self.rope, run, carry, model.kernels, where_used=True, **part)
-
-
-def run_with_exits(
-    policy: Policy,
-    canvas: Canvas,
-    run_part: Callable[[Rows, range, Carry], Carry],
-    layer_at: Callable[[int], Layer],
-    carry: Carry,
-    rows: Rows,
-) -> Carry:
-    """Runs the layers in parts, between which positions leave; returns the stream of all rows and the cache.
-
-    Args:
-      policy: Policy of the run, which names the layers that positions leave before (`Policy._exits`).
-      canvas: State before the step.
-      run_part: Function that runs some layers over rows.
-      layer_at: Function that returns a layer.
-      carry: Residual stream at the rows, and the cache.
-      rows: Positions that the step computes.
-    """
-    running, begins, count = rows, 0, canvas.spec.layers
-    for end in policy._exits(canvas.spec):
-        x, cache = run_part(running, range(begins, end), carry)
-        x, cache, running = policy._exit(layer_at(end) if end < count else None, x, cache, running, canvas)
-        carry, begins = (x, cache), end
-    x, cache = run_part(running, range(begins, count), carry)
-    if running.index.shape != rows.index.shape:
-        x = scatter(jnp.zeros((*rows.index.shape, x.shape[2]), x.dtype), rows.slot(running.index), x)
-    return x, cache
 
 
 def network_inputs(plan: Plan, canvas: Canvas) -> Int[Array, "streams_b l"]:

@@ -216,7 +216,7 @@ def _over_mesh(
             flat = lambda *leaves: function(*structure.unflatten(leaves))
             return jax.sharding.auto_axes(flat, out_sharding=out)(*leaves)
         # Auto axes: results are constrained to what was asked for; `out` may be a prefix of their tree.
-        place = lambda spec, part: jax.tree.map(lambda x: _constrained(x, spec), part)
+        place = lambda spec, part: jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, spec), part)
         return jax.tree.map(place, out, function(*args), is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
@@ -248,11 +248,7 @@ def constrain(x: Shaped[Array | np.ndarray, "..."], rules: MeshRules, axes: str)
         return jnp.asarray(x)
     # Letters beyond the array's rank are dropped, so "bq" serves a vector by sequence as well.
     x, lengths = jnp.asarray(x), dict(zip(axes, x.shape, strict=False))
-    return _constrained(x, rules.spec(mesh, axes[: x.ndim], lengths))
-
-
-def _constrained(x: Shaped[Array, "..."], spec: PartitionSpec) -> Shaped[Array, "..."]:
-    return jax.lax.with_sharding_constraint(x, spec)
+    return jax.lax.with_sharding_constraint(x, rules.spec(mesh, axes[: x.ndim], lengths))
 
 
 def replicated(mesh: AnyMesh) -> Sharding:

@@ -273,7 +273,7 @@ class Policy(Options):
 
 
 def for_model(policy: Policy, spec: ModelSpec) -> Policy:
-    """Returns the policy that runs on a model (`Policy.in_blocks`)."""
+    """Returns the policy that runs on a model (`Policy._in_blocks`)."""
     return policy._in_blocks(spec) if spec.context.has_blocks else policy
 
 

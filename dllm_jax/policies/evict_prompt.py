@@ -105,7 +105,7 @@ class EvictPrompt(PromptEviction):
         """Raises ValueError for options that evict nothing on this kind of model."""
         if not self.policy.stores(spec):
             raise ValueError(f"policy={self.policy!r} recomputes the prompt in every step: nothing to evict")
-        if spec.context.has_blocks and self.reselect:  # `in_blocks` has taken those over `Policy`
+        if spec.context.has_blocks and self.reselect:  # `_in_blocks` has taken those over `Policy`
             raise ValueError(
                 f"reselect=True is not supported by EvictPrompt on block-causal models ({spec.family}): "
                 "their prompt is computed once. Use policy=Policy(), which selects again at each block."

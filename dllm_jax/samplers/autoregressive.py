@@ -111,7 +111,7 @@ class SelfSpeculation(UntilDone):
     @override
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
         """Masks of a draft whose confidence reaches the threshold, and the most confident one in any case."""
-        surest = best(candidates.score, jnp.ones(len(candidates.score), jnp.int32))
+        surest = best(candidates.score, 1)
         return surest | (candidates.score >= self.threshold)
 
     @override

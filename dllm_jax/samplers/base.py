@@ -23,7 +23,7 @@ from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import gather
 from dllm_jax.traced import Number, Traced, fixed_at
 from dllm_jax.xla.products import divided
-from dllm_jax.xla.reductions import any_marked
+from dllm_jax.xla.reductions import any_marked, argmax
 
 Alg = Literal["prob", "margin", "entropy"]
 
@@ -333,7 +333,7 @@ class Sampler(Options, abc.ABC):
         # A position decoded to [MASK] would stay masked and could be decoded without end.
         if not self.allow_mask_token:
             logits = scores.ruled_out(logits, canvas.spec.mask_id)
-        token = scores.likeliest(logits)
+        token = argmax(logits)
         if keep is None:
             return token
 
@@ -341,7 +341,7 @@ class Sampler(Options, abc.ABC):
         # taken.
         truncated = jnp.where(keep, logits, -jnp.inf)
         nothing_left = jnp.max(truncated, axis=-1) == -jnp.inf
-        return jnp.where(nothing_left, token, scores.likeliest(truncated))
+        return jnp.where(nothing_left, token, argmax(truncated))
 
 
 def _is_ours(method: Callable) -> bool:

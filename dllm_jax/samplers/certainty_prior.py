@@ -59,7 +59,7 @@ class CertaintyPrior(Sampler):
 
         # Without a schedule a step decodes at least one position, so that the block ends.
         count = 1 if self.tokens_per_step is None else self.tokens_per_step
-        chosen = best(priority, jnp.full(score.shape[:1], count))
+        chosen = best(priority, count)
         return chosen if self.threshold is None else chosen | (priority >= self.threshold)
 
     @override

@@ -18,6 +18,7 @@ from dllm_jax.state.layout import Layout
 from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.resizing import growth_of, insert, with_growth
 from dllm_jax.traced import fixed_at
+from dllm_jax.xla.reductions import argmax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +78,7 @@ class DAEDAL(UntilDone):
     @override
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
         """All positions above the threshold or the most confident one; none while the answer grows."""
-        chosen = sure_or_best(candidates.score, self.high, jnp.ones_like(canvas.step))
+        chosen = sure_or_best(candidates.score, self.high, 1)
         return chosen if canvas.growth is None else chosen & ~canvas.growth.growing[:, None]
 
     @override
@@ -97,7 +98,7 @@ class DAEDAL(UntilDone):
         """
         index, eos = candidates.index, canvas.spec.eos_id
         unconstrained, real = unconstrained.astype(jnp.float32), index < canvas.layout.length
-        ends = real & (scores.likeliest(unconstrained) == eos)
+        ends = real & (argmax(unconstrained) == eos)
         from_the_end = jnp.cumsum(ends[:, ::-1], axis=1)[:, ::-1]
         belief = scores.probability(unconstrained, jnp.full_like(index, eos))
         belief = jnp.where(ends & (from_the_end <= self.checked), belief, 0.0)

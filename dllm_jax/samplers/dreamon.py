@@ -10,7 +10,6 @@ from typing_extensions import override
 
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt
-from dllm_jax.samplers import scores
 from dllm_jax.samplers.base import Alg
 from dllm_jax.samplers.candidates import Candidates
 from dllm_jax.samplers.dream import criterion_of
@@ -23,6 +22,7 @@ from dllm_jax.state.resizing import growth_of, insert, remove
 from dllm_jax.state.rows import gather
 from dllm_jax.state.selection import best
 from dllm_jax.traced import fixed_at
+from dllm_jax.xla.reductions import argmax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ class DreamOn(UntilDone):
     @override
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
         """The most confident mask, unless it is to expand: it then stays a mask."""
-        surest = best(candidates.score, jnp.ones(len(candidates.score), jnp.int32))
+        surest = best(candidates.score, 1)
         return surest & (candidates.token != self.expand)
 
     @override
@@ -111,7 +111,7 @@ class DreamOn(UntilDone):
         offered = gather(canvas.eligible, candidates.index) & (candidates.index < canvas.layout.length)
         at = jnp.argmax(jnp.where(offered, candidates.score, -jnp.inf), axis=1)
         next_one = jnp.take_along_axis(logits, at[:, None, None], axis=1)
-        wanted = scores.likeliest(next_one)[:, 0] == self.expand
+        wanted = argmax(next_one)[:, 0] == self.expand
         return jnp.where(wanted & jnp.any(offered, axis=1), 0.0, 1.0)
 
     @override

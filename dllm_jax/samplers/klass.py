@@ -66,7 +66,7 @@ class KLASS(UntilDone):
     @override
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
         """The most confident position, which is decoded where no position is sure and stable."""
-        return best(candidates.score, jnp.ones(len(candidates.score), jnp.int32))
+        return best(candidates.score, 1)
 
     @override
     def decide(

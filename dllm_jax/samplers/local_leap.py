@@ -59,5 +59,5 @@ class LocalLeap(UntilDone):
         # Distances are between positions: candidates that are neighbours in the list may lie far apart.
         distance = jnp.abs(index[:, :, None] - index[:, None])
         near = jnp.any(anchor[:, None] & (distance <= self.radius), axis=2)
-        surest = best(score, jnp.ones(len(score), jnp.int32))
+        surest = best(score, 1)
         return surest | anchor | (near & (score >= self.relaxed))

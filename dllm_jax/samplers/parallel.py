@@ -4,7 +4,6 @@ import abc
 import dataclasses
 from typing import ClassVar
 
-import jax.numpy as jnp
 from jaxtyping import Array, Bool
 from typing_extensions import override
 
@@ -70,7 +69,7 @@ class Threshold(UntilDone):
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
         """All positions whose confidence reaches the threshold, and the most confident one in any case."""
         # Without it a step might decode nothing, and the block would never be done.
-        surest = best(candidates.score, jnp.ones(len(candidates.score), jnp.int32))
+        surest = best(candidates.score, 1)
         least = -self.threshold if self.alg == "entropy" else self.threshold
         return surest | (candidates.score >= least)
 

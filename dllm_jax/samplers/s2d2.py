@@ -23,6 +23,7 @@ from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import first_of, gather, places, spread
 from dllm_jax.traced import fixed_at
+from dllm_jax.xla.reductions import argmax
 
 GAP = 0.05  # of the two largest probabilities, above which "margin" expects acceptance
 
@@ -249,7 +250,7 @@ class S2D2(UntilDone):
         nothing = jnp.max(residual, axis=-1, keepdims=True) == -jnp.inf
         residual = jnp.where(nothing, scores.ruled_out(log_q, canvas.spec.mask_id), residual)
         gumbel = noise.token_gumbel(canvas, draft.index, log_q.shape[-1])
-        return accepted, scores.likeliest(residual + gumbel)
+        return accepted, argmax(residual + gumbel)
 
     @override
     def max_steps(self, layout: Layout) -> int:

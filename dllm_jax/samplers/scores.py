@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dllm_jax.nn.arithmetic import of_token
-from dllm_jax.xla.reductions import argmax
 
 
 def probability(logits: Float[Array, "b c v"], token: Int[Array, "b c"]) -> Float[Array, "b c"]:
@@ -34,11 +33,6 @@ def negative_entropy(logits: Float[Array, "b c v"]) -> Float[Array, "b c"]:
     """Negative entropy sum p log(p + 1e-10) in nats, at most 0; the offset is the reference's."""
     p = jax.nn.softmax(logits, axis=-1)
     return jnp.sum(p * jnp.log(p + 1e-10), axis=-1)
-
-
-def likeliest(logits: Float[Array, "b c v"]) -> Int[Array, "b c"]:
-    """The token with the largest logit, of equal ones the lowest; any token where a logit is NaN."""
-    return argmax(logits)
 
 
 def ruled_out(logits: Float[Array, "b c v"], *tokens: int | None) -> Float[Array, "b c v"]:

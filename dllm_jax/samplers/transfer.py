@@ -51,7 +51,9 @@ def linear_schedule(canvas: Canvas) -> Int[Array, "b"]:
     return jnp.maximum(left - stay, 1)
 
 
-def sure_or_best(score: Float[Array, "b c"], threshold: Number, least: Int[Array, "b"]) -> Bool[Array, "b c"]:
+def sure_or_best(
+    score: Float[Array, "b c"], threshold: Number, least: Int[Array, "b"] | int
+) -> Bool[Array, "b c"]:
     """All candidates above the threshold if these are at least so many, else so many best ones."""
     sure = score > threshold
     enough = jnp.sum(sure, axis=1) >= least

@@ -78,7 +78,7 @@ class WINO(UntilDone):
         # Of a block with m masks the released code decodes at most clamp(floor(0.7 m), 5, 20) at once.
         limit = jnp.clip(fraction_of(masks, self.fraction, score.shape[1]), self.fewest, self.most)
         reached = jnp.where(score >= self.wide_in, score, -jnp.inf)
-        return best(reached, limit) | best(score, jnp.ones_like(limit))
+        return best(reached, limit) | best(score, 1)
 
     @override
     def decide(self, candidates: Candidates, memory: PyTree, canvas: Canvas, noise: Noise | None) -> Decision:

@@ -6,7 +6,6 @@ import operator
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import first_of
 
@@ -16,14 +15,9 @@ def is_one_of(tokens: Int[Array, "..."], ids: tuple[int, ...]) -> Bool[Array, ".
     return functools.reduce(operator.or_, (tokens == i for i in ids))
 
 
-def is_end(tokens: Int[Array, "b l"], spec: ModelSpec) -> Bool[Array, "b l"]:
-    """The tokens that end a response: end-of-text, and the model's other stop ids."""
-    return is_one_of(tokens, spec.ends)
-
-
 def first_eos(canvas: Canvas) -> Int[Array, "b"]:
     """Position of the first end-of-text in the response, of a suffix none; l if there is none."""
-    hit = is_end(canvas.tokens, canvas.spec) & canvas.response & canvas.valid
+    hit = is_one_of(canvas.tokens, canvas.spec.ends) & canvas.response & canvas.valid
     if canvas.layout.end < canvas.layout.length:
         hit &= canvas.position < canvas.layout.end
     return first_of(hit, canvas.layout.length)
@@ -46,7 +40,7 @@ def with_stop(canvas: Canvas, tokens: Int[Array, "b l"]) -> Int[Array, "b l"]:
 def behind_first_eos(canvas: Canvas) -> Bool[Array, "b l"]:
     """Positions after the leftmost end-of-text of the first step that decoded one."""
     # Only decoded ones count: an end-of-text in the prompt is text. Without any, a step after all steps.
-    eos = is_end(canvas.tokens, canvas.spec) & (canvas.decoded_at >= 0)
+    eos = is_one_of(canvas.tokens, canvas.spec.ends) & (canvas.decoded_at >= 0)
     first = jnp.min(jnp.where(eos, canvas.decoded_at, jnp.iinfo(jnp.int32).max), axis=1)
 
     # Later end-of-texts change nothing, even to the left of the first, as in Elastic-Cache's reference.

@@ -127,8 +127,7 @@ class Rows:
 
 def full_rows(need: Bool[Array, "b l"]) -> Rows:
     """The rows of a full step: the needed positions where they lie on the canvas, padding elsewhere."""
-    length = need.shape[1]
-    return Rows(jnp.where(need, jnp.arange(length, dtype=jnp.int32), length), length, in_place=True)
+    return last_rows(need, need.shape[1])
 
 
 def last_rows(need: Bool[Array, "b l"], width: int) -> Rows:

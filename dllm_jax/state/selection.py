@@ -16,9 +16,10 @@ from pallas_kernels.topk_evict import ranking
 from pallas_kernels.topk_evict.ranking import ranks as ranks
 
 
-def best(priority: Float[Array, "b c"], count: Int[Array, "b"]) -> Bool[Array, "b c"]:
+def best(priority: Float[Array, "b c"], count: Int[Array, "b"] | int) -> Bool[Array, "b c"]:
     """The `count` largest entries of each sequence, ties to the lower index, and never one of -inf or NaN."""
-    return ranking.best(priority, count[:, None].astype(jnp.int32))
+    count = jnp.broadcast_to(jnp.asarray(count, jnp.int32), len(priority))
+    return ranking.best(priority, count[:, None])
 
 
 def leftmost(positions: Bool[Array, "b l"], count: Count) -> Bool[Array, "b l"]:

@@ -41,7 +41,7 @@ class OnePerStep(UntilDone):
 
     @override
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
-        return best(candidates.score, jnp.ones(len(candidates.score), jnp.int32))
+        return best(candidates.score, 1)
 
 
 @dataclasses.dataclass(frozen=True)

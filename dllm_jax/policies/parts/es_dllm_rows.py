@@ -182,7 +182,7 @@ def importance(
 
     # The two surest rows, that of the leftmost mask, and those that have just decoded come before all others.
     if alpha > 0:
-        surest = best(jnp.where(rows.real, remembered, -jnp.inf), jnp.full(len(remembered), 2))
+        surest = best(jnp.where(rows.real, remembered, -jnp.inf), 2)
         score += 2.0 * surest
     first = leftmost(canvas.masked & canvas.block, 1)
     score += 5.0 * rows.take(canvas.predicting_positions(first))

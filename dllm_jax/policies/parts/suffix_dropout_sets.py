@@ -114,7 +114,7 @@ class UniformDropout(Drawn):
     def kept(self, canvas: Canvas, distance: Int[Array, "b l"]) -> Bool[Array, "b l"]:
         inside = (distance >= 0) & (distance < self.window)
         draw = jnp.where(inside, self.draws(canvas, distance), -jnp.inf)
-        return best(draw, jnp.full(len(draw), self.number))
+        return best(draw, self.number)
 
     @override
     def size(self, layout: Layout) -> int:
