@@ -16,9 +16,9 @@ def count_marked(marked: Bool[Array, "*b l"], longest: int = LONGEST) -> Int[Arr
     return jnp.sum(_in_columns(marked, longest), axis=-1, dtype=jnp.int32)
 
 
-def any_marked(marked: Bool[Array, "*b l"], longest: int = LONGEST) -> Bool[Array, "*b"]:
+def any_marked(marked: Bool[Array, "*b l"]) -> Bool[Array, "*b"]:
     """Whether any entry of each line is marked."""
-    return jnp.any(_in_columns(marked, longest) > 0, axis=-1)
+    return jnp.any(_in_columns(marked, LONGEST) > 0, axis=-1)
 
 
 def _in_columns(marked: Bool[Array, "*b l"], longest: int) -> Int[Array, "*b columns"]:

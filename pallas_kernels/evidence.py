@@ -103,21 +103,17 @@ def user_file() -> Path:
     return Path(cache) / "dllm_jax" / "implementations.json"
 
 
-def known(device: jax.Device, path: Path | None = None) -> Evidence:
+def known(device: jax.Device) -> Evidence:
     """The entries that hold on a device, of which the first that speaks of a call decides.
 
     What was recorded with another jax says nothing. Of a device that is only described, or not this
     process's, and with several processes, whose files may differ, only what ships counts.
 
-    Args:
-      device: Device of the weights.
-      path: File of recorded entries; None is `user_file`.
-
     Raises:
       ValueError: a file that is none of ours.
     """
     ours = jax.process_count() == 1 and device in jax.local_devices()
-    entries = (*(recorded(user_file() if path is None else path) if ours else ()), *SHIPPED)
+    entries = (*(recorded(user_file()) if ours else ()), *SHIPPED)
     of_device = lambda e: e.platform == platform_of(device) and device.device_kind.startswith(e.device)
     held = tuple(filter(of_device, entries))
     if not (held and ours):

@@ -9,9 +9,9 @@ import pytest
 from scipy.special import logsumexp
 
 from dllm_jax.nn.attention import attention, head_mean, received
-from dllm_jax.nn.mask import key_mask, length_mask
+from dllm_jax.nn.mask import key_mask
 from pallas_kernels.attention import xla
-from pallas_kernels.attention.xla import TURNS, attention_by_sequence, queries_at_once
+from pallas_kernels.attention.xla import TURNS, attention_by_sequence, length_mask, queries_at_once
 from pallas_kernels.attention.xla import _in_one_product as in_one_product
 from pallas_kernels.attention.xla import _in_turn as in_turn
 from pallas_kernels.attention.xla import _products as products

@@ -62,7 +62,7 @@ def initial_cache(generation: Generation, canvas: Canvas) -> tuple[Cache, Canvas
     if cache.no_output is not None:
         check_outputs(plan, model.spec)
     if plan.prefix:
-        cache, canvas = reuse(cache, canvas, plan.prefix, model, generation.rope, plan.policy)
+        cache, canvas = reuse(cache, canvas, plan.prefix, generation.rope, plan.policy)
         streams = canvas
     x = embed(model.params, network_inputs(plan, streams), generation.embeds)
     cache = plan.policy.before_first_step(cache, streams, model, x)

@@ -194,7 +194,7 @@ def _computes_last(policy: Policy, spec: ModelSpec, layout: Layout) -> bool:
 
 
 def reuse(
-    cache: Cache, canvas: Canvas, stored: StoredPrefix, model: Model, rope: Rope, policy: Policy
+    cache: Cache, canvas: Canvas, stored: StoredPrefix, rope: Rope, policy: Policy
 ) -> tuple[Cache, Canvas]:
     """The cache with the prefix's keys and values in every sequence, and the canvas that knows of them."""
     spec, size = canvas.spec, canvas.spec.context.unit

@@ -65,11 +65,11 @@ def _folded(words: UInt32[Array, "..."], axes: int) -> Key[Array, "..."]:
     return key.reshape(words.shape[: words.ndim - axes])
 
 
-def one_key(key: Any, name: str = "key") -> Key[Array, ""]:
+def one_key(key: Any) -> Key[Array, ""]:
     """A single key; errors are those of `typed_key`, and several keys are refused."""
-    key = typed_key(key, name)
+    key = typed_key(key)
     if key.ndim:
-        raise ValueError(f"{name} has shape {key.shape}; expected one key, jax.random.key(seed)")
+        raise ValueError(f"key has shape {key.shape}; expected one key, jax.random.key(seed)")
     return key
 
 

@@ -11,7 +11,6 @@ from jaxtyping import Array, Bool, Int
 
 from dllm_jax.nn.spec import ModelSpec
 from pallas_kernels.attention.xla import Mask as Mask
-from pallas_kernels.attention.xla import length_mask as length_mask
 
 SEGMENT = 1024  # queries of a segment, at least: fewer keep no GPU busy
 TILE = 128  # queries and keys of a segment are multiples of it, except at the end
