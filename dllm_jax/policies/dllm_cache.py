@@ -1,7 +1,7 @@
 """dLLM-Cache: long-interval prompt caching and value-guided partial updates (arXiv:2506.06295)."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -13,13 +13,39 @@ from dllm_jax.nn.mask import require_full_attention
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, TracedPositiveInt
 from dllm_jax.policies.base import Policy
-from dllm_jax.policies.parts.dllm_cache_store import OutputStore
 from dllm_jax.policies.parts.partial import least_similar
-from dllm_jax.state.cache import Cache, LayerCache
+from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows, compact_rows, full_rows
 from dllm_jax.xla.loops import read_before_write
+
+
+class OutputStore(NamedTuple):
+    """The layers' storage, stacked.
+
+    Attributes:
+      k: rotated keys of the last s canvas positions (`DLLMCache`: of all of them).
+      v: their values.
+      attention: the attention branch's output at the last t positions: the response, and with a shifted
+        head the position before it. Outputs elsewhere in the prompt are never read between refreshes.
+      mlp: the MLP branch's output at the same positions.
+      proxy: SPA-Cache's proxies of the last step there; None where there are none.
+    """
+
+    k: Float[Array, "n b s k d"]
+    v: Float[Array, "n b s k d"]
+    attention: Float[Array, "n b t m"]
+    mlp: Float[Array, "n b t m"]
+    proxy: Float[Array, "n b t r"] | None = None
+
+    @staticmethod
+    def zeros(spec: ModelSpec, layout: Layout, batch: int, slots: int, dtype: Any) -> "OutputStore":
+        """Empty storage; K and V of the last `slots` positions."""
+        tail = min(layout.response + int(spec.shifted), layout.length)
+        output = jnp.zeros((spec.layers, batch, tail, spec.width), dtype)
+        return OutputStore(*KV.zeros(spec, batch, slots, dtype), output, output)
+
 
 UPDATE, REFRESH = "update", "refresh"  # phases: some of the response is recomputed, or all of it may be
 

@@ -12,9 +12,8 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import TracedPositiveInt
 from dllm_jax.policies.base import Policy
-from dllm_jax.policies.dllm_cache import DLLMCache
+from dllm_jax.policies.dllm_cache import DLLMCache, OutputStore
 from dllm_jax.policies.evict_prompt import EvictPrompt
-from dllm_jax.policies.parts.dllm_cache_store import OutputStore
 from dllm_jax.policies.parts.prompt_eviction import LayerStep, PromptEviction
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas

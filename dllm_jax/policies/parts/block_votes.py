@@ -1,6 +1,5 @@
 """Votes for stored pairs by the positions of a block-causal model's block, in the steps that choose."""
 
-import abc
 import dataclasses
 from typing import Any
 
@@ -9,7 +8,7 @@ from jaxtyping import Array, Bool, Float
 
 from dllm_jax import eviction
 from dllm_jax.nn.layer import Layer
-from dllm_jax.nn.mask import SEGMENT, Mask, key_mask
+from dllm_jax.nn.mask import SEGMENT, Mask
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows, compact_rows, gather
 
@@ -88,47 +87,3 @@ def mean_attention(
     among = (rows.take(voters) & rows.real).astype(jnp.float32)
     weight = among / jnp.maximum(jnp.sum(voters, axis=1, keepdims=True), 1)
     return layer.received(q, k, lse, weight, mask) * (k.shape[2] / q.shape[2])
-
-
-class BlockScores(abc.ABC):
-    """Base of policies that rank the stored pairs by what a block's positions make of them."""
-
-    @abc.abstractmethod
-    def scores(
-        self,
-        layer: Layer,
-        q: Float[Array, "b w h d"],
-        k: Float[Array, "b l k d"],
-        lse: Float[Array, "b h w"],
-        mask: Mask,
-        rows: Rows,
-        canvas: Canvas,
-    ) -> Float[Array, "b #k l"]:
-        """Scores of the stored pairs, of each KV head or of all; read at `canvas.before_model_block`.
-
-        Args:
-          layer: this layer's weights.
-          q: rotated queries of the positions of the model's block.
-          k: rotated keys of all positions.
-          lse: log-sum-exp of these queries' attention.
-          mask: Keys that they attend to.
-          rows: the positions of the model's block.
-          canvas: state before the step.
-        """
-
-    def stored_scores(
-        self,
-        layer: Layer,
-        q: Float[Array, "b q h d"],
-        k: Float[Array, "b l k d"],
-        lse: Float[Array, "b h q"],
-        rows: Rows,
-        canvas: Canvas,
-    ) -> Float[Array, "b #k l"]:
-        """Scores of the stored pairs, -inf elsewhere; arguments as for `scores`, but of all computed rows."""
-        # The block's rows score; its own pairs are read in any case, and do not count.
-        stored, block = canvas.before_model_block, canvas.in_model_block
-        own, mask = rows_of_block(canvas), key_mask(stored | block)
-        q, lse = queries_of_block(layer, q, k, lse, rows, own, mask)
-        score = self.scores(layer, q, k, lse, mask, own, canvas)
-        return jnp.where(stored[:, None], score, -jnp.inf)

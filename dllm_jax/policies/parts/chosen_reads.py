@@ -4,32 +4,64 @@ Finished blocks are final there, so that nothing of them is ever renewed: their 
 chosen ones are gathered into a store of their own, which later steps of the block read with the block's.
 """
 
+import abc
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from dllm_jax.nn.layer import Layer
-from dllm_jax.nn.mask import require_blocks
+from dllm_jax.nn.mask import Mask, key_mask, require_blocks
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, PositiveInt
-from dllm_jax.policies.parts.block_votes import BlockScores
-from dllm_jax.policies.parts.choosing_steps import ChoosingSteps, Reading
-from dllm_jax.policies.parts.chosen_pairs import BlockPairs, attend_to_chosen, chosen_count, most
+from dllm_jax.policies.base import Policy
+from dllm_jax.policies.parts.block_votes import queries_of_block, rows_of_block
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
+from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import Rows, marked
-from dllm_jax.traced import is_traced
+from dllm_jax.state.selection import fraction_of
+from dllm_jax.traced import Count, is_traced
 from dllm_jax.xla.loops import REFRESH, when
 
 CHOSEN, EXACT = "chosen", "exact"  # phases
 
 
+class Reading(NamedTuple):
+    """State that layers and steps share.
+
+    Attributes:
+      read: Positions of earlier blocks that some head of some layer has chosen.
+      steps: Steps since the model's block was entered.
+    """
+
+    read: Bool[Array, "b l"]
+    steps: Int[Array, "b"]
+
+    @staticmethod
+    def nothing(batch: int, length: int) -> "Reading":
+        """The state before the first step."""
+        return Reading(jnp.zeros((batch, length), bool), jnp.zeros((batch,), jnp.int32))
+
+
+class BlockPairs(NamedTuple):
+    """Storage of a layer.
+
+    Attributes:
+      dense: Pairs of all positions.
+      chosen: Pairs of earlier blocks that the block's steps read, and in the last slots the block's own.
+    """
+
+    dense: KV
+    chosen: KV
+
+
 @dataclasses.dataclass(frozen=True)
-class ChosenReads(ChoosingSteps, BlockScores):
+class ChosenReads(Policy, abc.ABC):
     """Base of policies for block-causal models whose first steps of a block choose what its others read.
 
     Attributes:
@@ -62,6 +94,46 @@ class ChosenReads(ChoosingSteps, BlockScores):
     def slots(self, spec: ModelSpec, layout: Layout) -> int:
         """Slots of what a block's steps read: the pairs chosen before the last block, and its own."""
         return most(self.keep, layout.length - 1) + spec.context.size
+
+    @property
+    def waits(self) -> Count:
+        """Exact steps of a block before the one that chooses."""
+        return 0
+
+    @override
+    def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
+        """None but those of every block-causal model: a block, and two of them."""
+        return ()
+
+    @override
+    def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+        """Everything that is not final: the model's block."""
+        return canvas.everything
+
+    @override
+    def reads(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+        """Everything in exact steps, then the block and what any head of any layer has chosen."""
+        own = canvas.in_model_block | cache.shared.read
+        return jnp.where(self.exact(cache.shared, canvas), canvas.valid, own)
+
+    @override
+    def before_layers(self, cache: Cache, canvas: Canvas, rows: Rows) -> Cache:
+        read = cache.shared.read & ~self.chooses(cache.shared, canvas)
+        return cache._replace(shared=cache.shared._replace(read=read))
+
+    @override
+    def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
+        steps = jnp.where(canvas.active, _steps(cache.shared, canvas)[:, 0] + 1, cache.shared.steps)
+        return cache._replace(shared=cache.shared._replace(steps=steps))
+
+    def exact(self, reading: Reading, canvas: Canvas) -> Bool[Array, "b 1"]:
+        """Whether the coming step of a sequence reads everything."""
+        return _steps(reading, canvas) <= self.waits
+
+    def chooses(self, reading: Reading, canvas: Canvas) -> Bool[Array, "b 1"]:
+        """Whether the coming step chooses: one after a first token that another block predicts, if any."""
+        chooses = _steps(reading, canvas) == self.waits
+        return chooses & ~canvas.opens_model_block & canvas.active[:, None]
 
     @override
     def layer(
@@ -118,3 +190,89 @@ class ChosenReads(ChoosingSteps, BlockScores):
         """The positions that are read, ascending and padded with l, of each KV head or of all."""
         count = jnp.broadcast_to(chosen_count(self.keep, canvas)[:, None], score.shape[:2])
         return layer.topk_evict(score, count, slots)
+
+    @abc.abstractmethod
+    def scores(
+        self,
+        layer: Layer,
+        q: Float[Array, "b w h d"],
+        k: Float[Array, "b l k d"],
+        lse: Float[Array, "b h w"],
+        mask: Mask,
+        rows: Rows,
+        canvas: Canvas,
+    ) -> Float[Array, "b #k l"]:
+        """Scores of the stored pairs, of each KV head or of all; read at `canvas.before_model_block`.
+
+        Args:
+          layer: this layer's weights.
+          q: rotated queries of the positions of the model's block.
+          k: rotated keys of all positions.
+          lse: log-sum-exp of these queries' attention.
+          mask: Keys that they attend to.
+          rows: the positions of the model's block.
+          canvas: state before the step.
+        """
+
+    def stored_scores(
+        self,
+        layer: Layer,
+        q: Float[Array, "b q h d"],
+        k: Float[Array, "b l k d"],
+        lse: Float[Array, "b h q"],
+        rows: Rows,
+        canvas: Canvas,
+    ) -> Float[Array, "b #k l"]:
+        """Scores of the stored pairs, -inf elsewhere; arguments as for `scores`, but of all computed rows."""
+        # The block's rows score; its own pairs are read in any case, and do not count.
+        stored, block = canvas.before_model_block, canvas.in_model_block
+        own, mask = rows_of_block(canvas), key_mask(stored | block)
+        q, lse = queries_of_block(layer, q, k, lse, rows, own, mask)
+        score = self.scores(layer, q, k, lse, mask, own, canvas)
+        return jnp.where(stored[:, None], score, -jnp.inf)
+
+
+def _steps(reading: Reading, canvas: Canvas) -> Int[Array, "b 1"]:
+    """Steps of the model's block before the coming one; an opening one does not count."""
+    return jnp.where(canvas.enters_model_block, 0, reading.steps[:, None])
+
+
+def chosen_count(keep: int | float, canvas: Canvas) -> Int[Array, "b"]:
+    """Number of pairs that the block's steps read of earlier blocks."""
+    stored = jnp.sum(canvas.before_model_block, axis=1)
+    if isinstance(keep, int):
+        return jnp.minimum(stored, keep)
+    return fraction_of(stored, keep, canvas.layout.length)
+
+
+def most(keep: int | float, stored: int) -> int:
+    """The same of so many stored pairs."""
+    return min(keep, stored) if isinstance(keep, int) else int(stored * keep)
+
+
+def attend_to_chosen(
+    keep: int | float,
+    layer: Layer,
+    q: Float[Array, "b q h d"],
+    new: KV,
+    cache: LayerCache,
+    rows: Rows,
+    canvas: Canvas,
+) -> tuple[Float[Array, "b q h d"], LayerCache]:
+    """Attention to the chosen pairs and to the block's own, which come first among the rows."""
+    context = canvas.spec.context
+    own = min(rows.index.shape[1], context.size)
+    cache, both = cache.write_last(jax.tree.map(lambda a: a[:, :own], new), part="chosen")
+    pairs, layout = both.chosen, canvas.layout
+    slots = pairs.k.shape[1] - own
+
+    # Without a mask where all slots are filled from the first block on.
+    whole = layout.prompt // context.size * context.size
+    least = 0 if layout.padded or context.from_response else whole
+    if own == context.size and most(keep, least) == slots:
+        mask = None
+    else:
+        filled = jnp.arange(slots) < chosen_count(keep, canvas)[:, None]
+        mask = key_mask(jnp.concatenate([filled, rows.real[:, :own]], axis=1))
+    o, _ = layer.attention(q, pairs.k, pairs.v, mask)
+    return o, cache
