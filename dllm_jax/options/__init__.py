@@ -48,7 +48,7 @@ from dllm_jax.options.annotations import (
     TracedUnlessZero,
     TracedWidth,
 )
-from dllm_jax.options.base import Arrays, Options, call, check_numbers
+from dllm_jax.options.base import Arrays, Options, call, check_numbers, refuse
 from dllm_jax.options.hints import check_names
 from dllm_jax.options.paths import absolute, local_path
 from dllm_jax.options.rules import LARGEST, check_argument, shown
@@ -60,5 +60,5 @@ __all__ = [
     "TracedFraction",
     "TracedNonNegativeFloat", "TracedNonNegativeInt", "TracedPositiveFloat", "TracedPositiveInt",
     "TracedUnlessZero", "TracedWidth", "absolute", "call", "check_argument", "check_names", "check_numbers",
-    "local_path", "short_help", "shown",
+    "local_path", "refuse", "short_help", "shown",
 ]  # fmt: skip

@@ -2,18 +2,21 @@
 
 import dataclasses
 import functools
+import hashlib
 import sys
 import types
 import typing
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Self
 
 import jax
+import numpy as np
 from jax.core import Tracer
 
 from dllm_jax.options.hints import check_names
 from dllm_jax.options.renamed import old_names
 from dllm_jax.options.rules import Rule, rule_of
+from dllm_jax.traced import fixed_at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +57,40 @@ class Options:
 class Arrays:
     """Base of what holds arrays in a field of options: hashable by their numbers, and a pytree of its own.
 
-    Its leaves are arguments of programs, as the traced numbers of the options are.
+    Its leaves are arguments of programs, as the traced numbers of the options are. Other attributes have a
+    default in the class: another one is no other program.
+
+    Attributes:
+      leaves: Names of the attributes that hold arrays.
     """
+
+    leaves: ClassVar[tuple[str, ...]]
+
+    def __init_subclass__(cls, **arguments):
+        super().__init_subclass__(**arguments)
+        key = jax.tree_util.GetAttrKey
+        split = lambda held: ([(key(name), getattr(held, name)) for name in cls.leaves], None)
+        jax.tree_util.register_pytree_with_keys(cls, split, lambda _, arrays: cls._around(*arrays))
+
+    @classmethod
+    def _around(cls, *arrays: Any) -> Self:
+        """Makes an instance around anything that JAX puts in place of the arrays; nothing is checked."""
+        made = object.__new__(cls)
+        for name, array in zip(cls.leaves, arrays, strict=True):
+            setattr(made, name, array)
+        return made
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Of the numbers, in hexadecimal; they must not be traced."""
+        parts = (np.asarray(getattr(self, name)).tobytes() for name in self.leaves)
+        return hashlib.sha256(b"|".join(parts)).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self.sha256 == other.sha256
+
+    def __hash__(self) -> int:
+        return hash(self.sha256)
 
 
 Static = tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]
@@ -106,6 +141,22 @@ def check_numbers(options: Options):
             check_numbers(value)
         elif rule is not None and isinstance(value, jax.Array) and not isinstance(value, Tracer):
             rule.check(field.name, value)
+
+
+def refuse(options: Options, reasons: Mapping[str, str], instead: str = "Leave it out."):
+    """Raises ValueError for the first of some fields that is given, with its name and value.
+
+    Args:
+      options: Options that do not support them, where None, False and 0 stand for nothing.
+      reasons: The reason for each field, by its name.
+      instead: What to do, in a sentence.
+    """
+    for name, reason in reasons.items():
+        value = getattr(options, name)
+        if not (value is None or fixed_at(value, 0)):
+            raise ValueError(
+                f"{name}={value!r} is not supported by {type(options).__name__}: {reason}. {instead}"
+            )
 
 
 @functools.cache

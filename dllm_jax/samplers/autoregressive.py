@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Int, PyTree
 from typing_extensions import override
 
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import Int32
+from dllm_jax.options import Int32, refuse
 from dllm_jax.samplers.base import check_ends_unordered
 from dllm_jax.samplers.candidates import Candidates, Decision
 from dllm_jax.samplers.noise import Noise
@@ -146,6 +146,5 @@ def _check_options(sampler: UntilDone):
     """Raises ValueError for options without a meaning where tokens are decoded from left to right."""
     name = type(sampler).__name__
     check_ends_unordered(sampler, name)
-    if sampler.early_commit is not None or sampler.allow_mask_token:
-        option = "allow_mask_token=True" if sampler.allow_mask_token else "early_commit"
-        raise ValueError(f"{option} is not supported by {name}: it decodes from left to right, and no masks")
+    reason = "it decodes from left to right, and no masks"
+    refuse(sampler, {"early_commit": reason, "allow_mask_token": reason})

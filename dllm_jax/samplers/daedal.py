@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 from typing_extensions import override
 
-from dllm_jax.options import PositiveInt, TracedFraction
+from dllm_jax.options import PositiveInt, TracedFraction, refuse
 from dllm_jax.samplers import scores
 from dllm_jax.samplers.candidates import Candidates
 from dllm_jax.samplers.noise import Noise
@@ -17,7 +17,6 @@ from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.resizing import growth_of, insert, with_growth
-from dllm_jax.traced import fixed_at
 from dllm_jax.xla.reductions import argmax
 
 
@@ -62,18 +61,14 @@ class DAEDAL(UntilDone):
 
     def __post_init__(self):
         super().__post_init__()
-        unsupported = {
-            "cfg_scale": (not fixed_at(self.cfg_scale, 0), "the two streams may be sure of different ends"),
-            "early_commit": (self.early_commit is not None, "an answer is settled once its length is"),
-            "logits_eos_inf": (self.logits_eos_inf, "it looks for the end"),
-            "confidence_eos_eot_inf": (self.confidence_eos_eot_inf, "it looks for the end"),
-            "allow_mask_token": (self.allow_mask_token, "a mask that stays would become several"),
+        reasons = {
+            "cfg_scale": "the two streams may be sure of different ends",
+            "early_commit": "an answer is settled once its length is",
+            "logits_eos_inf": "it looks for the end",
+            "confidence_eos_eot_inf": "it looks for the end",
+            "allow_mask_token": "a mask that stays would become several",
         }
-        for name, (given, reason) in unsupported.items():
-            if given:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is not supported by DAEDAL: {reason}. Leave it out."
-                )
+        refuse(self, reasons)
 
     @override
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:

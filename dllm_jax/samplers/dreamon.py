@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float
 from typing_extensions import override
 
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import NonNegativeInt
+from dllm_jax.options import NonNegativeInt, refuse
 from dllm_jax.samplers.base import Alg
 from dllm_jax.samplers.candidates import Candidates
 from dllm_jax.samplers.dream import criterion_of
@@ -21,7 +21,6 @@ from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.resizing import growth_of, insert, remove
 from dllm_jax.state.rows import gather
 from dllm_jax.state.selection import best
-from dllm_jax.traced import fixed_at
 from dllm_jax.xla.reductions import argmax
 
 
@@ -62,16 +61,13 @@ class DreamOn(UntilDone):
 
     def __post_init__(self):
         super().__post_init__()
-        for name, given, reason in (
-            ("cfg_scale", not fixed_at(self.cfg_scale, 0), "infilling has no prompt to guide by"),
-            ("early_commit", self.early_commit is not None, "an answer is settled once its length is"),
-            ("delay_eos", self.delay_eos, "an end-of-text ends what is missing"),
-            ("allow_mask_token", self.allow_mask_token, "a mask that stays would be chosen for ever"),
-        ):
-            if given:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is not supported by DreamOn: {reason}. Leave it out."
-                )
+        reasons = {
+            "cfg_scale": "infilling has no prompt to guide by",
+            "early_commit": "an answer is settled once its length is",
+            "delay_eos": "an end-of-text ends what is missing",
+            "allow_mask_token": "a mask that stays would be chosen for ever",
+        }
+        refuse(self, reasons)
 
     @override
     def check_model(self, spec: ModelSpec):

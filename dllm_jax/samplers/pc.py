@@ -1,7 +1,6 @@
 """PC-Sampler: confidence calibrated by how common a token is, from left to right (arXiv:2508.13021)."""
 
 import dataclasses
-import hashlib
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +21,6 @@ from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.selection import best
 
 
-@jax.tree_util.register_pytree_with_keys_class
 class TokenFrequencies(Arrays):
     """Table of token frequencies in a corpus, as fractions of all its tokens.
 
@@ -33,6 +31,7 @@ class TokenFrequencies(Arrays):
       source: File that they were read from; None for others.
     """
 
+    leaves = ("values",)
     values: Float[Array, "v"] | np.ndarray
     source: str | None = None
 
@@ -89,28 +88,6 @@ class TokenFrequencies(Arrays):
         for token, count in counts.items():
             seen[token] = max(count, 1)
         return cls(seen / total)
-
-    @property
-    def sha256(self) -> str:
-        """Of the numbers as float32, in hexadecimal; they must not be traced."""
-        return hashlib.sha256(np.asarray(self.values, np.float32).tobytes()).hexdigest()
-
-    def tree_flatten_with_keys(self):
-        """The table as the one leaf."""
-        return ((jax.tree_util.GetAttrKey("values"), self.values),), None
-
-    @classmethod
-    def tree_unflatten(cls, _, leaves):
-        """A table around anything that JAX puts in place of its numbers; nothing is checked."""
-        made = object.__new__(cls)
-        (made.values,) = leaves
-        return made
-
-    def __eq__(self, other) -> bool:
-        return isinstance(other, TokenFrequencies) and np.array_equal(self.values, other.values)
-
-    def __hash__(self) -> int:
-        return hash(self.sha256)
 
     def __repr__(self) -> str:
         if isinstance(self.values, Tracer) or not isinstance(self.values, np.ndarray | jax.Array):

@@ -6,7 +6,6 @@ end can be reached, say so. arXiv:2508.10111 decides the same for context-free g
 """
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,7 +27,6 @@ from dllm_jax.state.rows import gather
 MOST = 2**27  # entries of states x vocabulary while an automaton is made, 512 MiB of int32
 
 
-@jax.tree_util.register_pytree_with_keys_class
 class Automaton(Arrays):
     """A deterministic automaton over tokens; state 0 is the first, the last one accepts nothing.
 
@@ -39,10 +37,11 @@ class Automaton(Arrays):
       source: Text that it was made of, for messages.
     """
 
+    leaves = "following", "kinds", "accepting"
     following: Int[Any, "s k"]
     kinds: Int[Any, "v"]
     accepting: Bool[Any, "s"]
-    source: str
+    source: str = ""
 
     def __init__(self, following: Any, kinds: Any, accepting: Any, source: str = ""):
         self.following, self.kinds = np.asarray(following, np.int32), np.asarray(kinds, np.int32)
@@ -102,26 +101,6 @@ class Automaton(Arrays):
                 return None
             reached, count = further, count + 1
         return count
-
-    def tree_flatten_with_keys(self):
-        """The arrays as leaves."""
-        names = "following", "kinds", "accepting"
-        return [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in names], None
-
-    @classmethod
-    def tree_unflatten(cls, _, leaves):
-        """An automaton around anything that JAX puts in place of its arrays; nothing is checked."""
-        made = object.__new__(cls)
-        made.following, made.kinds, made.accepting = leaves
-        made.source = ""  # another text is no other program
-        return made
-
-    def __eq__(self, other) -> bool:
-        return isinstance(other, Automaton) and hash(self) == hash(other)
-
-    def __hash__(self) -> int:
-        parts = (np.asarray(part).tobytes() for part in (self.following, self.kinds, self.accepting))
-        return int.from_bytes(hashlib.sha256(b"|".join(parts)).digest()[:8])
 
     def __repr__(self) -> str:
         if isinstance(self.following, Tracer) or not isinstance(self.following, np.ndarray | jax.Array):

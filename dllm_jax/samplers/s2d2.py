@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from dllm_jax.nn.arithmetic import of_token
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import NoneMeans, PositiveInt, TracedFraction, TracedPositiveFloat
+from dllm_jax.options import NoneMeans, PositiveInt, TracedFraction, TracedPositiveFloat, refuse
 from dllm_jax.samplers import scores
 from dllm_jax.samplers.base import check_ends_unordered
 from dllm_jax.samplers.candidates import Candidates, Decision
@@ -98,9 +98,8 @@ class S2D2(UntilDone):
     def __post_init__(self):
         super().__post_init__()
         check_ends_unordered(self, "S2D2")
-        if self.early_commit is not None or self.allow_mask_token:
-            option = "allow_mask_token=True" if self.allow_mask_token else "early_commit"
-            raise ValueError(f"{option} is not supported by S2D2: it verifies tokens. Use Dynamic()")
+        reason = "it verifies tokens"
+        refuse(self, {"early_commit": reason, "allow_mask_token": reason}, "Use Dynamic().")
         if self.off is not None and (self.on is None or self.off > self.on):
             raise ValueError(f"off={self.off} must be at most on={self.on}")
 

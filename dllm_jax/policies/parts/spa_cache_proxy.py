@@ -5,12 +5,10 @@ without its bias, in the first r columns of U. Of all directions it has the cosi
 """
 
 import functools
-import hashlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 from typing_extensions import override
 
@@ -22,7 +20,6 @@ from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Arrays, PositiveInt, check_argument
 
 
-@jax.tree_util.register_pytree_with_keys_class
 class ValueProxy(Arrays):
     """A model's directions: made once, it serves all requests as an argument of their programs.
 
@@ -30,6 +27,7 @@ class ValueProxy(Arrays):
       directions: float32, the first r right singular vectors of each layer's value projection.
     """
 
+    leaves = ("directions",)
     directions: Float[Array, "n k d r"]
 
     @classmethod
@@ -46,9 +44,7 @@ class ValueProxy(Arrays):
         rank, most = check_argument("rank", rank, PositiveInt), model.spec.kv_heads * model.spec.head_dim
         if rank > most:
             raise ValueError(f"rank={rank} must be at most the width of the values, {most}")
-        made = object.__new__(cls)
-        made.directions = _directions(model, rank)
-        return made
+        return cls._around(_directions(model, rank))
 
     @property
     def rank(self) -> int:
@@ -68,28 +64,6 @@ class ValueProxy(Arrays):
         if layer.spec.qkv_bias:
             value = value - layer.weights["v_bias"]
         return einsum("bqkd,kdr->bqr", value.astype(jnp.float32), self.directions[layer.index])
-
-    def tree_flatten_with_keys(self):
-        """The directions as the one leaf."""
-        return ((jax.tree_util.GetAttrKey("directions"), self.directions),), None
-
-    @classmethod
-    def tree_unflatten(cls, _, leaves):
-        """Around anything that JAX puts in place of the directions."""
-        made = object.__new__(cls)
-        (made.directions,) = leaves
-        return made
-
-    @functools.cached_property
-    def sha256(self) -> str:
-        """Of the numbers, in hexadecimal; they must not be traced."""
-        return hashlib.sha256(np.asarray(self.directions).tobytes()).hexdigest()
-
-    def __eq__(self, other) -> bool:
-        return isinstance(other, ValueProxy) and self.sha256 == other.sha256
-
-    def __hash__(self) -> int:
-        return hash(self.sha256)
 
     @override
     def __repr__(self) -> str:
