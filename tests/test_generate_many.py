@@ -254,12 +254,12 @@ def test_a_sequence_without_finite_logits_ends_alone():
         list(dj.generate_many(model, asked, slots=2, nonfinite="raise", **SHORT))
 
 
-@pytest.mark.parametrize("where", ["prepare", "enter", "until_one_ends", "vacant", "output"])
+@pytest.mark.parametrize("where", ["prepare", "enter", "until_one_ends", "vacant", "output", "report"])
 @pytest.mark.parametrize("loses", [False, True], ids=["before", "after"])
 def test_an_interrupt_anywhere_loses_nothing(where, loses, monkeypatch):
     """Also when a program has taken the state, and what it gave back is lost."""
     calls, at = itertools.count(), 2 if where != "vacant" else 0
-    owner = {"prepare": generate_many, "output": slots.Slots}.get(where, slots)
+    owner = {"prepare": generate_many, "report": generate_many, "output": slots.Slots}.get(where, slots)
     run = getattr(owner, where)
 
     def interrupted(*args, **options):

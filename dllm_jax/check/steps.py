@@ -13,9 +13,8 @@ from dllm_jax.decoding.placement import Placed, place
 from dllm_jax.decoding.request import Request
 from dllm_jax.engine.generation import Generation, Inputs, Plan, State
 from dllm_jax.engine.group import next_variant
-from dllm_jax.engine.loop import denoise
+from dllm_jax.engine.loop import denoise, step
 from dllm_jax.engine.pieces import begin_pieces
-from dllm_jax.engine.step import step
 from dllm_jax.engine.widths import Variant
 from dllm_jax.nn.model import Model
 

@@ -198,14 +198,18 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
             if not self._goes_on():
                 self.close()
                 raise StopIteration
-        index, answer = self._answered.popleft()
-        if self._bar is not None:
-            self._bar.advance(self._bar.task_ids[0])
+        index, answer = self._answered[0]
         if isinstance(answer, Output):
             try:
                 report(answer.stats, self._sampler, self._nonfinite, stacklevel=2)
             except FloatingPointError as error:
                 answer = error
+            except Warning:  # where the user's program makes errors of them: this one is told once
+                self._answered.popleft()
+                raise
+        if self._bar is not None:
+            self._bar.advance(self._bar.task_ids[0])
+        self._answered.popleft()  # after what an interrupt may come into
         if isinstance(answer, Exception) and self._errors == "raise":
             kind = FloatingPointError if isinstance(answer, FloatingPointError) else ValueError
             raise kind(f"request {index}: {answer}") from answer

@@ -1,6 +1,6 @@
 """The second of three rooms: a request's arrays on the devices of a model, and results back from them.
 
-The only place under `decoding` that knows meshes and processes. Sequences are split over the axes of the mesh
+Sequences are split over the axes of the mesh
 that split batches; where they do not divide, there are more of them, of padding alone, which compute nothing.
 """
 

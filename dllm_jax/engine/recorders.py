@@ -1,7 +1,7 @@
 """Recorders: what a run counts or keeps of its steps. Each begins, adds every step, and finishes.
 
-A plan has those that it needs (`recorders_of`); the loop calls them all and asks for none. A new statistic is
-a class here and an entry there.
+A plan has those that it needs (`recorders_of`), and a step calls them all. A new statistic is a class here
+and an entry there.
 """
 
 import dataclasses

@@ -180,11 +180,11 @@ class Intervention:
             if len(self.positions) not in (1, batch):
                 shape = self.positions.shape
                 raise ValueError(f"positions have shape {shape}; expected (j,) or ({batch}, j)")
-        if self.steps is not None and steps is None:
-            raise ValueError(
-                f"steps={shown(self.steps)}: a single pass has no denoising steps; leave them out"
-            )
-        if self.steps is not None and steps is not None:
+        if self.steps is not None:
+            if steps is None:
+                raise ValueError(
+                    f"steps={shown(self.steps)}: a single pass has no denoising steps; leave them out"
+                )
             within("steps", self.steps, steps, "this generation has at most the steps")
         count = {"head_output": spec.heads, "k": spec.kv_heads, "v": spec.kv_heads}.get(self.place)
         if self.heads is not None and count is None:

@@ -89,8 +89,7 @@ class Layer:
         """Attention and its log-sum-exp, see `pallas_kernels.attention.xla.attention`.
 
         The log-sum-exp takes the place of attention weights, which no implementation returns: `received` and
-        `head_mean` recompute from it what a policy reads. Kernels support masks that are the same for all
-        queries of a sequence, which all policies have except in padded batches of Dream.
+        `head_mean` recompute from it what a policy reads.
 
         Args:
           q: Rotated queries.
