@@ -47,10 +47,17 @@ def assert_tells(snapshots: list[dj.Snapshot], out: dj.Output, prompt: np.ndarra
     assert [s.output is None for s in snapshots] == [True] * (len(snapshots) - 1) + [False]
 
 
-@pytest.mark.parametrize("sampler", [samplers.Threshold(0.3), samplers.WINO(wide_in=0.02, narrow_out=0.3)])
-def test_settled_tokens_stay(sampler):
-    """Of samplers that revise tokens, only those of finished blocks."""
-    model, layout = tiny("llada"), dict(sampler=sampler, every=1, length=12, block=12)
+@pytest.mark.parametrize(
+    ("sampler", "stop"),
+    [
+        (samplers.Threshold(0.3), []),
+        (samplers.Threshold(0.3), [[40]]),
+        (samplers.WINO(wide_in=0.02, narrow_out=0.3), []),
+    ],
+)
+def test_settled_tokens_stay(sampler, stop):
+    """Of samplers that revise tokens, only those of finished blocks; of answers that stop, those before it."""
+    model, layout = tiny("llada"), dict(sampler=sampler, stop=stop, every=1, length=12, block=12)
     prompt, mask = prompts(model, (9, 5) * 12)
     for buckets in (None, dj.buckets.Ladder((16,))):
         *before, last = dj.stream(model, prompt, prompt_mask=mask, buckets=buckets, **layout)

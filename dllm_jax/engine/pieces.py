@@ -89,8 +89,8 @@ def run_piece(
 
 
 def settled_positions(plan: Plan, canvas: Canvas) -> Int[Array, "b"]:
-    """The position of each sequence's first mask, or of its block while tokens of that may be revised."""
-    first = first_of(canvas.masked & canvas.response, canvas.layout.length)
+    """The position of each sequence's first mask or stop, or of its block while it may be revised."""
+    first = jnp.minimum(first_of(canvas.masked & canvas.response, canvas.layout.length), canvas.stops_at)
     stays = canvas.done | final(canvas, plan.sampler)
     return jnp.where(stays, first, jnp.minimum(first, canvas.block_start))
 
