@@ -128,7 +128,7 @@ def run_needle(
         return needle.requests(runner, hidden, text, lengths, depths, encode)
 
     settings = {"lengths": lengths, "depths": depths, "chat": chat, **dataclasses.asdict(hidden)}
-    return options.with_length(needle.RESPONSE).evaluate("needle", settings, ask, show.heatmap)
+    return options.with_length(needle.RESPONSE).evaluate("needle", settings, ask)
 
 
 def run_recall(
@@ -148,7 +148,7 @@ def run_recall(
     settings = {"lengths": lengths, "depths": depths, "repeats": repeats}
     seed = options.decoding.seed
     ask = lambda runner: synthetic.recall(runner, lengths, depths, repeats, seed)
-    return options.with_length(synthetic.RECALLED).evaluate("recall", settings, ask, show.heatmap)
+    return options.with_length(synthetic.RECALLED).evaluate("recall", settings, ask)
 
 
 def run_images(

@@ -56,16 +56,14 @@ class Options:
         kind: str,
         settings: dict[str, Any],
         ask: Callable[[Runner], list[Request]],
-        draw: Callable[[list[record.Row], str, Path], None] | None = None,
         ready: Callable[[Runner], Runner] = lambda runner: runner,
     ) -> int:
-        """Evaluates each policy, writes its record, and prints a table of all.
+        """Evaluates each policy, writes its record, of needles a heat map too, and prints a table of all.
 
         Args:
           kind: the evaluation's name in records and file names.
           settings: its options, for the record.
           ask: makes the requests for a runner.
-          draw: writes a picture of the rows with a title to a path; None: no picture.
           ready: makes the runner that answers of one for text.
 
         Returns:
@@ -106,8 +104,9 @@ class Options:
             records[text] = record.result(kind, runner, rows, settings)
             write_json(path, records[text])
             show.line(f"wrote {path}")
-            if draw is not None:
-                show.picture(path.with_suffix(".png"), functools.partial(draw, rows, f"{lm.name}, {text}"))
+            if any(request.cell for request in requests):
+                draw = functools.partial(show.heatmap, rows, f"{lm.name}, {text}")
+                show.picture(path.with_suffix(".png"), draw)
         rich.console.Console().print(show.table(records, f"{kind}: {lm.name}"))
         failures = show.failures(records)
         for failure in failures:
