@@ -30,6 +30,7 @@ from dllm_jax.command_line import plain_errors
 from dllm_jax.commands import generate as answering
 from dllm_jax.decoding.watch.recording import Recording
 from dllm_jax.demo import chatting, trains
+from dllm_jax.eval.run.settings import Checkpoint
 from dllm_jax.nn.intervention import Place
 from examples import animate, dpo, form, grpo, see_inside, sft_lora
 from examples.learning import pretrained
@@ -268,6 +269,9 @@ def test_a_file_of_prompts_is_answered_once_line_by_line(tmp_path):
         refuses(f"{answers}: another run is adding answers to it", ask)
     ask()
     assert answers.read_bytes() == whole
+    scaled = Checkpoint(rope_factor=2)
+    answering.answer(answering.Arguments(questions, answers, scaled, slots=2, length=4, block=2))
+    assert len(answers.read_bytes().splitlines()) == 7, "other options, other answers"
     growing = dict(length=2, max_length=8, block=2, sampler="DAEDAL(expansion=2, checked=2)")
     grown = tmp_path / "grown.jsonl"
     assert answering.answer(answering.Arguments(questions, grown, **growing)) == 0
