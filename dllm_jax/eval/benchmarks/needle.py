@@ -5,9 +5,10 @@ buffer, and the needle is inserted at token int(length * depth / 100) of it.
 """
 
 import dataclasses
+import functools
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -145,7 +146,7 @@ def requests(
     text: str,
     lengths: Sequence[int],
     depths: Sequence[float | int],
-    encode: Callable[[str], Sequence[int]],
+    chat: bool,
 ) -> list[Request]:
     """One request per cell of the grid, a group per length.
 
@@ -155,7 +156,7 @@ def requests(
       text: Text of the haystack.
       lengths: Lengths of prompts, in tokens of the model's tokenizer.
       depths: Depths of the needle, in percent.
-      encode: turns a prompt into token ids, e.g. under a chat template.
+      chat: Whether prompts are wrapped in the chat template.
 
     Raises:
       ValueError: no length or depth, or one that `Needle.prompt` refuses.
@@ -165,6 +166,8 @@ def requests(
     tokenizer, response = runner.lm.tokenizer, runner.decoding.length or RESPONSE
     # The haystack is encoded once; every cell cuts its own length of it.
     hay = encode_plain(tokenizer, text)
+    plain = functools.partial(encode_plain, tokenizer, add_special_tokens=True)
+    encode = runner.lm.chat_ids if chat else plain
     found = []
     for length, depth in itertools.product(lengths, depths):
         ids = tuple(encode(needle.prompt(hay, length, depth, tokenizer)))

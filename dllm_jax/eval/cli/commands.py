@@ -13,10 +13,9 @@ from dllm_jax.eval.cli.options import JOURNAL, WITHOUT_PREFIX, Difficulty, Limit
 from dllm_jax.eval.results import record, show
 from dllm_jax.eval.results.comparison import compare
 from dllm_jax.eval.run.journal import Journal
-from dllm_jax.eval.run.runner import Request, Runner
+from dllm_jax.eval.run.runner import Runner
 from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.published.presets import presets
-from dllm_jax.state.text import encode_plain
 from dllm_jax.vision.images import Pad
 from dllm_jax.vision.processor import Processor
 from dllm_jax.vision.tower import AT_ONCE
@@ -121,12 +120,7 @@ def run_needle(
     reserved = {"rouge": 200, "keyword": 600}[scoring] if buffer is None else buffer
     hidden = dataclasses.replace(hidden, scoring=scoring, buffer=reserved)
     text = needle.haystack(haystack)
-
-    def ask(runner: Runner) -> list[Request]:
-        plain = lambda prompt: encode_plain(runner.lm.tokenizer, prompt, add_special_tokens=True)
-        encode = runner.lm.chat_ids if chat else plain
-        return needle.requests(runner, hidden, text, lengths, depths, encode)
-
+    ask = lambda runner: needle.requests(runner, hidden, text, lengths, depths, chat)
     settings = {"lengths": lengths, "depths": depths, "chat": chat, **dataclasses.asdict(hidden)}
     return options.with_length(needle.RESPONSE).evaluate("needle", settings, ask)
 
