@@ -37,21 +37,21 @@ def random_model(spec: ModelSpec, dtype: Any, gain: float = 1.0, weights: Weight
     paths, tree = jax.tree_util.tree_flatten_with_path(described, is_leaf=is_int8)
     leaves = []
     for (path, leaf), key in zip(paths, jax.random.split(seeded(0), len(paths)), strict=True):
-        stack = path[0].key == "layers" and not apart
-        leaves.append(_leaf(path[-1].key, leaf, key, gain, stack))
+        # A layer at a time; of a table [v m] equal parts of its rows.
+        layers = 1 if apart else spec.layers
+        pieces = layers if path[0].key == "layers" else math.gcd(leaf.shape[0], 64)
+        leaves.append(_leaf(path[-1].key, leaf, key, gain, pieces))
     return Model(jax.tree.unflatten(tree, leaves), spec)
 
 
-def _leaf(name: str, leaf: Any, key: jax.Array, gain: float, stack: bool) -> Any:
+def _leaf(name: str, leaf: Any, key: jax.Array, gain: float, pieces: int) -> Any:
     if is_int8(leaf):
         scale = jnp.full(leaf.scale.shape, gain * INIT_STD * STEP, leaf.scale.dtype)
-        return Int8Matrix(_leaf(name, leaf.values, key, gain, stack), scale)
+        return Int8Matrix(_leaf(name, leaf.values, key, gain, pieces), scale)
     if "norm" in name:
         return jnp.ones(leaf.shape, leaf.dtype)
     if "bias" in name:
         return jnp.zeros(leaf.shape, leaf.dtype)
-    # A layer of a stack at a time; a table [v m] in at most 64 equal parts of its rows.
-    pieces = leaf.shape[0] if stack else math.gcd(leaf.shape[0], 64)
     return drawn(key, pieces, leaf.shape, leaf.dtype, gain)
 
 
