@@ -12,7 +12,6 @@ import numpy as np
 
 import dllm_jax as dj
 from dllm_jax.check.report import Finding, failed
-from dllm_jax.decoding.answers import decode_answers
 from dllm_jax.tasks import Chain, Example, exact, examples, prompt_arrays
 from dllm_jax.testing.runs import first_difference
 
@@ -125,7 +124,7 @@ def _compared(case: Case, model: dj.Model, out: dj.Output, theirs: dj.Output | N
 def _answered(case: Case, model: dj.Model, out: dj.Output) -> Finding:
     """Without a device to compare with: the exact decoder knows the answers."""
     tokenizer, questions = _asked(case.name)
-    answers = decode_answers(model, tokenizer, np.asarray(out.tokens[:, -SHAPE["length"] :]))
+    answers = dj.decode_answers(model, tokenizer, out.tokens[:, -SHAPE["length"] :])
     count = int(np.sum(exact(answers, questions)))
     right = count == QUESTIONS if type(case.policy) is dj.policies.Policy else None
     return Finding(case.title, f"{count} of {QUESTIONS} answers right, all finite", right)

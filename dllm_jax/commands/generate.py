@@ -6,11 +6,9 @@ from typing import Annotated
 
 import tyro
 
+import dllm_jax as dj
 from dllm_jax.command_line import PATHS
-from dllm_jax.decoding.answers import decode_answers
-from dllm_jax.decoding.generate_many import generate_many
 from dllm_jax.eval.run.files import read_text
-from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.settings import Checkpoint
 from dllm_jax.options import Options, PositiveInt
 from dllm_jax.published import expressions
@@ -64,11 +62,11 @@ def answer(asked: Arguments) -> int:
     own, usual = vars(asked.checkpoint) | {"dtype": None, "weights": None}, vars(Checkpoint())
     settings |= {name: value for name, value in own.items() if name == "model" or value != usual[name]}
     failures = 0
-    with Journal(asked.answers) as journal:
+    with dj.Journal(asked.answers) as journal:
         # A question that occurs twice is asked twice; one that was answered with these settings is not.
         left = journal.left(filter(None, map(str.strip, lines)), settings=settings)
         lm = asked.checkpoint.open(identify=False)
-        flight = generate_many(
+        flight = dj.generate_many(
             lm.model,
             [lm.chat_ids(one.item) for one in left],
             slots=asked.slots,
@@ -88,6 +86,6 @@ def answer(asked: Arguments) -> int:
                     failures += 1
                 else:
                     response = out.tokens[:, -(asked.max_length or asked.length) :]
-                    (text,) = decode_answers(lm.model, lm.tokenizer, response)
+                    (text,) = dj.decode_answers(lm.model, lm.tokenizer, response)
                     journal.answer(left[index], text, forwards=int(out.stats.nfe[0]))
     return failures

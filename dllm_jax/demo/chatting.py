@@ -17,7 +17,6 @@ import tyro
 import dllm_jax as dj
 from dllm_jax.checkpoint.dtypes import DtypeName
 from dllm_jax.command_line import PATHS
-from dllm_jax.decoding.answers import decode_answers
 from dllm_jax.decoding.chat import Message, check_tokenizer, encode_chats
 from dllm_jax.decoding.watch.grid import END
 from dllm_jax.decoding.watch.recording import harmless, pieces
@@ -209,7 +208,7 @@ class Conversation:
         # Masks are left where Ctrl-C stopped an answer: it ends at the first of them.
         masked = snapshot.tokens[:, shown:] == self.lm.model.spec.mask_id
         decoded = np.where(masked, self.lm.model.spec.eos_id, snapshot.tokens[:, shown:])
-        (text,) = decode_answers(self.lm.model, self.lm.tokenizer, decoded, self.options.get("stop"))
+        (text,) = dj.decode_answers(self.lm.model, self.lm.tokenizer, decoded, self.options.get("stop"))
         console.print(harmless(text), markup=False, highlight=False, soft_wrap=True)
         if console.is_terminal:
             seconds, computed = time.perf_counter() - start, 0 if prefix is None else prefix.computed_tokens

@@ -17,7 +17,6 @@ import tyro
 import dllm_jax as dj
 from dllm_jax import provenance
 from dllm_jax.command_line import PATHS, keep_programs, kept_programs, with_new_names
-from dllm_jax.decoding.answers import decode_answers
 from dllm_jax.decoding.watch.grid import COLD, WARM, grid
 from dllm_jax.decoding.watch.recording import Recording
 from dllm_jax.demo import trains
@@ -115,7 +114,7 @@ def _first_answer(console: rich.console.Console, name: str, model: dj.Model, tok
         prompt, _ = prompt_arrays(tokenizer, asked, model.spec.eos_id)
         block, sampler = model.spec.context.size or 8, dj.samplers.Threshold(0.9)
         out = dj.generate(model, prompt, length=LENGTH, block=block, sampler=sampler, trace=True)
-        (answer,) = decode_answers(model, tokenizer, np.asarray(out.tokens[:, prompt.shape[1] :]))
+        (answer,) = dj.decode_answers(model, tokenizer, out.tokens[:, prompt.shape[1] :])
     console.print("[bold]1. Denoising:[/] each step unmasks every token with confidence of at least 0.9")
     about = f"{name}, {count(model.params):,} parameters"
     console.print(f"{about}   · masked   ∎ end of text   right: unmasked\n", style="dim", highlight=False)
@@ -137,7 +136,7 @@ def measure(name: str, model: dj.Model, tokenizer: Any, questions: list[Example]
     found = dj.compare(model, prompt, runs, prompt_mask=mask, repeats=2, length=LENGTH, block=BLOCK).rows
     rows: list[dict[str, Any]] = []
     for (policy, sampler), run in zip(POLICIES, found, strict=True):
-        texts = decode_answers(model, tokenizer, np.asarray(run.output.tokens[:, prompt.shape[1] :]))
+        texts = dj.decode_answers(model, tokenizer, run.output.tokens[:, prompt.shape[1] :])
         # Tokens before the end alone: a policy that writes more after it is not faster.
         tokens, computed = (float(np.sum(getattr(run.output.stats, kind))) for kind in COUNTED)
         row = {
