@@ -59,7 +59,8 @@ def test_infilling_a_padded_row_equals_the_row_alone(family):
     batch = dj.infill(model, template, token_mask=mask, trace=True)  # as many steps as real masks: 2
     alone = dj.infill(model, template[1:, 4:], steps=2, trace=True)
     assert_same_run(of_sequence(batch.trace, 1, 6), alone.trace)
-    assert batch.stats.decoded_tokens[1] == alone.stats.decoded_tokens[0] == 6
+    assert batch.stats.decoded_tokens.tolist() == [2, *alone.stats.decoded_tokens.tolist()] == [2, 2]
+    assert batch.stats.answer_tokens[1] == alone.stats.answer_tokens[0] == 6
 
 
 def test_lists_of_any_lengths_are_padded_wherever_a_prompt_goes_in():

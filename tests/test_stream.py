@@ -56,7 +56,7 @@ def assert_tells(snapshots: list[dj.Snapshot], out: dj.Output, prompt: np.ndarra
     ],
 )
 def test_settled_tokens_stay(sampler, stop):
-    """Of samplers that revise tokens, only those of finished blocks; of answers that stop, those before it."""
+    """Of samplers that revise tokens, only those of finished blocks; of stopped answers, those before it."""
     model, layout = tiny("llada"), dict(sampler=sampler, stop=stop, every=1, length=12, block=12)
     prompt, mask = prompts(model, (9, 5) * 12)
     for buckets in (None, dj.buckets.Ladder((16,))):

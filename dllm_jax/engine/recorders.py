@@ -164,10 +164,12 @@ class Counts(Recorder):
         decoded = canvas.decoded
         if canvas.layout.end < canvas.layout.length:
             decoded &= canvas.position < canvas.layout.end
+        # What a template holds besides its masks was given.
+        generated = decoded if canvas.layout.prompt else decoded & (canvas.decoded_at >= 0)
         return kept._asdict() | {
             "nfe": canvas.passes,
             "cache_ratio": jnp.where(positions > 0, 1.0 - recomputed, 0.0).astype(jnp.float32),
-            "decoded_tokens": count_marked(decoded),
+            "decoded_tokens": count_marked(generated),
             "answer_tokens": count_marked(decoded & (canvas.position < end[:, None])),
         }
 

@@ -25,7 +25,7 @@ class Stats(NamedTuple):
       refreshes: Full steps, which recompute every token.
       decoded_tokens: Generated tokens that are not masked at the end, without a suffix.
       answer_tokens: Unmasked tokens before the first end-of-text and before a stop, or up to the last token
-        of a stop text.
+        of a stop text; of `infill`, those of the template too.
       finite: False if the sequence ended early because a step's logits held NaN or infinity. Tokens that were
         masked at that step stay masked. Other sequences in the batch are not affected.
       idle: Forward passes with nothing left to unmask in a block that had masks for one more each; None
