@@ -20,7 +20,8 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
 
     Compiles once per combination of shapes, layout, policy and sampler. Numeric options such as thresholds
     are runtime arguments and do not recompile. The loop runs on the device; on GPUs XLA reads the loop's
-    conditions on the host. `generate` can be called under `jax.jit` and `jax.vmap`; argument values are then not validated.
+    conditions on the host. `generate` can be called under `jax.jit` and `jax.vmap`; argument values are then
+    not validated.
 
     Args:
       model: Model returned by `load`.

@@ -47,8 +47,8 @@ class DyLLM(Policy):
     Attributes:
       tau: Cosine below which a row is salient, in [0, 1]. The README has 0.99 and 0.995 for LLaDA, 0.995 and
         0.9975 for Dream.
-      full_steps: Number of steps at the beginning that compute everything; 16 is the released code's default, 8
-        that of its evaluation, 4 that of its scripts.
+      full_steps: Number of steps at the beginning that compute everything; 16 is the released code's
+        default, 8 that of its evaluation, 4 that of its scripts.
       prompt_every: Steps between those that pass the prompt through the layers; 4 in the released code.
     """
 
