@@ -243,9 +243,32 @@ def test_the_others_parse():
     assert len(asked) == len(others) > 0
 
 
+def test_settings_go_with_the_sampler_of_the_command(tmp_path, monkeypatch, evaluate):
+    """Neither the length nor the schedule would go with the sampler that there is by default."""
+    monkeypatch.chdir(tmp_path)
+    tasks = ["tasks", "--limit", "2", "--difficulty", "3"]
+    growing = [
+        "--length",
+        "2",
+        "--max-length",
+        "8",
+        "--block",
+        "2",
+        "--sampler",
+        "DAEDAL(expansion=2, checked=2)",
+    ]
+    assert evaluate(*tasks, *growing, "--out", "grown") == 0
+    assert record.read(tmp_path / "grown/tasks-Policy.json")["decoding"]["max_length"] == 8
+    rounded = ["--length", "4", "--block", "2", "--steps", "3", "--sampler", "Confidence(schedule='rounded')"]
+    assert evaluate(*tasks, *rounded, "--out", "rounded") == 0
+
+
 def test_errors_of_the_user_are_one_line(tmp_path, monkeypatch, evaluate):
     monkeypatch.chdir(tmp_path)
+    grows = ["--sampler", "DAEDAL()", "--length", "4", "--max-length", "8"]
     for words, reason in (
+        (["tasks", "--max-length", "8"], "max_length=8 does not go with sampler=Confidence()"),
+        (["tune", *grows], "max_length=8 is not supported by tune: answers that grow"),
         (["tasks", "--policy", "NoSuch"], "error: 'NoSuch': NoSuch is not one of"),
         (["tune", "--accuracy-within", "2"], "accuracy_within=2.0 must be"),
         (["tune", "--questions", "none.jsonl"], "none.jsonl does not exist"),

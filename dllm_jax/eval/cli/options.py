@@ -16,7 +16,7 @@ from dllm_jax.eval.results import record, show
 from dllm_jax.eval.run.files import write_json
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.runner import Request, Runner
-from dllm_jax.eval.run.settings import Checkpoint, Decoding
+from dllm_jax.eval.run.settings import Checkpoint, Undecided
 from dllm_jax.options import shown
 from dllm_jax.published import expressions
 
@@ -41,7 +41,7 @@ class Options:
     """
 
     checkpoint: Annotated[Checkpoint, WITHOUT_PREFIX] = Checkpoint()
-    decoding: Annotated[Decoding, WITHOUT_PREFIX] = Decoding()
+    decoding: Annotated[Undecided, WITHOUT_PREFIX] = Undecided()
     policy: tuple[str, ...] = ("Policy",)
     sampler: Annotated[str, tyro.conf.arg(metavar="SAMPLER")] = "Confidence"
     out: Path = Path("runs/eval")
@@ -77,11 +77,10 @@ class Options:
         # What can be refused is refused before anything is loaded, or else before anything is decoded.
         number, count = part_of(self.part)
         sampler = expressions.sampler(self.sampler)
-        policies = {text: expressions.policy(text) for text in self.policy}
+        decodings = {text: self.decoding.under(expressions.policy(text), sampler) for text in self.policy}
         paths = record.paths(self.out, kind, self.policy)
         lm, progress, runners = self.checkpoint.open(), sys.stderr.isatty(), dict[str, Runner]()
-        for text, policy in policies.items():
-            decoding = dataclasses.replace(self.decoding, policy=policy, sampler=sampler)
+        for text, decoding in decodings.items():
             runners[text] = ready(Runner(lm, decoding, progress))
         journal = Journal(self.out / JOURNAL)
         settings = {**settings, "tokenizer": self.checkpoint.tokenizer, "seed": self.decoding.seed}

@@ -67,6 +67,10 @@ class Decoding(Options):
 
     def __post_init__(self):
         super().__post_init__()
+        self._check_together()
+
+    def _check_together(self):
+        """Raises ValueError for lengths, blocks and steps that do not go with the sampler, or each other."""
         if self.sampler.shortens:
             raise ValueError(f"sampler={type(self.sampler).__name__}() fills templates: use DAEDAL()")
         if self.sampler.grows != (self.max_length is not None):
@@ -128,6 +132,17 @@ class Decoding(Options):
         """All that determines an answer as JSON values; options among them as calls with every field."""
         texts = {name: repr(part) for name, part in vars(self).items() if isinstance(part, Options)}
         return self.options() | texts | {"seed": self.seed}
+
+
+class Undecided(Decoding):
+    """Settings of decoding on a command line, where policy and sampler are options of their own."""
+
+    def _check_together(self):
+        """Nothing: they are checked with the sampler that the command line names."""
+
+    def under(self, policy: dj.policies.Policy, sampler: dj.samplers.Sampler) -> Decoding:
+        """Returns the settings with a policy and a sampler; raises ValueError if these do not go together."""
+        return Decoding(**vars(self) | {"policy": policy, "sampler": sampler})
 
 
 def rounded_up(length: int, multiple: int) -> int:

@@ -356,7 +356,15 @@ def exact_decoding(decoding: Decoding, tokenizer: Any, questions: Sequence[Any])
 
     The response is as long as the longest right answer and its end need, the block see `default_block`, and
     each step decodes one token.
+
+    Raises:
+      ValueError: answers that grow.
     """
+    if decoding.max_length is not None:
+        raise ValueError(
+            f"max_length={decoding.max_length} is not supported by tune: answers that grow have no number of "
+            "steps, which its settings follow from. Compare settings by `dllm-jax eval tasks`."
+        )
     length = decoding.length
     if length is None:
         longest = max(len(tokenizer(q.answer, add_special_tokens=False)["input_ids"]) for q in questions)
