@@ -9,13 +9,11 @@ import jax
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+import dllm_jax as dj
 from dllm_jax.check.report import Finding
-from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.policies import DualCache
 from dllm_jax.provenance import NOT_INSTALLED, device, driver, versions
 from dllm_jax.roofline import predict
 from dllm_jax.roofline.hardware import Hardware
-from dllm_jax.state.layout import Layout
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "dllm-jax")
 EXTRAS = ("tpu", "cuda12", "cuda13")  # of jax, each with plugins of its own
@@ -25,7 +23,7 @@ GPU = Path("/proc/driver/nvidia/version")
 LIBRARIES = ("libtpu", "nvidia-cudnn", "nvidia-nccl", "nvidia-cublas")
 
 
-def findings(spec: ModelSpec, hardware: Hardware) -> Iterator[Finding]:
+def findings(spec: dj.ModelSpec, hardware: Hardware) -> Iterator[Finding]:
     """The device, versions, what does not go together, and the memory that a shape needs.
 
     Args:
@@ -45,7 +43,7 @@ def findings(spec: ModelSpec, hardware: Hardware) -> Iterator[Finding]:
     problems = list(mismatches(listed, found.platform, about["driver"]))
     yield Finding("together", "; ".join(problems) or "all versions go together", not problems)
 
-    memory = predict.work(spec, DualCache(), Layout(1024, 256, 32, 256)).memory
+    memory = predict.work(spec, dj.policies.DualCache(), dj.Layout(1024, 256, 32, 256)).memory
     # All of the capacity is free where the device does not say what is in use.
     free = hardware.capacity - (jax.devices()[0].memory_stats() or {}).get("bytes_in_use", 0)
     data = {"needed": memory.total(hardware), "capacity": hardware.capacity, "free": free}
