@@ -12,6 +12,7 @@ from dllm_jax import starting as _starting  # noqa: F401
 
 import importlib
 import importlib.metadata
+import sys
 from typing import TYPE_CHECKING, Any
 
 # Models
@@ -157,7 +158,8 @@ def __getattr__(name: str) -> Any:
         return globals()[_RENAMED[name]]
     if name in _FROM:
         return getattr(importlib.import_module(f"{__name__}.{_FROM[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    message = f"module {__name__!r} has no attribute {name!r}"  # to which Python adds a similar name
+    raise AttributeError(message, name=name, obj=sys.modules[__name__])
 
 
 def __dir__() -> list[str]:

@@ -99,6 +99,7 @@ def test_dtypes_on_request(tmp_path):
     refused = {"fp16": "float16", "f16": "float16"} | {n: n for n in ("int8", "float64", "no such", "05,x")}
     for name, said in refused.items():
         refuses(f"{said}.*supported: float32, bfloat16", dj.load, path, dtype=name)
+    refuses("dtype=float16 is not supported; .* Use bfloat16", dj.load, path, dtype="f16")
 
 
 LN, UP = "model.transformer.ln_f.weight", "model.transformer.blocks.2.up_proj.weight"

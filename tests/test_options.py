@@ -327,6 +327,10 @@ def test_arguments_of_other_libraries_are_answered_with_ours():
         ("temperature", 0.7, r"Set it on the sampler: .*Confidence\(temperature=0\.7\)\."),
         ("num_return_sequences", 4, r"Repeat the prompt: \[prompt\] \* 4"),
         ("lenght", 4, r"Did you mean length=\?"),
+        ("eos_token_id", 1, r"Did you mean stop=\[\[1\]\]\? stop_at_eos=True ends at"),
+        ("bad_words_ids", [], r"Did you mean forbid=\[id, \.\.\.\]\? It takes single ids\.$"),
+        ("enable_prefix_caching", True, r"Did you mean prefix=dj.prefill\(model, ids\)\?$"),
+        ("batch_size", 2, "Not needed: pass a list of prompts"),
         ("zzz", 4, "Arguments: allow, block, buckets, "),
     ):
         hinted(functools.partial(generate, **{name: value}), name, hint)
@@ -338,12 +342,21 @@ def test_arguments_of_other_libraries_are_answered_with_ours():
         (lambda: dj.load(path, torch_dtype="bf16"), "torch_dtype", r"Did you mean dtype='bf16'\?"),
         (lambda: dj.load(path, trust_remote_code=True), "trust_remote_code", "Not needed: no code"),
         (lambda: TrainConfig(steps=3, max_grad_norm=1.0), "max_grad_norm", r"Did you mean clip=1\.0\?"),
+        (lambda: dj.load(path, device="cpu"), "device", r"Choose one by jax\.default_device"),
+        (lambda: dj.load(path, device_map="auto"), "device_map", r"Did .*\? It splits a model over"),
+        (lambda: dj.chat(model, None, [], trace=True), "trace", r"The answer is text alone\."),
+        (lambda: dj.stream_chat(model, None, [], progress=True), "progress", r"The parts show"),
+        (lambda: dj.tune(model, None, [], batch_size=2), "batch_size", r"Did you mean slots=2\?"),
         (lambda: dj.lora.LoRA(r=8), "r", r"Did you mean rank=8\?"),
         (lambda: policies.DualCache(size=1), "size", "Arguments: none"),
     ):  # fmt: skip
         hinted(ask, name, hint)
     many = dj.generate_many(model, [{"prompt": [1], "stops": 3}])
     refuses(r"request 0: request\(\) got an unexpected argument 'stops'. Did you mean stop=", next, many)
+    many = dj.generate_many(model, [{"prompt": [1], "sampler": samplers.Threshold()}])
+    refuses(r"argument 'sampler'\. It is one for all requests: generate_many\(", next, many)
+    assert "trace" not in inspect.signature(dj.chat).parameters
+    assert "progress" not in inspect.signature(dj.stream_chat).parameters
 
 
 def test_every_hint_names_arguments_and_samplers_that_exist():
@@ -377,6 +390,19 @@ def test_prompts_of_a_tokenizer_are_taken_and_text_is_refused():
     refuses("not left padding", run, padded | {"attention_mask": np.array([[1, 1, 1], [1, 0, 0]])})
     refuses("brings its own mask", run, padded, prompt_mask=[[1, 1, 1]] * 2)
     refuses("must have input_ids", run, {"ids": [1]})
+    question = [{"role": "user", "content": "T=211;T="}]
+    for asked in (question, [question], question[0]):
+        refuses(r"is a conversation. Call dj.chat\(model, tokenizer, messages\)", run, asked)
+    refuses("A prompt is token ids", next, dj.generate_many(model, question))
+    refuses(r"stop=\['x'\] holds text. Use stop=dj.StopTexts\(tokenizer, \['x'\]\)", run, [[1]], stop=["x"])
+    refuses(r"delimiters=\(\) must .* Use delimiters=dj.delimiters\(tokenizer\)", dj.AdaBlock, 4)
+    refuses("max_length=9 .*length=9, which counts generated tokens only", run, [[1]], max_length=9)
+    with pytest.raises(FileNotFoundError, match=r"no hub id.*Published models: .*llada-8b, "):
+        dj.abstract("llada-9b")
+    with pytest.raises(AttributeError) as found:
+        _ = dj.generat  # pyright: ignore[reportAttributeAccessIssue]
+    assert (found.value.name, found.value.obj) == ("generat", dj)  # of which Python makes "Did you mean"
+    refuses("response=5 must be a multiple of block=3", dj.Layout, 4, 5, 3, 5)
     for text in ("ab", ["ab", "c"]):
         refuses(r"prompt=.*ab.* is text: pass token ids", run, text)
 

@@ -104,4 +104,4 @@ def test_directories_given_to_the_wrong_command(tmp_path):
         converted,
         tmp_path / "x",
     )
-    refuses("holds no hashes.*compare two directories: verify.py A B", dj.load, hf, verify=True)
+    refuses("is missing: .* hashes .*compare two directories: dllm-jax verify A B", dj.load, hf, verify=True)

@@ -406,6 +406,16 @@ def test_bad_arguments_are_refused(lm, unannotated, options, reason):
         dj.tune(**usual | options)
 
 
+def test_former_names_of_arguments_warn_and_act(lm, unannotated):
+    asked = dict(model=lm.model, tokenizer=lm.tokenizer, questions=[("a", "right")], length=4, block=2)
+    for former, name in (("batch", "slots"), ("first", "first_round")):
+        with (
+            pytest.warns(DeprecationWarning, match=rf"use {name}="),
+            pytest.raises(ValueError, match=f"{name}=0"),
+        ):
+            dj.tune(**asked, **{former: 0})
+
+
 def test_a_question_that_the_exact_decoder_cannot_answer_is_named(lm):
     asked = [Example([lm.model.spec.mask_id], "right")]
     with pytest.raises(RuntimeError, match=r"the exact decoder failed on question 0: ValueError: .*mask id"):

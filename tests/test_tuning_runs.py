@@ -26,7 +26,7 @@ SETTINGS = [policies.DKVPrefill(), Candidate(steps=2)]
 
 
 def tuned(lm, **options):
-    shape = dict(length=4, block=2, first=4, batch=4, name="tiny-llada")
+    shape = dict(length=4, block=2, first_round=4, slots=4, name="tiny-llada")
     usual = dict(policies=SETTINGS, objective="bytes", accuracy_within=0.2)
     return dj.tune(lm.model, lm.tokenizer, QUESTIONS, **shape | usual | options)
 
@@ -77,7 +77,7 @@ def test_a_killed_run_resumes_to_the_same_result(lm, tmp_path, monkeypatch):
 
 
 def test_a_setting_of_half_the_steps_takes_less_time_in_batches(lm):
-    found = tuned(lm, policies=[Candidate(steps=2)], objective="time", batch=4)
+    found = tuned(lm, policies=[Candidate(steps=2)], objective="time", slots=4)
     assert found.exact.cost == (1, 1, 1)
     fewer = found.rows[1].cost
     assert 0 < fewer.low <= fewer.value <= fewer.high
@@ -88,7 +88,7 @@ def test_a_table_of_every_policy_under_every_sampler_drops_nothing(lm):
     """All settings answer all questions at once; each mean is that of the answers of `generate_many`."""
     lists = dict(policies=[policies.Policy(), policies.DualCache()], samplers=[samplers.Threshold(0.9)])
     questions = examples(FewShot(), 0, 5, 5, "held_out")
-    shape = dict(objective="bytes", length=4, block=2, first=2, batch=2)
+    shape = dict(objective="bytes", length=4, block=2, first_round=2, slots=2)
     table = dj.tune(lm.model, lm.tokenizer, questions, **lists, **shape, keep_all=True)
     exact, *others = table.rows
     fast = samplers.Threshold(0.9)

@@ -32,7 +32,8 @@ def supported(dtype: Any) -> np.dtype:
     except (TypeError, ValueError, SyntaxError) as error:  # the last of what looks like several dtypes
         raise ValueError(f"dtype={shown(dtype)} is no dtype; supported: float32, bfloat16") from error
     if chosen not in SUPPORTED:
-        raise ValueError(f"dtype={chosen} is not supported; supported: float32, bfloat16")
+        fix = ". Use bfloat16, of as many bytes" if chosen == np.float16 else ""
+        raise ValueError(f"dtype={chosen} is not supported; supported: float32, bfloat16{fix}")
     return chosen
 
 

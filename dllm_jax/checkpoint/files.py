@@ -191,10 +191,11 @@ def check_integrity(folder: Path):
     """
     kept = read_object(folder / PROVENANCE).get(WRITTEN) if has_entry(folder, PROVENANCE) else None
     if not isinstance(kept, dict):
+        there = has_entry(folder, PROVENANCE)
+        holds = "holds no hashes" if there else "is missing: it would hold the hashes"
         raise ValueError(
-            f"{folder / PROVENANCE} holds no hashes of what was written: known are those of directories that "
-            f"`convert` writes since it keeps them; convert the original again, or compare two directories: "
-            f"verify.py A B{what_else(folder)}"
+            f"{folder / PROVENANCE} {holds} of what was written. Convert the original again, "
+            f"or compare two directories: dllm-jax verify A B{what_else(folder)}"
         )
     # Before anything is opened: a link may lead elsewhere, and a pipe waits for ever.
     check_tree(folder, PARAMS)

@@ -84,7 +84,7 @@ def locate(path: str | os.PathLike[str], revision: str | None = None) -> Path:
         return _fetched(named, here, revision)
     hint = ""
     if len(Path(named).parts) == 1 and (BUNDLED / named).is_dir():
-        hint = f"; the bundled checkpoint of this name is dj.load(dj.bundled.path({shown(named)}))"
+        hint = f"; the path of the bundled checkpoint of this name is dj.bundled.path({shown(named)})"
     if at := re.fullmatch(f"({HUB_ID})[@:](.+)", named):
         hint = f"; a revision of a hub id is dj.load({at[1]!r}, revision={at[2]!r})"
     raise FileNotFoundError(

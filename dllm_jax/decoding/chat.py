@@ -115,7 +115,8 @@ def chat(
       >>> dj.chat(model, tokenizer, question, length=8, block=4)
       '211'
     """
-    check_names("chat", options, (*ChatOptions.__annotations__, *OWN))
+    text_alone = {"trace": "The answer is text alone. Use dj.generate(.., trace=True)."}
+    check_names("chat", options, (*ChatOptions.__annotations__, *OWN), text_alone)
     how = enable_thinking, template, sampler, forbid, buckets
     asked = prepare_chat(model, tokenizer, messages, stop, *how)
     given: dict[str, Any] = {**asked.options, **options}

@@ -38,6 +38,11 @@ OF_A_REQUEST = (
     "prompt_mask", "prompt_embeds", "suffix", "length", "max_length", "block", "steps", "key", "stop",
     "forbid", "allow", "constraints",
 )  # fmt: skip
+INSTEAD = {  # of what a request cannot have
+    name: f"It is one for all requests: generate_many(model, prompts, {name}=...)."
+    for name in ManyOptions.__annotations__
+    if name not in OF_A_REQUEST
+} | {"role": "A prompt is token ids: encode the conversation by tokenizer.apply_chat_template."}
 OWN = ("slots", "errors", "buckets", "key", "prefix", "progress")
 TURN = 8  # sequences per slot that requests of one program are ahead of older ones of another, at most
 AHEAD = 4  # requests per slot that are read before there is a slot for them
@@ -88,13 +93,14 @@ def generate_many(
 
     Prompts are padded to bucket lengths. Requests of one bucket and of the same static options decode
     together, and shorter ones join them when no other request waits. Other buckets follow when the slots are
-    empty, at the latest after `TURN` times as many requests as there are slots.
+    empty, at the latest after 8 times as many requests as there are slots.
 
     Args:
       model: Model returned by `load`.
-      prompts: Iterable of prompts, for example a generator; `AHEAD` prompts per slot are read ahead. Each one
-        is the token ids of a prompt, or a dict with "prompt" and any of `OF_A_REQUEST`, which override the
-        common options.
+      prompts: Iterable of prompts, for example a generator; 4 prompts per slot are read ahead. Each one is
+        the token ids of a prompt, or a dict with "prompt" and options that override the common ones:
+        "prompt_mask", "prompt_embeds", "suffix", "length", "max_length", "block", "steps", "key", "stop",
+        "forbid", "allow", "constraints".
       slots: Maximum number of sequences that decode together (`max_num_seqs` in vLLM).
       errors: How to report an invalid request, or one with non-finite logits under `nonfinite="raise"`.
         "raise" raises the exception, after which the iterator continues; "return" yields it in place of an
@@ -282,7 +288,7 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
         """A request as it was read, checked."""
         encoded = isinstance(item, Mapping) and "input_ids" in item  # by a tokenizer
         given = dict(item) if isinstance(item, Mapping) and not encoded else {"prompt": item}
-        check_names("request", given, ("prompt", *OF_A_REQUEST))
+        check_names("request", given, ("prompt", *OF_A_REQUEST), INSTEAD)
         if "prompt" not in given:
             raise ValueError(f"{shown(item)} has no prompt")
         options = self._options | given

@@ -45,7 +45,7 @@ def canvas_length(asked: Asked, spec: ModelSpec, prompt: int) -> int:
     if not asked.sampler.grows:
         raise ValueError(
             f"max_length={most} is not supported by {name}: its answers have one length. Use DAEDAL(), or "
-            f"length={most}."
+            f"length={most}, which counts generated tokens only."
         )
     if most < asked.length:
         raise ValueError(

@@ -38,7 +38,6 @@ class CommonOptions(TypedDict, total=False):
     policy: Policy
     allow: Allow | None
     constraints: Constraint | Sequence[Constraint]
-    trace: bool
     nonfinite: NonFinite
     interventions: Sequence[Intervention]
     group: int | None
@@ -54,6 +53,7 @@ class InfillOptions(CommonOptions, total=False):
     logprobs: int | None
     key: Keys | None
     noise: Noise | None
+    trace: bool
     progress: bool
 
 
@@ -66,11 +66,19 @@ class ResponseOptions(CommonOptions, total=False):
 
 
 class ChatOptions(ResponseOptions, total=False):
-    """Options that `chat` passes on to `generate`."""
+    """Options that `chat` passes on to `generate`: it returns no trace."""
 
     key: Keys | None
     noise: Noise | None
     progress: bool
+
+
+class StreamChatOptions(ResponseOptions, total=False):
+    """Options that `stream_chat` passes on to `stream`: its parts show the progress."""
+
+    key: Keys | None
+    noise: Noise | None
+    trace: bool
 
 
 class AnswerOptions(ChatOptions, total=False):
@@ -88,6 +96,7 @@ class ManyOptions(ResponseOptions, total=False):
     forbid: Iterable[int]
     logprobs: int | None
     stop: Stops
+    trace: bool
 
 
 class WarmupOptions(ManyOptions, total=False):

@@ -231,6 +231,9 @@ def stop_of(stop: Stops, spec: ModelSpec) -> StopIds | StopTable | None:
         return stop.table(spec.vocab)
     if isinstance(stop, str) or not isinstance(stop, Sequence):
         raise ValueError(f"stop={shown(stop)} {rule}")
+    if any(isinstance(text, str) for text in stop):
+        given = shown(stop)
+        raise ValueError(f"stop={given} holds text. Use stop=dj.StopTexts(tokenizer, {given}).")
     found = []
     for ids in stop:
         try:

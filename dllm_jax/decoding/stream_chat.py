@@ -14,7 +14,7 @@ from dllm_jax.decoding.chat import (
     Message,
     prepare_chat,
 )
-from dllm_jax.decoding.options import ChatOptions, shows
+from dllm_jax.decoding.options import StreamChatOptions, shows
 from dllm_jax.decoding.stops import StopTexts
 from dllm_jax.decoding.stream import Snapshot, stream
 from dllm_jax.nn.model import Model
@@ -41,7 +41,7 @@ class ChatSnapshot(NamedTuple):
     snapshot: Snapshot
 
 
-@shows(ChatOptions)
+@shows(StreamChatOptions)
 def stream_chat(
     model: Model,
     tokenizer: Any,
@@ -54,7 +54,7 @@ def stream_chat(
     sampler: Sampler = Confidence(),
     forbid: Iterable[int] = (),
     buckets: Ladder | None = None,
-    **options: Unpack[ChatOptions],
+    **options: Unpack[StreamChatOptions],
 ) -> Generator[ChatSnapshot, None, None]:
     """Answers like `chat`, and yields the answer so far after every block or every few denoising steps.
 
@@ -73,7 +73,7 @@ def stream_chat(
       sampler: Remasking strategy (`generate`).
       forbid: Ids that are never unmasked (`generate`).
       buckets: Bucket lengths for prompts (`generate`).
-      **options: Options of `generate`, except for `progress`.
+      **options: Options of `generate` (length, block, steps, policy, key, ...).
 
     Yields:
       The answers so far.
@@ -81,8 +81,8 @@ def stream_chat(
     Raises:
       ValueError: Invalid arguments (`chat`, `stream`).
     """
-    own = {name: kind for name, kind in ChatOptions.__annotations__.items() if name != "progress"}
-    check_names("stream_chat", options, (*own, *OWN, "every"))
+    parts = {"progress": "The parts show the progress. Use dj.chat(.., progress=True)."}
+    check_names("stream_chat", options, (*StreamChatOptions.__annotations__, *OWN, "every"), parts)
     how = enable_thinking, template, sampler, forbid, buckets
     asked = prepare_chat(model, tokenizer, messages, stop, *how)
     given: dict[str, Any] = {**asked.options, **options}

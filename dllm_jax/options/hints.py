@@ -1,20 +1,24 @@
 """Names of arguments that people bring from other libraries, and ours for them."""
 
 import difflib
+import types
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+NOTHING: Mapping[str, str] = types.MappingProxyType({})
 SAMPLER = "set it on the sampler: sampler=dj.samplers."
 CODE = "not needed: no code of the checkpoint is executed"
+BATCH = "not needed: pass a list of prompts"
 
-# By their name: the library that it comes from, and our argument with the value, or what to do instead.
-# Where several arguments are given, the first one that a function has is the one that is meant.
+# By their name: the library that it comes from, and our argument with the value, or what to do instead. A
+# remark follows an argument after a semicolon. Where several are given, the first one that a function has is
+# the one that is meant; a function with none of them says what to do instead.
 NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "max_new_tokens": ("transformers, Dream", ("length={value}",)),
     "max_tokens": ("vLLM", ("length={value}",)),
     "gen_length": ("LLaDA", ("length={value}",)),
     "max_gen_toks": ("lm-evaluation-harness", ("length={value}",)),
-    "max_length": ("transformers", ("length counts generated tokens, without the prompt",)),
+    "max_length": ("transformers", ("length={value}; it counts generated tokens, without the prompt",)),
     "block_length": ("LLaDA, Fast-dLLM", ("block={value}",)),
     "block_size": ("SDAR, Fast-dLLM v2", ("block={value}",)),
     "diffusion_steps": ("Dream", ("steps={value}",)),
@@ -26,7 +30,7 @@ NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "inputs": ("transformers", ("pass the token ids as the second argument",)),
     "inputs_embeds": ("transformers", ("prompt_embeds=",)),
     "eos_token_id": ("transformers", ("stop=[[{value}]]; stop_at_eos=True ends at the model's own",)),
-    "stop_strings": ("transformers", ("stop=dj.StopTexts(tokenizer, [...]); dj.chat(stop=[...])",)),
+    "stop_strings": ("transformers", ("stop=dj.StopTexts(tokenizer, [...]); dj.chat takes the texts",)),
     "stop_token_ids": ("vLLM", ("stop=[[id], ...]",)),
     "pad_token_id": ("transformers", ("not needed: padding is never attended to",)),
     "mask_id": ("LLaDA", ("set it on the model: model.replace_spec(mask_id={value})",)),
@@ -47,7 +51,7 @@ NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "logits_eos_inf": ("LLaDA", (SAMPLER + "Confidence(logits_eos_inf={value})",)),
     "confidence_eos_eot_inf": ("LLaDA", (SAMPLER + "Confidence(confidence_eos_eot_inf={value})",)),
     "suppress_tokens": ("transformers", ("forbid={value}",)),
-    "bad_words_ids": ("transformers", ("forbid=[id, ...] takes single ids",)),
+    "bad_words_ids": ("transformers", ("forbid=[id, ...]; it takes single ids",)),
     "remasking": ("LLaDA", (SAMPLER + "Confidence() for 'low_confidence', RandomOrder() for 'random'",)),
     "alg": ("Dream", (SAMPLER + "DreamSchedule(alg={value})",)),
     "alg_temp": ("Dream", (SAMPLER + "DreamSchedule(alg_temp={value})",)),
@@ -59,14 +63,14 @@ NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "num_beams": ("transformers", ("not supported: there is no beam search",)),
     "use_cache": ("transformers, Fast-dLLM", ("choose a cache policy: policy=dj.policies.DualCache()",)),
     "dual_cache": ("Fast-dLLM", ("choose a cache policy: policy=dj.policies.DualCache()",)),
-    "enable_prefix_caching": ("vLLM", ("prefix=dj.prefill(model, text)",)),
+    "enable_prefix_caching": ("vLLM", ("prefix=dj.prefill(model, ids)",)),
     "past_key_values": ("transformers", ("choose a cache policy: policy=dj.policies.DualCache()",)),
-    "batch_size": ("transformers", ("slots={value}", "batch={value}", "accumulate={value}")),
+    "batch_size": ("transformers", ("slots={value}", "batch={value}", "accumulate={value}", BATCH)),
     "max_num_seqs": ("vLLM", ("slots={value}",)),
     "torch_dtype": ("transformers", ("dtype={value}",)),
     "trust_remote_code": ("transformers", (CODE,)),
-    "device_map": ("transformers", ("mesh=jax.make_mesh((8,), ('tp',)) splits a model over devices",)),
-    "device": ("transformers", ("jax.default_device(jax.devices()[0]) chooses one",)),
+    "device_map": ("transformers", ("mesh=jax.make_mesh((8,), ('tp',)); it splits a model over devices",)),
+    "device": ("transformers", ("choose one by jax.default_device(jax.devices()[0])",)),
     "tensor_parallel_size": ("vLLM", ("mesh=jax.make_mesh(({value},), ('tp',))",)),
     "load_in_8bit": ("transformers", ("weights='int8'",)),
     "quantization": ("vLLM", ("weights='int8'",)),
@@ -91,13 +95,16 @@ NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-def unknown_arguments(function: str, unknown: Mapping[str, Any], known: Iterable[str]) -> TypeError:
+def unknown_arguments(
+    function: str, unknown: Mapping[str, Any], known: Iterable[str], instead: Mapping[str, str] = NOTHING
+) -> TypeError:
     """Returns the error of a call with arguments that a function does not have, with a hint for the first.
 
     Args:
       function: Name of the function or class.
       unknown: Values of the arguments that it does not have, by name.
       known: Names of the arguments that it has.
+      instead: What to do instead of some arguments, as sentences by name.
     """
     (name, value), *_ = unknown.items()
     known = sorted(known)
@@ -108,10 +115,13 @@ def unknown_arguments(function: str, unknown: Mapping[str, Any], known: Iterable
     ours = {fix: fix.partition("=")[0] for fix in fixes}
     mine = [fix for fix, argument in ours.items() if argument in known]
     said = [fix for fix, argument in ours.items() if not argument.isidentifier()]
-    if mine:
-        hint = f"Did you mean {mine[0].format(value=shown)}?"
+    if name in instead:
+        hint = instead[name]
+    elif mine:
+        code, _, remark = mine[0].format(value=shown).partition("; ")
+        hint = f"Did you mean {code}?" + (f" {_sentence(remark)}" if remark else "")
     elif said:
-        hint = f"{said[0][0].upper()}{said[0][1:].format(value=shown)}."
+        hint = _sentence(said[0].format(value=shown))
     elif close:
         hint = f"Did you mean {close[0]}=?"
     else:
@@ -119,15 +129,30 @@ def unknown_arguments(function: str, unknown: Mapping[str, Any], known: Iterable
     return TypeError(f"{function}() got an unexpected argument {name!r}. {hint}")
 
 
-def check_names(function: str, given: Mapping[str, Any], known: Iterable[str]):
-    """Raises TypeError, with a hint, if a mapping of keyword arguments has names that are not known."""
+def _sentence(text: str) -> str:
+    """A remark as a sentence; one that begins with code keeps its case."""
+    return (text if "=" in text.split()[0] or "." in text.split()[0] else text[0].upper() + text[1:]) + "."
+
+
+def check_names(
+    function: str, given: Mapping[str, Any], known: Iterable[str], instead: Mapping[str, str] = NOTHING
+):
+    """Raises TypeError, with a hint, if a mapping of keyword arguments has names that are not known.
+
+    Arguments are those of `unknown_arguments`.
+    """
     known = set(known)
     if unknown := {name: value for name, value in given.items() if name not in known}:
-        raise unknown_arguments(function, unknown, known)
+        raise unknown_arguments(function, unknown, known, instead)
 
 
 def table() -> str:
     """Returns `NAMES` as a table in Markdown: name, library, what to write here."""
-    fix = lambda fixes: "; ".join(f"`{f}`" if f.partition("=")[0].isidentifier() else f for f in fixes)
+
+    def written(fix: str) -> str:
+        code, comma, remark = fix.partition("; ")
+        return f"`{code}`{comma}{remark}" if code.partition("=")[0].isidentifier() else fix
+
+    fix = lambda fixes: "; ".join(map(written, fixes))
     lines = [f"| `{name}` | {where} | {fix(fixes)} |" for name, (where, fixes) in NAMES.items()]
     return "\n".join(["| name | library | here |", "|---|---|---|", *lines]).replace("{value}", "...")

@@ -59,7 +59,11 @@ def abstract(
         target = choose(jnp.bfloat16 if dtype is None else dtype, set(), str(shape))
         held = choose_weights(weights, None, str(shape))
     else:
-        source = open_checkpoint(shape)
+        try:
+            source = open_checkpoint(shape)
+        except FileNotFoundError as error:
+            known = ", ".join(presets.names("models"))
+            raise FileNotFoundError(f"{error}. Published models: {known}") from None
         spec, target = source.spec, choose(dtype, source.dtypes, str(source.path), source.matrices)
         held = choose_weights(weights, source.weights, str(source.path))
 

@@ -6,6 +6,7 @@ end can be reached, say so. arXiv:2508.10111 decides the same for context-free g
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -150,7 +151,8 @@ class Regex(Constraint):
         try:
             index = Index(pattern, Vocabulary(spec.eos_id, token_texts(tokenizer, spec)))
         except ValueError as error:
-            raise ValueError(f"pattern={shown(pattern)} is not supported: {str(error)[:200]}") from error
+            reason = _reason(pattern, error)
+            raise ValueError(f"pattern={shown(pattern)} is not supported: {reason}") from error
         first, finals = index.get_initial_state(), set(index.get_final_states())
         return cls(Automaton.of(index.get_transitions(), first, finals, spec, pattern), start)
 
@@ -230,6 +232,15 @@ class Regex(Constraint):
         before = jnp.cumsum(chooses) - chooses
         begun = jnp.full(len(parts) + 1, len(parts)).at[parts].min(before)
         return may, chooses & (before > begun[parts])
+
+
+def _reason(pattern: str, error: ValueError) -> str:
+    """Why an expression is not supported, by Python's own parser if that does not take it either."""
+    try:
+        re.compile(pattern)
+    except re.error as found:
+        return str(found)
+    return str(error)[:200]
 
 
 def token_texts(tokenizer: Any, spec: ModelSpec) -> dict[bytes, list[int]]:

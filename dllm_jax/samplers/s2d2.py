@@ -113,7 +113,7 @@ class S2D2(UntilDone):
         super().check_model(spec)
         if not spec.context.has_blocks or spec.context.has_causal_passes:
             raise ValueError(
-                f"sampler=S2D2() does not support {spec.family}: it needs blocks behind a prompt that is not "
+                f"sampler=S2D2() does not support {spec.family}: it needs blocks after a prompt that is not "
                 "causal. Use Threshold(), or SelfSpeculation() on Nemotron."
             )
 

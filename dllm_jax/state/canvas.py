@@ -17,6 +17,10 @@ from dllm_jax.traced import Count
 from dllm_jax.xla.reductions import count_marked
 
 
+class UnplannedError(ValueError):
+    """A policy asks for the tokens of a step that the sampler does not know before it."""
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Canvas:
@@ -175,13 +179,10 @@ class Canvas:
         """Positions that the coming step decodes, where the order does not depend on the model.
 
         Raises:
-          ValueError: the sampler's order depends on the model's output.
+          UnplannedError: the sampler's order depends on the model's output.
         """
         if self.planned_order is None:
-            raise ValueError(
-                "the policy needs to know the tokens to unmask before the step, but this sampler decides "
-                "by the model's output. Use RandomOrder()."
-            )
+            raise UnplannedError("decides by the model's output")
         return self.planned_order >= 0
 
     @property

@@ -120,13 +120,22 @@ def padded_ids(
     return ids, padding(mask, ids.shape, f"{name.removesuffix('s')}_mask", side, empty)
 
 
+def _is_message(value: Any) -> bool:
+    """Whether a value is a message of a conversation."""
+    return isinstance(value, Mapping) and "role" in value
+
+
 def _encoded(tokens: Any, mask: Any, name: str) -> tuple[Any, Any]:
-    """Takes ids and mask out of a tokenizer's `BatchEncoding`; raises ValueError for text."""
+    """Takes ids and mask out of a tokenizer's `BatchEncoding`; raises ValueError for text and messages."""
     several = tokens if isinstance(tokens, list | tuple) else [tokens]
     if any(isinstance(one, str) for one in several):
         raise ValueError(
             f"{name}={shown(tokens)} is text: pass token ids, such as tokenizer(text)['input_ids'], or call "
             "dj.chat(model, tokenizer, messages)"
+        )
+    if any(map(_is_message, (*several, *(one[0] for one in several if isinstance(one, list) and one)))):
+        raise ValueError(
+            f"{name}={shown(tokens)} is a conversation. Call dj.chat(model, tokenizer, messages)."
         )
     if not isinstance(tokens, Mapping):
         return tokens, mask

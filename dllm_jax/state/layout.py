@@ -66,7 +66,7 @@ class Layout(Options):
         # As LLaDA's generate.py asserts: whole blocks, and equally many steps in each.
         length = self.end - self.prompt
         if length % self.block and not (self.tail or self.shorter_last):
-            raise ValueError(f"length={length} must be a multiple of block={self.block}")
+            raise ValueError(f"response={length} must be a multiple of block={self.block}")
         if self.steps % self.blocks:
             raise ValueError(
                 f"steps={self.steps} must be a multiple of the number of blocks, "
@@ -101,6 +101,8 @@ class Layout(Options):
         size: int = length if block is None else check_argument("block", block, PositiveInt)
         kept = whole_blocks or tail or cut_short
         size = size if kept else min(size, length)
+        if length % size and whole_blocks and not (tail or cut_short):  # by the name that callers know
+            raise ValueError(f"length={length} must be a multiple of block={size}")
         blocks, shorter_last = -(-length // size), cut_short or bool(length % size and not kept)
         # By default a step per position; the last block may be longer than what is left of the answer.
         whole = blocks * size if tail or cut_short or not whole_blocks else length

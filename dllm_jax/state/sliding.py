@@ -49,11 +49,17 @@ class AdaBlock(Options):
     """
 
     block: PositiveInt = 32
-    delimiters: Annotated[tuple[NonNegativeInt, ...], MinLen(1)] = dataclasses.field(kw_only=True)
+    delimiters: Annotated[tuple[NonNegativeInt, ...], MinLen(1)] = dataclasses.field(default=(), kw_only=True)
     threshold: NonNegativeFloat = dataclasses.field(default=0.3, kw_only=True)
     window: Annotated[PositiveInt | None, NoneMeans("a quarter of the response")] = dataclasses.field(
         default=None, kw_only=True
     )
+
+    def __post_init__(self):
+        if self.delimiters == ():
+            rule = "must be 1 or more values, each a whole number: token ids at which a block may end"
+            raise ValueError(f"delimiters=() {rule}. Use delimiters=dj.delimiters(tokenizer).")
+        super().__post_init__()
 
     def searched(self, response: int) -> int:
         """How many positions are searched for a delimiter, in a response of so many."""

@@ -81,9 +81,11 @@ def tables() -> str:
         """Looks up the reason of a refusal, from 1; 0 without one."""
         message = Combination(policy, sampler, place).refusal()
         message = message.replace(type(policy).__name__, "the policy").replace(repr(SLIDING), "Sliding(..)")
+        message = re.sub(r"but \w+ decides", "but the sampler decides", message)
+        message = re.sub(r"max_length=\d+", "max_length=..", message)
         family = tiny(PLACES[place][0]).spec.family
         message = re.sub(rf" \({family}(, block_size=\d+| attends everywhere)?\)", "", message)
-        message = message.replace(f"support {family}:", "support the model:")
+        message = re.sub(f"(support|by) {family}:", r"\1 the model:", message)
         if message and message not in reasons:
             reasons.append(message)
         return reasons.index(message) + 1 if message else 0

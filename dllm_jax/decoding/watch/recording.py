@@ -232,7 +232,7 @@ def check_tokenizer(tokenizer: Any, *needed: str):
     """Raises ValueError if a tokenizer is none of transformers' kind, whose members these are."""
     if isinstance(tokenizer, type) or not all(hasattr(tokenizer, name) for name in needed):
         raise ValueError(
-            f"tokenizer={shown(tokenizer)} must be the checkpoint's, from AutoTokenizer.from_pretrained(path)"
+            f"tokenizer={shown(tokenizer)} must be the checkpoint's, from dj.load_tokenizer(path)"
         )
 
 

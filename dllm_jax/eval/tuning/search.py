@@ -12,6 +12,7 @@ A setting that is dropped after the first round costs `first` questions, one tha
 import contextlib
 import dataclasses
 import functools
+import inspect
 import os
 import pathlib
 import random
@@ -36,12 +37,23 @@ from dllm_jax.eval.tuning.objectives import Name, Objective
 from dllm_jax.eval.tuning.questions import as_questions, prompt_ids
 from dllm_jax.eval.tuning.tuned import Row, Tuned
 from dllm_jax.nn.model import Model
-from dllm_jax.options import Fraction, Options, PositiveInt, check_argument, local_path, short_help, shown
+from dllm_jax.options import (
+    Fraction,
+    Options,
+    PositiveInt,
+    check_argument,
+    check_names,
+    local_path,
+    renamed,
+    short_help,
+    shown,
+)
 from dllm_jax.policies import Policy
 from dllm_jax.roofline import Hardware
 from dllm_jax.samplers import Confidence, Sampler
 from dllm_jax.state.sliding import Blocks, positions
 
+FORMER = {"first": "first_round", "batch": "slots"}  # names of arguments of `tune`
 TURNS = 2  # timed runs of each setting in a round
 MAPS = pathlib.Path("/proc/self/maps")  # of Linux
 MANY_MAPS = 30_000  # memory maps: compiled CPU programs hold thousands each, and a process may have 65 530
@@ -284,15 +296,16 @@ def tune(
     steps: int | None = None,
     sampler: Sampler = Confidence(),
     score: Score = exact_match,
-    first: int = 16,
+    first_round: int = 16,
     confidence: float = 0.95,
     seed: int = 0,
-    batch: int = 8,
+    slots: int = 8,
     journal: str | os.PathLike[str] | None = None,
     name: str = "model",
     progress: bool = False,
     samplers: Iterable[Sampler] = (),
     keep_all: bool = False,
+    **old: Any,
 ) -> Tuned:
     """Finds the cheapest setting that answers your questions about as well as exact decoding.
 
@@ -303,7 +316,7 @@ def tune(
 
     Args:
       model: Model returned by `load`.
-      tokenizer: the checkpoint's, from transformers' `AutoTokenizer.from_pretrained`.
+      tokenizer: Tokenizer of the checkpoint, from `load_tokenizer`.
       questions: pairs (prompt, answer), examples of `dllm_jax.tasks`, or your own objects with `prompt` and
         `answer`. A prompt is text of the user, messages of a conversation, or token ids, which get no chat
         template.
@@ -321,10 +334,10 @@ def tune(
       steps: Number of denoising steps of exact decoding. Default: one per token.
       sampler: Sampler of exact decoding, and of policies given without one.
       score: Function of an answer (text) and its question that returns True, False or a number in [0, 1].
-      first: Number of questions of the first round; each round doubles it.
+      first_round: Number of questions of the first round; each round doubles it.
       confidence: Probability that no setting is dropped wrongly; also the confidence level of each interval.
       seed: Random seed of the order of the questions, and of samplers that draw.
-      batch: Number of sequences decoded together.
+      slots: Number of sequences that decode together.
       journal: a file that keeps every answer. Tuning again resumes from it; it may then have more questions
         or policies.
       name: Name of the model in results.
@@ -332,6 +345,7 @@ def tune(
       samplers: Samplers to combine with each policy. Default: that of exact decoding.
       keep_all: Whether all settings answer all questions: one table of your policies and samplers, in which
         none is dropped unless it fails.
+      **old: `first` and `batch`, the former names of `first_round` and `slots`, with a warning.
 
     Returns:
       rows, Pareto front, the chosen setting; as a table, figure or preset in TOML, see `Tuned`.
@@ -341,11 +355,18 @@ def tune(
         answers are of another device.
       RuntimeError: the exact decoder failed to answer.
     """
+    check_names("tune", {name: old[name] for name in old.keys() - FORMER}, inspect.signature(tune).parameters)
+    if old:
+        for name in old:
+            renamed.warn(f"tune({name}=...)", f"{FORMER[name]}=...")
+        first_round, slots = old.get("first", first_round), old.get("batch", slots)
     check_argument("model", model, Model, ", such as dj.load(path)")
     check_tokenizer(tokenizer)
+    check_argument("slots", slots, PositiveInt)
+    check_argument("first_round", first_round, PositiveInt)
     check_argument("progress", progress, bool)
-    search = Search(accuracy_within, objective, accelerator, score, first, confidence, keep_all)
-    decoding = Decoding(length, block, steps, sampler=sampler, seed=seed, batch=batch)
+    search = Search(accuracy_within, objective, accelerator, score, first_round, confidence, keep_all)
+    decoding = Decoding(length, block, steps, sampler=sampler, seed=seed, batch=slots)
     answers = None if journal is None else Journal(local_path("journal", journal))
     lm = LanguageModel(name, model, tokenizer, identity_in_memory(model) if answers else "")
     return search.run(lm, questions, decoding, policies, answers, progress, samplers)
