@@ -90,6 +90,10 @@ class Decoding(Options):
                 reason = f"must be at most length={whole}: a step decodes a token or more"
                 raise ValueError(f"steps={self.steps} {reason}")
 
+    def under(self, policy: dj.policies.Policy, sampler: dj.samplers.Sampler) -> "Decoding":
+        """Returns the settings with a policy and a sampler; raises ValueError if these do not go together."""
+        return Decoding(**vars(self) | {"policy": policy, "sampler": sampler})
+
     def whole(self, length: int) -> int:
         """Returns a length rounded up to whole blocks; a length below the block is one block."""
         return rounded_up(length, min(self.block, length)) if isinstance(self.block, int) else length
@@ -139,10 +143,6 @@ class Undecided(Decoding):
 
     def _check_together(self):
         """Nothing: they are checked with the sampler that the command line names."""
-
-    def under(self, policy: dj.policies.Policy, sampler: dj.samplers.Sampler) -> Decoding:
-        """Returns the settings with a policy and a sampler; raises ValueError if these do not go together."""
-        return Decoding(**vars(self) | {"policy": policy, "sampler": sampler})
 
 
 def rounded_up(length: int, multiple: int) -> int:
