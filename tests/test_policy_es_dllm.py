@@ -84,10 +84,15 @@ def test_features_that_need_the_output_of_every_row_are_refused(options, message
         generated(**dict(model="llada", policy=ESDLLM()) | options)
 
 
-def waits(tokens: list[int], proposed: list[int], alg: str = "prob") -> tuple[list[bool], list[float]]:
+TWO_BLOCKS = dj.Layout(1, 6, 3, 6)
+
+
+def waits(
+    tokens: list[int], proposed: list[int], alg: str = "prob", layout: dj.Layout = TWO_BLOCKS
+) -> tuple[list[bool], list[float]]:
     """Which candidates of a response of two blocks of three `delay_eos` delays, and their scores."""
     model = tiny("llada")
-    canvas = begun(jnp.asarray([tokens]), np.ones((1, len(tokens)), bool), model.spec, dj.Layout(1, 6, 3, 6))
+    canvas = begun(jnp.asarray([tokens]), np.ones((1, len(tokens)), bool), model.spec, layout)
     index = jnp.arange(1, 4)[None]
     score = jnp.where(jnp.asarray([tokens])[:, 1:4] == model.spec.mask_id, 0.5, -jnp.inf)
     candidates = Candidates(index, jnp.asarray([proposed]), score, jnp.zeros((1, 3, 0)))
@@ -96,11 +101,13 @@ def waits(tokens: list[int], proposed: list[int], alg: str = "prob") -> tuple[li
 
 
 def test_an_end_waits_for_the_mask_in_front_of_it():
-    """In the same block, and while the response has no end: one in the prompt does not count."""
+    """In the same block, and while the response has no end: one in the prompt or suffix does not count."""
     mask, eos = tiny("llada").spec.mask_id, tiny("llada").spec.eos_id
     assert waits([eos, *[mask] * 6], [eos, 7, eos]) == ([False, False, True], [0.5, 0.5, 0.0])
     assert waits([5, mask, 6, *[mask] * 4], [eos] * 3)[0] == [False, False, False]
     assert waits([5, *[mask] * 5, eos], [eos] * 3)[0] == [False, False, False]
+    suffix = dj.Layout(1, 6, 5, 5, suffix=1)
+    assert waits([5, *[mask] * 5, eos], [eos] * 3, layout=suffix)[0] == [False, True, True]
     least = waits([5, *[mask] * 6], [eos] * 3, "entropy")[1]
     assert least == pytest.approx([0.5, *[-np.log(tiny("llada").spec.vocab)] * 2])
     for kind in (samplers.RandomOrder, samplers.Sequential, samplers.DreamSchedule):

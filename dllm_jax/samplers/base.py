@@ -293,7 +293,10 @@ class Sampler(Options, abc.ABC):
         if not self.delay_eos:
             return candidates, None
         index, token, score = candidates.index, candidates.token, candidates.score
-        answered = jnp.any(canvas.response & (canvas.tokens == canvas.spec.eos_id), axis=1, keepdims=True)
+        answer = canvas.response
+        if canvas.layout.suffix:  # whose text is given
+            answer &= canvas.position < canvas.layout.end
+        answered = jnp.any(answer & (canvas.tokens == canvas.spec.eos_id), axis=1, keepdims=True)
         before = jnp.pad((canvas.masked & canvas.block)[:, :-1], ((0, 0), (1, 0)))
         waits = gather(before, index) & (index < canvas.layout.length) & ~answered
         waits &= (token == canvas.spec.eos_id) & (score > -jnp.inf)
