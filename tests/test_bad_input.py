@@ -72,7 +72,9 @@ def test_generate_refuses(model, options, message):
 
 def test_schedules_with_more_steps_than_tokens_are_told_of(model):
     """Not refused: three recorded runs of the references have them; some samplers follow no schedule."""
-    with pytest.warns(IdleStepsWarning, match="steps=16 exceed length=8: 8 of these forwards decode nothing"):
+    with pytest.warns(
+        IdleStepsWarning, match="steps=16 exceed length=8: 8 of these forward passes unmask nothing"
+    ):
         prepare_request(model, GOOD, length=8, steps=16)
     prepare_request(model, GOOD, length=8, steps=16, sampler=samplers.Threshold(0.9))  # warnings are errors
 

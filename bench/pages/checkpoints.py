@@ -19,7 +19,7 @@ READ = (
     ),
     (
         "`GSAI-ML/iLLaDA-8B-Base`, `-Instruct`",
-        "loads as iLLaDA; recorded; the head may be stored beside the embedding if both are equal",
+        "loads as iLLaDA; recorded; the head may be stored next to the embedding if both are equal",
     ),
     ("`GSAI-ML/LLaDA-V`", "loads as LLaDA-V, its tower included; recorded"),
     ("`inclusionAI/LLaDA-MoE-7B-A1B-Base`, `-Instruct`", "loads as LLaDA-MoE; recorded"),
@@ -62,5 +62,5 @@ READ = (
 def table() -> str:
     """Makes a row for each checkpoint that is read, then for each that `dj.load` refuses in these words."""
     lines = [f"| {name} | {what} |" for name, what in READ]
-    lines += [f"| {model.name} | refused: {model.reason}. {model.instead} |" for model in REFUSED]
+    lines += [f"| {model.name} | raises `ValueError`: {model.reason}. {model.instead} |" for model in REFUSED]
     return markdown_table("checkpoint | what happens", lines)

@@ -67,19 +67,18 @@ def load(
       check_finite: Whether to check every weight for NaN and infinity.
       implementation: Kernels of attention, eviction and experts ("xla", "pallas" or "cudnn", see `Model`), or
         of each by its name, `{"attention": "cudnn", "experts": "pallas"}`, and XLA's of those without; None
-        takes what is known to be right and fastest on the devices, see `pallas_kernels.evidence`.
+        takes what is known to be right and fastest on the devices (`dj.explain_kernels` lists it).
       separate_layers: Whether each layer has its own arrays (True) or all are stacked (False), the two forms
-        of `dllm_jax.nn.parameters`; None takes what the devices read faster: stacked on TPUs unless there are
-        experts, and stacked in small models (`is_small`); otherwise separate. Tokens do not depend on it.
+        of the weights; None takes what the devices read faster: stacked on TPUs unless there are experts, and
+        stacked in small models; otherwise separate. Tokens do not depend on it.
       weights: "int8" quantizes the matrices of the layers and the vocabulary head to int8
         (`dllm_jax.nn.int8`), which takes half the memory of bfloat16; outputs can differ slightly because of
         rounding. None keeps the stored form: a directory converted to int8 loads as int8, any other one in
         `dtype`.
       rules: Sharding rules that say what each axis of the mesh splits; the default knows "dp", "data" and
-        "batch" (sequences), "tp", "model" and "tensor" (heads, MLP width, vocabulary) and "fsdp" (parameters
-        and sequences).
-      verify: Whether to compare every file with its stored hash first (`check_integrity`), which reads all
-        files once more.
+        "batch" (sequences), "tp", "model" and "tensor" (heads, MLP width, vocabulary), "ep" and "expert"
+        (experts) and "fsdp" (parameters and sequences).
+      verify: Whether to compare every file with its stored hash first, which reads all files once more.
       vocab: Truncate the vocabulary to this size (first rows of the embedding and head). LLaDA-V is published
         with `len(tokenizer)` = 126349. None keeps all rows of the checkpoint.
       revision: Branch, tag or commit of a hub id; None takes the main branch.

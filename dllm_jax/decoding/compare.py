@@ -27,8 +27,8 @@ class Compared(NamedTuple):
     Attributes:
       name: Name of the policy, or the caller's name.
       equal: fraction of sequences whose response is that of the first row, token for token.
-      nfe: network forwards.
-      computed: positions fed through the network, summed over forwards.
+      nfe: Forward passes.
+      computed: positions fed through the network, summed over forward passes.
       seconds: median wall time of the whole batch, compilation excluded.
       speed_up: Speed relative to the first row.
       compile_seconds: wall time of tracing and compiling, along with the other programs except on GPUs; near

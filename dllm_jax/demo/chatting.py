@@ -35,8 +35,9 @@ class Arguments(Options):
     """Answers messages typed into a terminal, or lines of standard input, and shows masks turning into text.
 
     In a terminal Ctrl-C stops an answer, Ctrl-D or an empty message ends the conversation. Where standard
-    output is no terminal, answers alone are printed. A line of a pipe that cannot be read, such
-    as one that is no UTF-8, gets an error on standard error. Others are answered, and the exit code is 1.
+    output is no terminal, answers alone are printed. Lines of a pipe are turns of one conversation; for
+    independent prompts use `dllm-jax generate`. A line that cannot be read, such as one that is no UTF-8,
+    gets an error on standard error. Others are answered, and the exit code is 1.
     """
 
     path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]

@@ -312,7 +312,9 @@ class IdleStepsWarning(UserWarning):
 def warn_of_idle_steps(steps: int, length: int, stacklevel: int):
     """Warns of denoising steps that decode nothing; recorded runs of LLaDA, Dream and dKV-Cache have some."""
     if steps > length:
-        message = f"steps={steps} exceed length={length}: {steps - length} of these forwards decode nothing"
+        message = (
+            f"steps={steps} exceed length={length}: {steps - length} of these forward passes unmask nothing"
+        )
         warnings.warn(message, IdleStepsWarning, stacklevel=stacklevel + 1)
 
 

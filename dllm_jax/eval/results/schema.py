@@ -25,8 +25,8 @@ class Costs(TypedDict):
     """Costs of a request; a log-likelihood has the first three.
 
     Attributes:
-      forwards: passes through the network.
-      computed: positions computed, summed over forwards; includes `widened`.
+      forwards: Forward passes.
+      computed: positions computed, summed over forward passes; includes `widened`.
       seconds: Wall time of the requests that ran together, divided by their number, without compilation.
       widened: positions that only some layers computed, averaged over layers.
       tokens: decoded before the first end-of-text.

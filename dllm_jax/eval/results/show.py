@@ -69,8 +69,8 @@ def table(records: Mapping[str, Record], title: str) -> rich.table.Table:
     lines: dict[str, Callable[[dict[str, Any]], str]] = {
         "requests": lambda t: f"{t['requests']}",
         "failed": lambda t: f"{t['failed']}",
-        "forwards per request": lambda t: ratio(t["forwards"], t["requests"] - t["failed"]),
-        "positions per answer token": lambda t: ratio(t["computed"], t["tokens"]),
+        "forward passes per request": lambda t: ratio(t["forwards"], t["requests"] - t["failed"]),
+        "computed tokens per answer token": lambda t: ratio(t["computed"], t["tokens"]),
         "tokens/s": lambda t: speed(t["tokens_per_second"]),
         "tokens/s after end-of-text too": lambda t: speed(t["tokens_with_eos_per_second"]),
         "seconds, without compilation": lambda t: f"{t['seconds']:.1f}",

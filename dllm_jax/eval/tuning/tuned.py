@@ -113,7 +113,7 @@ class Tuned:
         low, high = (f"{100 * end:+.1f}" for end in row.difference[1:])
         source = (
             f"{PAPER}, {row.questions} questions of {self.model}: {100 * row.accuracy.value:.1f} % right, "
-            f"{100 * row.difference.value:+.1f} points ({low} to {high}) against the exact decoder"
+            f"{100 * row.difference.value:+.1f} points ({low} to {high}) against exact decoding"
         )
         return Preset(source=source, length=self.length, **vars(row.setting))
 
