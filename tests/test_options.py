@@ -374,6 +374,17 @@ def test_every_hint_names_arguments_and_samplers_that_exist():
     assert "| `max_new_tokens` | transformers, Dream | `length=...` |" in hints.table()
 
 
+def test_help_describes_every_option_of_every_policy_and_sampler():
+    """Inherited ones too, once each."""
+    found = {name: getattr(module, name) for module in (policies, samplers) for name in module.__all__}
+    kinds = {n: kind for n, kind in found.items() if inspect.isclass(kind) and dataclasses.is_dataclass(kind)}
+    assert len(kinds) > 40
+    for name, kind in kinds.items():
+        told = re.findall(r"^  (\w+): ", inspect.getdoc(kind) or "", re.MULTILINE)
+        fields = [field.name for field in dataclasses.fields(kind) if field.init]
+        assert [told.count(field) for field in fields] == [1] * len(fields), name
+
+
 def test_prompts_of_a_tokenizer_are_taken_and_text_is_refused():
     model = tiny("llada")
     run = lambda prompt, **options: dj.generate(model, prompt, length=2, **options).tokens[:, -2:].tolist()

@@ -14,6 +14,7 @@ import numpy as np
 from jax.core import Tracer
 
 from dllm_jax.options.hints import check_names
+from dllm_jax.options.inherited import describe_inherited
 from dllm_jax.options.renamed import old_names
 from dllm_jax.options.rules import Rule, rule_of
 from dllm_jax.traced import fixed_at
@@ -52,6 +53,7 @@ class Options:
 
         # JAX knows nodes by their exact class: each derived one has to be registered by itself.
         jax.tree_util.register_pytree_with_keys(cls, split, functools.partial(joined, cls))
+        describe_inherited(cls)
 
 
 class Arrays:
