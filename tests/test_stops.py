@@ -310,3 +310,17 @@ def test_stops_that_are_none_are_refused(checkpoint):
     refuses(r"stop\[1\]=.*U.D83D at position 0", ask, *checkpoint, "a", ["a", "\ud83d"])
     refuses("must be a list of texts", dj.StopTexts, checkpoint[1], [])
     refuses("or texts in a dj.StopTexts", dj.generate, checkpoint[0], [[1]], stop=["\n"], length=4)
+
+
+def test_the_text_of_a_response_ends_at_its_first_end_or_stop():
+    path = bundled.path("tiny-llada")
+    model, tokenizer = dj.load(path), dj.load_tokenizer(path)
+    ids = lambda text: tokenizer.encode(text, add_special_tokens=False)
+    eos, end_of_turn = [model.spec.eos_id], [model.spec.eot_id]
+    assert eos != end_of_turn
+    ended = [ids("12") + eos + ids("3"), ids("4") + end_of_turn + ids("5"), ids("a;b")]
+    assert dj.decode_answers(model, tokenizer, ended) == ["12", "4", "a;b"]
+    assert dj.decode_answers(model, tokenizer, ended, dj.StopTexts(tokenizer, [";"])) == ["12", "4", "a"]
+    batch = np.asarray([ids("12") + eos, ids("123")])
+    assert dj.decode_answers(model, tokenizer, batch) == ["12", "123"]
+    refuses("must be a batch of token ids", dj.decode_answers, model, tokenizer, ids("12"))
