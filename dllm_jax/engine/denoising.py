@@ -19,7 +19,7 @@ from dllm_jax.engine.recorders import Taken
 from dllm_jax.engine.trace import attended
 from dllm_jax.engine.widths import Variant
 from dllm_jax.state.cache import Cache
-from dllm_jax.state.canvas import Canvas, UnplannedError
+from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows, one_stream, repeat
 
 
@@ -116,12 +116,7 @@ def select_positions(generation: Generation, cache: Cache, canvas: Canvas) -> Bo
     """
     plan = generation.plan
     canvas = dataclasses.replace(canvas, planned_order=plan.sampler.planned(canvas, generation.noise))
-    try:
-        selected = one_stream(plan.policy.select(cache, repeat(canvas, plan.streams)), 0, plan.streams)
-    except UnplannedError as error:
-        policy, sampler = type(plan.policy).__name__, type(plan.sampler).__name__
-        need = "needs to know the tokens to unmask before the step"
-        raise ValueError(f"{policy} {need}, but {sampler} {error}. Use RandomOrder().") from None
+    selected = one_stream(plan.policy.select(cache, repeat(canvas, plan.streams)), 0, plan.streams)
     selected = canvas.without_final(selected)
     if (drafting := plan.drafting) and drafting.eager:
         selected |= further_positions(drafting, canvas)

@@ -17,10 +17,6 @@ from dllm_jax.traced import Count
 from dllm_jax.xla.reductions import count_marked
 
 
-class UnplannedError(ValueError):
-    """A policy asks for the tokens of a step that the sampler does not know before it."""
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Canvas:
@@ -179,10 +175,13 @@ class Canvas:
         """Positions that the coming step decodes, where the order does not depend on the model.
 
         Raises:
-          UnplannedError: the sampler's order depends on the model's output.
+          ValueError: the sampler's order depends on the model's output.
         """
         if self.planned_order is None:
-            raise UnplannedError("decides by the model's output")
+            raise ValueError(
+                "the policy needs to know the tokens to unmask before the step, but the sampler decides by "
+                "the model's output. Use RandomOrder()."
+            )
         return self.planned_order >= 0
 
     @property
