@@ -69,6 +69,15 @@ def test_layers_import_only_what_lies_below():
             assert not above, f"dllm_jax.{module} imports {above}"
 
 
+def test_only_applications_import_the_package_by_its_public_names():
+    for path in ROOT.rglob("*.py"):
+        by_name = any(
+            isinstance(node, ast.Import) and any(alias.name == "dllm_jax" for alias in node.names)
+            for node in ast.walk(ast.parse(path.read_text()))
+        )
+        assert not by_name or name_of(path).split(".")[0] in APPLICATIONS, path
+
+
 def test_applications_and_what_is_slow_to_import_wait_until_they_are_asked_for():
     waiting = {f"dllm_jax.{name}" for name in APPLICATIONS - {"bundled"}}
     waiting |= {"flax", "optax", "orbax", "transformers", "huggingface_hub", "matplotlib", "lm_eval", "torch"}

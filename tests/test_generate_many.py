@@ -216,6 +216,7 @@ def test_a_refused_request_is_told_with_its_index_and_loses_no_other():
         (dict(block=0), ValueError, "block=0"),
         (dict(policy=P.D2Cache(), sampler=samplers.WINO()), ValueError, "WINO is not supported by"),
         (dict(group=0), ValueError, "group=0"),
+        (dict(steps=-1), ValueError, "steps=-1"),
         (dict(prompts="text"), ValueError, "must be an iterable of prompts"),
     ],
 )

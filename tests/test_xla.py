@@ -10,7 +10,7 @@ import pytest
 from dllm_jax.nn.mesh import MeshRules
 from dllm_jax.state.rows import places
 from dllm_jax.testing.checks import cache_copies_in_loops, optimized_text
-from dllm_jax.xla import loops, order, products, reductions, stacks
+from dllm_jax.xla import dependencies, loops, order, products, reductions, stacks
 from tests.ahead_of_time import compiled_for_v5e
 
 LAYERS, B, S, D = 4, 2, 64, 8
@@ -25,7 +25,7 @@ def lowered(platform: str, function: Callable, *arrays: jax.ShapeDtypeStruct) ->
 def reads_and_writes(i, store, x):
     """A change of a layer that depends on what the layer holds."""
     change = jnp.sum((store[i] - x) ** 2, axis=(1, 2), keepdims=True)
-    new = loops.read_before_write(change, 2 * x)
+    new = dependencies.read_before_write(change, 2 * x)
     return jax.lax.dynamic_update_slice(store, new[None], (i, 0, 0, 0)), x + change
 
 
@@ -102,9 +102,9 @@ def test_weights_of_a_loop_are_not_read_before_it_on_a_v5e():
 @pytest.mark.parametrize(
     ("function", "platforms"),
     [
-        (loops.read_before_write, {"cpu", "cuda", "tpu"}),
-        (loops.after_on_tpu, {"tpu"}),
-        (loops.after_on_cuda, {"cuda"}),
+        (dependencies.read_before_write, {"cpu", "cuda", "tpu"}),
+        (dependencies.after_on_tpu, {"tpu"}),
+        (dependencies.after_on_cuda, {"cuda"}),
     ],
 )
 def test_a_value_waits_for_the_first_one_on_its_platform(function, platforms):
@@ -116,7 +116,7 @@ def test_a_value_waits_for_the_first_one_on_its_platform(function, platforms):
 
 
 def test_tables_are_finished_before_loops_begin():
-    assert "optimization_barrier" in lowered("tpu", loops.before_loops, LAYER)
+    assert "optimization_barrier" in lowered("tpu", dependencies.before_loops, LAYER)
 
 
 def test_each_device_of_a_mesh_states_the_order_of_its_own_part():

@@ -72,6 +72,7 @@ def findings(
     places = [device] if reference == device else [device, reference]
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) - 1)) as pool:
         for name, dtype in itertools.product(models, dtypes):
+            _asked(name)  # here, as transformers must not be imported by several threads at a time
             loaded, cases = [], [Case(name, dtype, policy) for policy in policies]
             for place in places:
                 with jax.default_device(place):

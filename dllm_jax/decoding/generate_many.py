@@ -155,6 +155,7 @@ def generate_many(
 def _check_common(model: Model, options: dict[str, Any], has_length: bool):
     """Raises ValueError for options that no request could ask for, by the shortest of prompts and answers."""
     asked = Asked(**options)
+    check_argument("steps", asked.steps, PositiveInt | None)
     least: dict[str, Any] = {"key": seeded(0)} if asked.sampler.draws else {}
 
     def check(length: int, **others: Any):
@@ -162,11 +163,12 @@ def _check_common(model: Model, options: dict[str, Any], has_length: bool):
         given: dict[str, Any] = options | least | most | {"length": length} | others
         prepare(model, [[model.spec.eos_id]], **given)
 
-    # Each request may say how long its answer is.
+    # Each request may say how long its answer is, which steps have to fit, unless the answer grows.
     if not has_length:
         one_block = asked.block if isinstance(asked.block, int) and asked.block > 0 else 1
+        fitting = {} if asked.sampler.grows else {"steps": None}
         with contextlib.suppress(ValueError):
-            return check(one_block, steps=None)
+            return check(one_block, **fitting)
     check(asked.length)
 
 

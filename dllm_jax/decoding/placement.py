@@ -1,7 +1,7 @@
 """The second of three rooms: a request's arrays on the devices of a model, and results back from them.
 
-Sequences are split over the axes of the mesh
-that split batches; where they do not divide, there are more of them, of padding alone, which compute nothing.
+Sequences are split over the axes of the mesh that split batches; where they do not divide, there are more of
+them, of padding alone, which compute nothing.
 """
 
 import contextlib

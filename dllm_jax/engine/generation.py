@@ -27,7 +27,7 @@ from dllm_jax.state.host import AnyArray
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import gather, repeat
 from dllm_jax.traced import fixed_at
-from dllm_jax.xla.loops import before_loops
+from dllm_jax.xla.dependencies import before_loops
 
 
 class Allowed(NamedTuple):

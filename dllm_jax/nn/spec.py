@@ -293,6 +293,11 @@ class ModelSpec(Options):
         return cls(**new_names(cls, {**fields, **nested}))
 
     @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.heads // self.kv_heads
+
+    @property
     def ends(self) -> tuple[int, ...]:
         """Token ids that end a response: end-of-text first."""
         return (self.eos_id, *(self.stop_ids or ()))

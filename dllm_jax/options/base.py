@@ -89,7 +89,10 @@ class Arrays:
         return hashlib.sha256(b"|".join(parts)).hexdigest()
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and self.sha256 == other.sha256
+        if self is other or type(other) is not type(self):
+            return self is other
+        held = (getattr(one, name) for one in (self, other) for name in self.leaves)
+        return not any(isinstance(array, Tracer) for array in held) and self.sha256 == other.sha256
 
     def __hash__(self) -> int:
         return hash(self.sha256)

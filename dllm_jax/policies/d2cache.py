@@ -21,7 +21,7 @@ from dllm_jax.state.layout import Layout
 from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import Rows
 from dllm_jax.traced import Count, Number, Traced
-from dllm_jax.xla.loops import after_on_tpu
+from dllm_jax.xla.dependencies import after_on_tpu
 
 MASKS = 32  # k by default
 

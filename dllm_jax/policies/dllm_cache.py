@@ -18,7 +18,7 @@ from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows, compact_rows, full_rows
-from dllm_jax.xla.loops import read_before_write
+from dllm_jax.xla.dependencies import read_before_write
 
 
 class OutputStore(NamedTuple):

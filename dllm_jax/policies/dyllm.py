@@ -18,7 +18,7 @@ from dllm_jax.state.cache import Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows
-from dllm_jax.xla.loops import read_before_write
+from dllm_jax.xla.dependencies import read_before_write
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import Rows, gather
 from dllm_jax.state.selection import leftmost
 from dllm_jax.traced import Number, Traced
-from dllm_jax.xla.loops import after_on_cuda, read_before_write
+from dllm_jax.xla.dependencies import after_on_cuda, read_before_write
 from dllm_jax.xla.reductions import count_marked
 from dllm_jax.xla.stacks import of_layer, put_of_layer
 

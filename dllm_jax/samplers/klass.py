@@ -15,7 +15,7 @@ from dllm_jax.samplers.parallel import UntilDone
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import gather, scatter
 from dllm_jax.state.selection import best
-from dllm_jax.xla.loops import read_before_write
+from dllm_jax.xla.dependencies import read_before_write
 
 
 class Predictions(NamedTuple):

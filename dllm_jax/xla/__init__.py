@@ -5,7 +5,8 @@ before and after, and the test that fails without the function. Callers keep one
 no other part of the library.
 
 - `order`: the order in which the axes of an array lie in memory.
-- `loops`: loops of at most one trip in place of branches, work in turns, and what has to be computed first.
+- `loops`: loops of at most one trip in place of branches, and work in turns.
+- `dependencies`: what has to be computed before something else.
 - `stacks`: reading and writing one layer's part of arrays that hold all layers.
 - `products`: matrix products and divisions.
 - `reductions`: counts, places and maxima, in few kernels.

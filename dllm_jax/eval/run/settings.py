@@ -248,6 +248,7 @@ class Checkpoint(Options):
           ValueError: `load` refuses it.
         """
         path = self.path
+        tokenizer = read_tokenizer(path if self.tokenizer is None else locate(self.tokenizer))
         model = dj.load(
             path, dtype=self.dtype, rope_factor=self.rope_factor, weights=self.weights, vocab=self.vocab
         )
@@ -255,7 +256,6 @@ class Checkpoint(Options):
         identity = self._identity(path, model, adapter) if identify else ""
         if adapter is not None:
             model = dj.lora.load(model, adapter)
-        tokenizer = read_tokenizer(path if self.tokenizer is None else locate(self.tokenizer))
         return LanguageModel(self.model, model, tokenizer, identity, self.variables)
 
     def _identity(self, path: Path, model: dj.Model, adapter: Path | None) -> str:

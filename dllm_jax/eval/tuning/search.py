@@ -355,7 +355,8 @@ def tune(
         answers are of another device.
       RuntimeError: the exact decoder failed to answer.
     """
-    check_names("tune", {name: old[name] for name in old.keys() - FORMER}, inspect.signature(tune).parameters)
+    known = inspect.signature(tune).parameters.keys() - {"old"}
+    check_names("tune", {name: old[name] for name in old.keys() - FORMER}, known)
     if old:
         for name in old:
             renamed.warn(f"tune({name}=...)", f"{FORMER[name]}=...")

@@ -26,7 +26,7 @@ from dllm_jax.state.cache import KV, Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows
-from dllm_jax.xla.loops import after_on_cuda
+from dllm_jax.xla.dependencies import after_on_cuda
 from dllm_jax.xla.reductions import count_marked
 from dllm_jax.xla.stacks import of_layer
 
