@@ -16,6 +16,7 @@ from dllm_jax import policies, samplers
 from dllm_jax.decoding import generate_many, slots
 from dllm_jax.engine.nonfinite import NonFiniteWarning
 from dllm_jax.testing.runs import assert_same_run, assert_same_stats, compilations
+from tests import refuses
 from tests.models import in_int8, separate, tiny
 from tests.policy_cases import BLOCK_CASES, EXHAUSTIVE, WIDE, daily, matrix, short
 from tests.test_nonfinite import POISON, poisoned
@@ -216,7 +217,6 @@ def test_a_refused_request_is_told_with_its_index_and_loses_no_other():
         (dict(block=0), ValueError, "block=0"),
         (dict(policy=P.D2Cache(), sampler=samplers.WINO()), ValueError, "WINO is not supported by"),
         (dict(group=0), ValueError, "group=0"),
-        (dict(steps=-1), ValueError, "steps=-1"),
         (dict(prompts="text"), ValueError, "must be an iterable of prompts"),
     ],
 )
@@ -241,6 +241,11 @@ def test_each_request_may_say_how_long_its_answer_is(unannotated):
         dj.generate_many(model, [short], **growing, length=9, max_length=8)
     ((_, out),) = dj.generate_many(model, [short | {"max_length": 8}], slots=1, nonfinite="ignore", **growing)
     assert out.tokens.shape[1] >= 8
+
+
+def test_steps_that_fit_no_length_are_refused_at_the_call(unannotated):
+    for options in (dict(steps=-1), dict(steps="x"), dict(steps=4, sampler=samplers.DAEDAL())):
+        refuses(f"steps={options['steps']!r}", dj.generate_many, tiny("llada"), [[1]], **options)
 
 
 def test_a_sequence_without_finite_logits_ends_alone():
