@@ -309,7 +309,7 @@ def test_stops_that_are_none_are_refused(checkpoint):
         refuses("must be a list of texts, none of them empty", ask, *checkpoint, "a", bad)
     refuses(r"stop\[1\]=.*U.D83D at position 0", ask, *checkpoint, "a", ["a", "\ud83d"])
     refuses("must be a list of texts", dj.StopTexts, checkpoint[1], [])
-    refuses("or texts in a dj.StopTexts", dj.generate, checkpoint[0], [[1]], stop=["\n"], length=4)
+    refuses("Use stop=dj.StopTexts", dj.generate, checkpoint[0], [[1]], stop=["\n"], length=4)
 
 
 def test_the_text_of_a_response_ends_at_its_first_end_or_stop():

@@ -170,7 +170,13 @@ MASKS = Values(
         np.full((1, 2, 2), 2), np.ones((0, 2, 2), bool),
     )
 )  # fmt: skip
-TOKENS = instances([[1, 2]], np.ones((2, 3)), np.ones(3, int), np.array([[99]]), np.zeros((0, 3), int))
+TOKENS = instances(
+    np.ones((2, 3)),
+    np.ones(3, int),
+    np.array([[99]]),
+    np.zeros((0, 3), int),
+    but=(list,),  # lists are arrays
+)
 VALID = Values((*ODD, 3, True, np.ones((2, 3)), np.ones((3, 2), bool), np.ones(3, bool), [[True] * 3] * 2))
 
 
