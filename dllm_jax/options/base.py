@@ -7,7 +7,7 @@ import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -75,7 +75,7 @@ class Arrays:
         jax.tree_util.register_pytree_with_keys(cls, split, lambda _, arrays: cls._around(*arrays))
 
     @classmethod
-    def _around(cls, *arrays: Any) -> Self:
+    def _around(cls, *arrays: Any) -> Any:
         """Makes an instance around anything that JAX puts in place of the arrays; nothing is checked."""
         made = object.__new__(cls)
         for name, array in zip(cls.leaves, arrays, strict=True):
