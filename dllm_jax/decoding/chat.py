@@ -4,7 +4,6 @@ import contextlib
 import functools
 import json
 import re
-import types
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol, Unpack, cast, runtime_checkable
@@ -23,6 +22,7 @@ from dllm_jax.decoding.watch import recording
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument, check_names, shown
+from dllm_jax.options.hints import NOTHING
 from dllm_jax.samplers import Confidence, Sampler
 from dllm_jax.state import host
 from dllm_jax.state.host import AnyArray
@@ -40,7 +40,6 @@ from dllm_jax.state.text import (
 Message = dict[str, Any]
 PARTS = "role", "content"
 PICTURES = {"images", "image", "videos", "video"}  # keys of messages that a processor reads
-NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 OWN = ("stop", "enable_thinking", "template", "sampler", "buckets", "forbid")
 LITERALS = re.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\"""")  # words in a template
 WITHOUT_THINKING = "a2d-qwen3", "a2d-qwen2", "a2d-llama"  # an empty think block stands before their answers

@@ -7,18 +7,13 @@ import numpy as np
 
 from dllm_jax.decoding.answers import before_end, decode_answers
 from dllm_jax.decoding.buckets import Ladder
-from dllm_jax.decoding.chat import (
-    NOTHING,
-    OWN,
-    AskedChat,
-    Message,
-    prepare_chat,
-)
+from dllm_jax.decoding.chat import OWN, AskedChat, Message, prepare_chat
 from dllm_jax.decoding.options import StreamChatOptions, shows
 from dllm_jax.decoding.stops import StopTexts
 from dllm_jax.decoding.stream import Snapshot, stream
 from dllm_jax.nn.model import Model
 from dllm_jax.options import check_names
+from dllm_jax.options.hints import NOTHING
 from dllm_jax.samplers import Confidence, Sampler
 
 MASK = "░"  # instead of a mask

@@ -5,7 +5,7 @@ import types
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-NOTHING: Mapping[str, str] = types.MappingProxyType({})
+NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 SAMPLER = "set it on the sampler: sampler=dj.samplers."
 CODE = "not needed: no code of the checkpoint is executed"
 BATCH = "not needed: pass a list of prompts"

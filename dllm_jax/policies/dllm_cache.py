@@ -42,8 +42,7 @@ class OutputStore(NamedTuple):
     @staticmethod
     def zeros(spec: ModelSpec, layout: Layout, batch: int, slots: int, dtype: Any) -> "OutputStore":
         """Empty storage; K and V of the last `slots` positions."""
-        tail = min(layout.response + int(spec.shifted), layout.length)
-        output = jnp.zeros((spec.layers, batch, tail, spec.width), dtype)
+        output = jnp.zeros((spec.layers, batch, layout.response_inputs(spec.shifted), spec.width), dtype)
         return OutputStore(*KV.zeros(spec, batch, slots, dtype), output, output)
 
 

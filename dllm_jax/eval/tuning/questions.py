@@ -5,9 +5,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dllm_jax.decoding.chat import NOTHING, chat_ids
+from dllm_jax.decoding.chat import chat_ids
 from dllm_jax.eval.run.files import read_objects
 from dllm_jax.options import shown
+from dllm_jax.options.hints import NOTHING
 from dllm_jax.state.text import check_text
 from dllm_jax.tasks import Example
 

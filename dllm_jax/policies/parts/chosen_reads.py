@@ -93,7 +93,7 @@ class ChosenReads(Policy, abc.ABC):
 
     def slots(self, spec: ModelSpec, layout: Layout) -> int:
         """Slots of what a block's steps read: the pairs chosen before the last block, and its own."""
-        return most(self.keep, layout.length - 1) + spec.context.size
+        return self._most(layout.length - 1) + spec.context.size
 
     @property
     def waits(self) -> Count:
@@ -157,7 +157,7 @@ class ChosenReads(Policy, abc.ABC):
         elif canvas.spec.shifted and not rows.phase:
             some = jnp.any(exact & canvas.active[:, None])
             exact_o, cache = when(some, exactly, (jnp.zeros_like(q), cache), REFRESH)
-        o, cache = attend_to_chosen(self.keep, layer, q, new, cache, rows, canvas)
+        o, cache = self._sparsely(layer, q, new, cache, rows, canvas)
         if exact_o is not None:
             o = jnp.where(exact[..., None, None], exact_o, o)
         return layer.finish(x, o), cache
@@ -180,6 +180,27 @@ class ChosenReads(Policy, abc.ABC):
         reading = cache.shared._replace(read=cache.shared.read | chosen)
         return o, cache._replace(shared=reading).replace(chooses[:, 0], pairs, part="chosen")
 
+    def _sparsely(
+        self, layer: Layer, q: Float[Array, "b q h d"], new: KV, cache: LayerCache, rows: Rows, canvas: Canvas
+    ) -> tuple[Float[Array, "b q h d"], LayerCache]:
+        """Attention to the chosen pairs and to the block's own, which come first among the rows."""
+        context = canvas.spec.context
+        own = min(rows.index.shape[1], context.size)
+        cache, both = cache.write_last(jax.tree.map(lambda a: a[:, :own], new), part="chosen")
+        pairs, layout = both.chosen, canvas.layout
+        slots = pairs.k.shape[1] - own
+
+        # Without a mask where all slots are filled from the first block on.
+        whole = layout.prompt // context.size * context.size
+        least = 0 if layout.padded or context.from_response else whole
+        if own == context.size and self._most(least) == slots:
+            mask = None
+        else:
+            filled = jnp.arange(slots) < self._count(canvas)[:, None]
+            mask = key_mask(jnp.concatenate([filled, rows.real[:, :own]], axis=1))
+        o, _ = layer.attention(q, pairs.k, pairs.v, mask)
+        return o, cache
+
     @override
     def _dense_pairs(self, storage: Any) -> KV:
         return storage.dense
@@ -188,8 +209,19 @@ class ChosenReads(Policy, abc.ABC):
         self, layer: Layer, score: Float[Array, "b #k l"], canvas: Canvas, slots: int
     ) -> Int[Array, "b #k {slots}"]:
         """The positions that are read, ascending and padded with l, of each KV head or of all."""
-        count = jnp.broadcast_to(chosen_count(self.keep, canvas)[:, None], score.shape[:2])
+        count = jnp.broadcast_to(self._count(canvas)[:, None], score.shape[:2])
         return layer.topk_evict(score, count, slots)
+
+    def _count(self, canvas: Canvas) -> Int[Array, "b"]:
+        """Number of pairs that the block's steps read of earlier blocks."""
+        stored = jnp.sum(canvas.before_model_block, axis=1)
+        if isinstance(self.keep, int):
+            return jnp.minimum(stored, self.keep)
+        return fraction_of(stored, self.keep, canvas.layout.length)
+
+    def _most(self, stored: int) -> int:
+        """The same of so many stored pairs."""
+        return min(self.keep, stored) if isinstance(self.keep, int) else int(stored * self.keep)
 
     @abc.abstractmethod
     def scores(
@@ -235,44 +267,3 @@ class ChosenReads(Policy, abc.ABC):
 def _steps(reading: Reading, canvas: Canvas) -> Int[Array, "b 1"]:
     """Steps of the model's block before the coming one; an opening one does not count."""
     return jnp.where(canvas.enters_model_block, 0, reading.steps[:, None])
-
-
-def chosen_count(keep: int | float, canvas: Canvas) -> Int[Array, "b"]:
-    """Number of pairs that the block's steps read of earlier blocks."""
-    stored = jnp.sum(canvas.before_model_block, axis=1)
-    if isinstance(keep, int):
-        return jnp.minimum(stored, keep)
-    return fraction_of(stored, keep, canvas.layout.length)
-
-
-def most(keep: int | float, stored: int) -> int:
-    """The same of so many stored pairs."""
-    return min(keep, stored) if isinstance(keep, int) else int(stored * keep)
-
-
-def attend_to_chosen(
-    keep: int | float,
-    layer: Layer,
-    q: Float[Array, "b q h d"],
-    new: KV,
-    cache: LayerCache,
-    rows: Rows,
-    canvas: Canvas,
-) -> tuple[Float[Array, "b q h d"], LayerCache]:
-    """Attention to the chosen pairs and to the block's own, which come first among the rows."""
-    context = canvas.spec.context
-    own = min(rows.index.shape[1], context.size)
-    cache, both = cache.write_last(jax.tree.map(lambda a: a[:, :own], new), part="chosen")
-    pairs, layout = both.chosen, canvas.layout
-    slots = pairs.k.shape[1] - own
-
-    # Without a mask where all slots are filled from the first block on.
-    whole = layout.prompt // context.size * context.size
-    least = 0 if layout.padded or context.from_response else whole
-    if own == context.size and most(keep, least) == slots:
-        mask = None
-    else:
-        filled = jnp.arange(slots) < chosen_count(keep, canvas)[:, None]
-        mask = key_mask(jnp.concatenate([filled, rows.real[:, :own]], axis=1))
-    o, _ = layer.attention(q, pairs.k, pairs.v, mask)
-    return o, cache
