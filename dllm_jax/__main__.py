@@ -1,13 +1,11 @@
 """`dllm-jax`, or `python -m dllm_jax`: runs the subcommand that the command line names."""
 
-import difflib
 import importlib
-import importlib.util
 import runpy
 import sys
 from pathlib import Path
 
-from dllm_jax.command_line import PATHS, keep_programs, run, usage
+from dllm_jax.command_line import HELP, keep_programs, run, run_subcommand, with_new_names
 
 COMMANDS = {  # by name: module, and what `--help` says
     "demo": ("dllm_jax.demo.command", "a bundled model answers; what policies cost (default)"),
@@ -20,6 +18,8 @@ COMMANDS = {  # by name: module, and what `--help` says
     "eval": ("dllm_jax.eval.__main__", "evaluate and tune policies; lm-evaluation-harness"),
     "bench": ("bench", "run a benchmark, such as `bench generate` (needs a clone)"),
 }  # fmt: skip
+USAGE = "dllm-jax [COMMAND] [OPTIONS]      (or python -m dllm_jax)"
+ABOUT = "Diffusion language models in JAX, with training-free KV-cache policies."
 CLONE = Path(__file__).parents[1]
 
 
@@ -31,30 +31,19 @@ def command():
 def main() -> int:
     """Runs a subcommand; options without a name are those of `demo`."""
     name, *args = sys.argv[1:] or ["demo"]
-    if name in ("-h", "--help"):
-        about = "Diffusion language models in JAX, with training-free KV-cache policies."
-        command = "dllm-jax [COMMAND] [OPTIONS]      (or python -m dllm_jax)"
-        print(usage(command, about, {name: text for name, (_, text) in COMMANDS.items()}))
-        return 0
-    if name.startswith("-"):
+    if name.startswith("-") and name not in HELP:
         name, args = "demo", sys.argv[1:]
     keep_programs()
-    if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, 1)
-        fix = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(COMMANDS)}."
-        raise ValueError(f"command={name[:40]!r} is not a command of dllm-jax. {fix}")
+    # These two have subcommands of their own.
     if name == "bench":
         return bench(args)
-    module = importlib.import_module(COMMANDS[name][0])
     if name == "eval":
         sys.argv[1:] = args
-        return module.main() or 0
-    if name in ("convert", "export", "verify"):  # functions, whose arguments tyro reads
-        import tyro
-
-        tyro.cli(module.main, prog=f"dllm-jax {name}", args=args, registry=PATHS)
-        return 0
-    return module.main(args)
+        return importlib.import_module(COMMANDS[name][0]).main()
+    args = with_new_names(args, {"--prompts": "--limit"}) if name == "demo" else args
+    told = {name: text for name, (_, text) in COMMANDS.items()}
+    find = lambda name: importlib.import_module(COMMANDS[name][0]).main
+    return run_subcommand([name, *args], USAGE, ABOUT, told, find)
 
 
 def bench(args: list[str]) -> int:

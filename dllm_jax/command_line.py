@@ -1,6 +1,7 @@
 """Command lines: how they read paths, and how they report bad input."""
 
 import contextlib
+import difflib
 import io
 import os
 import platform
@@ -10,15 +11,17 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
+import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from dllm_jax import starting
 from dllm_jax.encoding import SIMILAR_ERRORS
 
 INTERRUPTED, BROKEN_PIPE = starting.STATUS, 141  # exit status of what SIGINT or SIGPIPE ended, as in shells
+HELP = {"-h", "--help"}
 # How tyro shows the value of an option that is a text, may be None, or is a list.
 METAVAR = r"--([a-z-]+) (STR|\{None\}\|[A-Z]+|\[([A-Z]+) \[\3 \.\.\.\]\])(?=[ ,]) *"
 PATHS = ConstructorRegistry()  # `registry` of every tyro.cli: a shell leaves the `~` of --out=~/runs as it is
@@ -101,7 +104,7 @@ def with_new_names(args: list[str], renamed: Mapping[str, str]) -> list[str]:
 @contextlib.contextmanager
 def wrapped_help() -> Iterator[None]:
     """Wraps the lines of a help text, which tyro leaves to the terminal to break within words."""
-    if not {"-h", "--help"} & set(sys.argv[1:]):
+    if HELP.isdisjoint(sys.argv[1:]):
         yield
         return
     # The encoding decides which characters tyro draws with.
@@ -133,22 +136,44 @@ def _named(found: re.Match) -> str:
     return named.ljust(len(found[0])) if len(named) < len(found[0]) else found[0]
 
 
-def usage(command: str, about: str, subcommands: Mapping[str, str]) -> str:
-    """Writes the help of a command that has subcommands, with a line for each.
+def run_subcommand(
+    words: list[str], usage: str, about: str, subcommands: Mapping[str, str], find: Callable[[str], Any]
+) -> int:
+    """Runs the subcommand that the first word names, or prints a line for each of them.
 
     Args:
-      command: Usage of the command, as it is typed.
+      words: Words of the command line, after the command.
+      usage: Usage of the command, as it is typed: "dllm-jax COMMAND".
       about: Sentence about the command.
       subcommands: Descriptions by name.
+      find: Returns the function of a subcommand, whose arguments are its options.
+
+    Returns:
+      the status that the function returns, else 0.
+
+    Raises:
+      ValueError: there is no such subcommand.
     """
+    command, (name, *args) = re.split(r" \[?COMMAND", usage)[0], words or [""]
+    if name in HELP:
+        print(_listed(command, usage, about, subcommands))
+        return 0
+    if name not in subcommands:
+        near = difflib.get_close_matches(name, subcommands, 1)
+        fix = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(subcommands)}."
+        raise ValueError(f"command={name[:40]!r} is not a command of {command}. {fix}")
+    return tyro.cli(find(name), prog=f"{command} {name}", args=args, registry=PATHS) or 0
+
+
+def _listed(command: str, usage: str, about: str, subcommands: Mapping[str, str]) -> str:
+    """Writes the help of a command that has subcommands."""
     indent = max(map(len, subcommands)) + 4
     wrapper = textwrap.TextWrapper(
         shutil.get_terminal_size().columns, subsequent_indent=" " * indent, break_on_hyphens=False
     )
     lines = (wrapper.fill(f"  {name:{indent - 2}}{text}") for name, text in subcommands.items())
-    name = re.split(r" \[?COMMAND", command)[0]
-    last = f"{name} COMMAND --help describes the options of a command."
-    return "\n".join([f"usage: {command}", "", about, "", "commands:", *lines, "", last])
+    last = f"{command} COMMAND --help describes the options of a command."
+    return "\n".join([f"usage: {usage}", "", about, "", "commands:", *lines, "", last])
 
 
 def usable_output():

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -17,7 +17,6 @@ from dllm_jax.check import environment, operations, peers, several, speed, timin
 from dllm_jax.check.report import Findings, Report
 from dllm_jax.check.weights import default_dtype
 from dllm_jax.checkpoint.source import open_checkpoint
-from dllm_jax.command_line import PATHS
 from dllm_jax.options import Options, PositiveFloat
 from dllm_jax.provenance import device, measured_on, now
 from pallas_kernels.choice import Implementation
@@ -29,11 +28,7 @@ Part = Literal["environment", "operations", "tokens", "speed", "several"]
 
 @dataclasses.dataclass(frozen=True)
 class Arguments(Options):
-    """Checks correctness and speed of dllm_jax on this machine's device, and finds the fastest kernels.
-
-    Works offline. Prints a line per check, then a verdict. The exit code is 0 only if every check passes.
-    Ctrl-C leaves a valid report.
-    """
+    """Options of `dllm-jax check`."""
 
     shape: str | None = None
     """Model shape to benchmark with random weights: a published model such as llada-8b or dream-7b,
@@ -52,12 +47,13 @@ class Arguments(Options):
     """Parts of the report to run."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-    return check(
-        tyro.cli(Arguments, args=arguments, prog="dllm-jax check", registry=PATHS),
-        rich.console.Console(),
-    )
+def main(arguments: Annotated[Arguments, tyro.conf.arg(name="")]) -> int:
+    """Checks correctness and speed of dllm_jax on this machine's device, and finds the fastest kernels.
+
+    Works offline. Prints a line per check, then a verdict. The exit code is 0 only if every check passes.
+    Ctrl-C leaves a valid report.
+    """
+    return check(arguments, rich.console.Console())
 
 
 def check(arguments: Arguments, console: rich.console.Console) -> int:

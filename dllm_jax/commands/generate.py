@@ -7,7 +7,6 @@ from typing import Annotated
 import tyro
 
 import dllm_jax as dj
-from dllm_jax.command_line import PATHS
 from dllm_jax.eval.run.files import read_text
 from dllm_jax.eval.run.settings import Checkpoint
 from dllm_jax.options import Options, PositiveInt
@@ -16,11 +15,7 @@ from dllm_jax.published import expressions
 
 @dataclasses.dataclass(frozen=True)
 class Arguments(Options):
-    """Answers a file of prompts by continuous batching.
-
-    Each line of the first file is a message of a user. Each answer is a line of JSON in the second file. Run
-    the same command again to continue: answered prompts are passed over, failed ones are asked again.
-    """
+    """Options of `dllm-jax generate`."""
 
     questions: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="QUESTIONS")]
     """Text file with a prompt on each line."""
@@ -42,9 +37,12 @@ class Arguments(Options):
     """Number of sequences that decode together."""
 
 
-def main(args: list[str]) -> int:
-    """Answers the prompts that have no answer yet; exit code 1 if one failed."""
-    asked = tyro.cli(Arguments, prog="dllm-jax generate", args=args, registry=PATHS)
+def main(asked: Annotated[Arguments, tyro.conf.arg(name="")]) -> int:
+    """Answers a file of prompts by continuous batching.
+
+    Each line of the first file is a message of a user. Each answer is a line of JSON in the second file. Run
+    the same command again to continue: answered prompts are passed over, failed ones are asked again.
+    """
     try:
         return 1 if answer(asked) else 0
     except KeyboardInterrupt:

@@ -15,33 +15,26 @@ import rich.text
 import tyro
 
 import dllm_jax as dj
-from dllm_jax.checkpoint.dtypes import DtypeName
-from dllm_jax.command_line import PATHS
 from dllm_jax.decoding.chat import Message, check_tokenizer, encode_chats
 from dllm_jax.decoding.watch.grid import END
 from dllm_jax.decoding.watch.recording import harmless, pieces
 from dllm_jax.engine.prefix import Prefix, reads_causally, refusal
 from dllm_jax.eval.run.settings import Checkpoint, LanguageModel
-from dllm_jax.nn.int8 import Weights
-from dllm_jax.options import NonNegativeInt, Options, PositiveInt
+from dllm_jax.options import NonNegativeInt, PositiveInt
 from dllm_jax.published import expressions
 from dllm_jax.state.text import check_text
 
 MASK = "░"
+PATH = "A bundled model (tiny-llada, tiny-dream, tiny-sdar, tiny-sdar-moe), a directory, or a hub id."
 
 
 @dataclasses.dataclass(frozen=True)
-class Arguments(Options):
-    """Answers messages typed into a terminal, or lines of standard input, and shows masks turning into text.
+class Arguments(Checkpoint):
+    """Options of `dllm-jax chat`, besides those of the checkpoint."""
 
-    In a terminal Ctrl-C stops an answer, Ctrl-D or an empty message ends the conversation. Where standard
-    output is no terminal, answers alone are printed. Lines of a pipe are turns of one conversation; for
-    independent prompts use `dllm-jax generate`. A line that cannot be read, such as one that is no UTF-8,
-    gets an error on standard error. Others are answered, and the exit code is 1.
-    """
-
-    path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
-    """A bundled model (tiny-llada, tiny-dream, tiny-sdar, tiny-sdar-moe), a directory, or a hub id."""
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH", help=PATH)] = (
+        dataclasses.field()
+    )
     policy: Annotated[str, tyro.conf.arg(metavar="POLICY")] = "Policy"
     """Cache policy, as a constructor call: 'DKVDecode(refresh_every=8)'."""
     sampler: Annotated[str, tyro.conf.arg(metavar="SAMPLER")] = "Confidence"
@@ -60,21 +53,18 @@ class Arguments(Options):
     """System message before the conversation."""
     stop: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT...")] = ()
     """Texts at which an answer ends, and decoding with it."""
-    chat_template_args: str = "{}"
-    """Variables of the chat template as a JSON object: '{"enable_thinking": false}'."""
     seed: NonNegativeInt = 0
     """Seed of the sampler's draws."""
-    dtype: DtypeName | None = None
-    """Dtype of the weights. Default: the checkpoint's."""
-    weights: Weights | None = None
-    """int8 quantizes the weight matrices. Default: as they are stored."""
-    revision: str | None = None
-    """Branch, tag or commit of a hub id. Default: the main branch."""
 
 
-def main(args: list[str]) -> int:
-    """Entry point of the command; its arguments are those after `chat`."""
-    arguments = tyro.cli(Arguments, prog="dllm-jax chat", args=args, registry=PATHS)
+def main(arguments: Annotated[Arguments, tyro.conf.arg(name="")]) -> int:
+    """Answers messages typed into a terminal, or lines of standard input, and shows masks turning into text.
+
+    In a terminal Ctrl-C stops an answer, Ctrl-D or an empty message ends the conversation. Where standard
+    output is no terminal, answers alone are printed. Lines of a pipe are turns of one conversation; for
+    independent prompts use `dllm-jax generate`. A line that cannot be read, such as one that is no UTF-8,
+    gets an error on standard error. Others are answered, and the exit code is 1.
+    """
     if sys.stdin is None:
         raise ValueError(
             "standard input is closed, but chat reads messages from it: use a terminal or a pipe"
@@ -146,9 +136,7 @@ class Conversation:
     def open(cls, arguments: Arguments) -> "Conversation":
         """Loads what the arguments name; raises as `load` and the constructors of policy and sampler do."""
         policy, sampler = expressions.policy(arguments.policy), expressions.sampler(arguments.sampler)
-        names = ("dtype", "weights", "chat_template_args", "revision")
-        checkpoint = Checkpoint(arguments.path, **{name: getattr(arguments, name) for name in names})
-        lm = checkpoint.open(identify=False)
+        lm = arguments.open(identify=False)
         check_tokenizer(lm.tokenizer)
         names = ("length", "max_length", "block", "steps", "every")
         named = {name: getattr(arguments, name) for name in names}

@@ -16,7 +16,7 @@ import tyro
 
 import dllm_jax as dj
 from dllm_jax import provenance
-from dllm_jax.command_line import PATHS, keep_programs, kept_programs, with_new_names
+from dllm_jax.command_line import keep_programs, kept_programs
 from dllm_jax.decoding.watch.grid import COLD, WARM, grid
 from dllm_jax.decoding.watch.recording import Recording
 from dllm_jax.demo import trains
@@ -55,7 +55,7 @@ READING = dj.bundled.TEXT + dj.bundled.BLOCK_CAUSAL
 
 @dataclasses.dataclass(frozen=True)
 class Arguments(Options):
-    """Demonstration of dllm_jax on the checkpoints that ship with it."""
+    """Options of `dllm-jax demo`."""
 
     models: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME...")] = dj.bundled.TEXT[:1]
     """Bundled text models to run."""
@@ -72,14 +72,8 @@ class Arguments(Options):
             raise ValueError(f"models={shown(unknown[0])} must be of {', '.join(READING)}")
 
 
-def main(args: list[str]) -> int:
-    """Entry point of the command; its arguments are those after `demo`."""
-    args = with_new_names(args, {"--prompts": "--limit"})
-    return demonstration(tyro.cli(Arguments, prog="dllm-jax demo", args=args, registry=PATHS))
-
-
-def demonstration(arguments: Arguments) -> int:
-    """Prints an answer step by step, and what each policy costs."""
+def main(arguments: Annotated[Arguments, tyro.conf.arg(name="")]) -> int:
+    """Demonstrates dllm_jax on bundled checkpoints: an answer step by step, and what each policy costs."""
     console = rich.console.Console()
     device = provenance.device()
     versions = f"dllm_jax {provenance.versions(('dllm-jax',))['dllm-jax']}   jax {jax.__version__}"

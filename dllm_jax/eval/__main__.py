@@ -4,17 +4,16 @@ import importlib.util
 import inspect
 import sys
 
-import tyro
-
-from dllm_jax.command_line import PATHS, keep_programs, run, usage, with_new_names
+from dllm_jax.command_line import keep_programs, run, run_subcommand, with_new_names
 from dllm_jax.eval.cli import commands
 from dllm_jax.eval.cli.reproduce import run_reproduce
 from dllm_jax.eval.cli.tune import run_tune
 
-EVALUATIONS = ("tasks", "longbench", "needle", "recall", "images")
-COMMANDS = {name: getattr(commands, f"run_{name}") for name in EVALUATIONS}
+NAMES = ("tasks", "longbench", "needle", "recall", "images", "compare", "merge")
+COMMANDS = {name: getattr(commands, f"run_{name}") for name in NAMES}
 COMMANDS |= {"tune": run_tune, "reproduce": run_reproduce}
-DESCRIPTION = "Evaluates checkpoints and cache policies, and compares and tunes their settings."
+USAGE = "dllm-jax eval COMMAND [OPTIONS]      (or python -m dllm_jax.eval)"
+ABOUT = "Evaluates checkpoints and cache policies, and compares and tunes their settings."
 RENAMED = {
     "--batch": "--slots",
     "--behind": "--answer-after",
@@ -23,14 +22,12 @@ RENAMED = {
     "--part": "--shard",
     "--sizes": "--difficulty",
 }
-COMMANDS |= {"compare": commands.run_compare, "merge": commands.run_merge}
 
 
 def run_lm_eval() -> int:
     """Runs lm-evaluation-harness with these models (needs the extra `harness`)."""
     if importlib.util.find_spec("lm_eval") is None:
-        print("error: lm_eval is not installed: pip install '.[harness]' in a clone", file=sys.stderr)
-        return 2
+        raise ImportError("lm_eval is not installed: pip install '.[harness]' in a clone")
     from dllm_jax.eval.harness import model as harness
 
     return harness.main(sys.argv[2:])
@@ -39,17 +36,11 @@ def run_lm_eval() -> int:
 def main() -> int:
     """Entry point."""
     keep_programs()
-    if sys.argv[1:2] == ["lm_eval"]:
+    if sys.argv[1:2] == ["lm_eval"]:  # whose options are those of another program
         return run_lm_eval()
-    if sys.argv[1:2] in (["-h"], ["--help"]):
-        known = COMMANDS | {"lm_eval": run_lm_eval}
-        told = {name: (inspect.getdoc(one) or "").partition("\n")[0] for name, one in known.items()}
-        print(usage("dllm-jax eval COMMAND [OPTIONS]      (or python -m dllm_jax.eval)", DESCRIPTION, told))
-        return 0
-    sys.argv[1:] = with_new_names(sys.argv[1:], RENAMED)
-    return tyro.extras.subcommand_cli_from_dict(
-        COMMANDS, prog="python -m dllm_jax.eval", description=DESCRIPTION, registry=PATHS
-    )
+    known = COMMANDS | {"lm_eval": run_lm_eval}
+    told = {name: (inspect.getdoc(one) or "").partition("\n")[0] for name, one in known.items()}
+    return run_subcommand(with_new_names(sys.argv[1:], RENAMED), USAGE, ABOUT, told, COMMANDS.__getitem__)
 
 
 if __name__ == "__main__":
