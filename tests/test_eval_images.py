@@ -11,7 +11,6 @@ import pytest
 import dllm_jax as dj
 from dllm_jax.eval.benchmarks.images import ImageTask, Sample, metrics, published, read
 from dllm_jax.eval.results import record
-from dllm_jax.eval.run import runner as runner_module
 from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.eval.run.settings import Checkpoint, Decoding
 from dllm_jax.vision import Processor
@@ -173,7 +172,7 @@ def test_a_run_from_the_command_line(llada_v_path, folder, tmp_path, monkeypatch
     write(folder, [asked | {"answer": a} for asked, a in zip(QUESTIONS, [*answers, "~"], strict=True)])
     (tmp_path / "two").mkdir()
     (tmp_path / "one" / "journal.jsonl").rename(tmp_path / "two" / "journal.jsonl")
-    monkeypatch.setattr(runner_module, "generate_many", refuse)
+    monkeypatch.setattr(dj, "generate_many", refuse)
     assert run_here(tmp_path / "two") == 0
     again = record.read(tmp_path / "two" / "images-Policy.json")
     assert [row["score"] for row in again["requests"]] == [*right, 0]
@@ -226,10 +225,10 @@ def test_text_and_images_go_through_one_runner_and_end_at_stops(llada_v_path, fo
     request = pictured.pictured("i", "Q?", [str(folder / "a.png")], 4, ("x\n",), "")
     assert request.stop == ("x\n", "<|eot_id|>")
     text = Request("t", tuple(30 + i % 20 for i in range(len(request.prompt))), 4)
-    generate = runner_module.generate_many
+    generate = dj.generate_many
     seen = lambda asked: found.append(asked.get("stop")) or asked
     spy = lambda model, prompts, **options: generate(model, map(seen, prompts), **options)
-    monkeypatch.setattr(runner_module, "generate_many", spy)
+    monkeypatch.setattr(dj, "generate_many", spy)
     mine, other = pictured.run([text, request])
     assert other["error"] is None
     stops = [lm.tokenizer.encode("x\n"), [lm.model.spec.eot_id]]

@@ -87,8 +87,8 @@ def test_seconds_are_shared_by_answers_that_ran_together_without_compilation(lm,
             now[0] += slots if i % slots == 0 else 0
             yield i, out
 
-    generate_as_before = runner_module.generate_many
-    monkeypatch.setattr(runner_module, "generate_many", generate_many)
+    generate_as_before = dj.generate_many
+    monkeypatch.setattr(dj, "generate_many", generate_many)
     monkeypatch.setattr(runner_module.time, "perf_counter", lambda: now[0])
     ready = runner(lm)
     entries = ready.run(asked)
@@ -117,7 +117,7 @@ def test_a_draw_depends_on_the_seed_and_the_request_only(lm, asked):
 
 
 def test_an_interrupted_run_resumes_with_the_rest(lm, asked, tmp_path, monkeypatch):
-    path, generate = tmp_path / "journal.jsonl", runner_module.generate_many
+    path, generate = tmp_path / "journal.jsonl", dj.generate_many
     sliding = runner(lm, block=Sliding(2))
 
     def interrupted(model, requests, **options):
@@ -126,15 +126,15 @@ def test_an_interrupted_run_resumes_with_the_rest(lm, asked, tmp_path, monkeypat
         if not warm_up:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner_module, "generate_many", interrupted)
+    monkeypatch.setattr(dj, "generate_many", interrupted)
     with pytest.raises(
         KeyboardInterrupt, match=r"journal\.jsonl holds the answers so far\. Run the same again"
     ):
         sliding.run(asked, Journal(path))
     assert len(Journal(path).entries) == 2
-    monkeypatch.setattr(runner_module, "generate_many", generate)
+    monkeypatch.setattr(dj, "generate_many", generate)
     assert answers(sliding.run(asked, Journal(path))) == ANSWERS
-    monkeypatch.setattr(runner_module, "generate_many", None)  # nothing is decoded any more
+    monkeypatch.setattr(dj, "generate_many", None)  # nothing is decoded any more
     assert answers(sliding.run(asked, Journal(path))) == ANSWERS
 
 

@@ -9,12 +9,10 @@ import numpy as np
 from annotated_types import Interval, MinLen
 from typing_extensions import override
 
-from dllm_jax.nn.model import Model
-from dllm_jax.nn.spec import ModelSpec
+import dllm_jax as dj
 from dllm_jax.options import Fraction, NonNegativeInt, Options, PositiveFloat, PositiveInt, shown
 from dllm_jax.tasks.base import Example, Task, accuracy, examples, prompt_arrays
 from dllm_jax.training.batch import T_MIN, Batch, Memory, Source
-from dllm_jax.vision.processor import Processor
 
 REVIEW = 1 << 32  # seeds of reviews are (seed, REVIEW + step): never those of a training batch
 
@@ -70,7 +68,7 @@ class Curriculum(Options, Source):
 
     stages: Annotated[tuple[Stage, ...], MinLen(1)]
     tokenizer: Any
-    spec: ModelSpec
+    spec: dj.ModelSpec
     seed: NonNegativeInt = 0
     rehearsal: Fraction = 0.3
     review_examples: PositiveInt = 64
@@ -102,7 +100,7 @@ class Curriculum(Options, Source):
         return batch._replace(t_min=stage.t_min)
 
     @override
-    def review(self, memory: Memory, model: Model, step: int) -> Memory:
+    def review(self, memory: Memory, model: dj.Model, step: int) -> Memory:
         """Scores the current stage on new examples, one token per step, and moves on if it is mastered.
 
         Decoding everything in one step would be cheaper but judges another ability: at six pairs a model
@@ -117,14 +115,14 @@ class Curriculum(Options, Source):
         return {"stage": memory["stage"] + int(score >= stage.bar), "accuracy": score}
 
 
-def _end_of_turn(spec: ModelSpec) -> int:
+def _end_of_turn(spec: dj.ModelSpec) -> int:
     if spec.eot_id is None:
         raise ValueError("spec.eot_id=None: answers must end with an end-of-turn token")
     return spec.eot_id
 
 
 def encode_batch(
-    tokenizer: Any, examples: Sequence[Example | tuple[str, str]], length: int, spec: ModelSpec
+    tokenizer: Any, examples: Sequence[Example | tuple[str, str]], length: int, spec: dj.ModelSpec
 ) -> Batch:
     """Encodes examples to learn: each answer, then end-of-turn, then end-of-text up to `length`.
 
@@ -145,7 +143,7 @@ def encode_batch(
         if not pair or not all(isinstance(text, str) for text in example[:2]):
             raise ValueError(f"examples[{index}]={shown(example)} must be a pair of texts: prompt and answer")
     examples = [each if isinstance(each, Example) else Example(each[0], each[1]) for each in examples]
-    if isinstance(tokenizer, Processor):
+    if isinstance(tokenizer, dj.vision.Processor):
         prompt, mask, images = tokenizer.batch(spec, [example.messages for example in examples])
         tokenizer = tokenizer.tokenizer
     else:

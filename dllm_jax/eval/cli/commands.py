@@ -7,17 +7,14 @@ from typing import Annotated
 import rich.console
 import tyro
 
+import dllm_jax as dj
 from dllm_jax.checkpoint.files import sha256
 from dllm_jax.eval.benchmarks import images, longbench, needle, synthetic
 from dllm_jax.eval.cli.options import JOURNAL, WITHOUT_PREFIX, Difficulty, Limit, Options, task_of
 from dllm_jax.eval.results import record, show
 from dllm_jax.eval.results.comparison import compare
-from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.runner import Runner
 from dllm_jax.options import PositiveInt, check_argument
-from dllm_jax.published.presets import presets
-from dllm_jax.vision.images import Pad
-from dllm_jax.vision.processor import Processor
 from dllm_jax.vision.tower import AT_ONCE
 
 Shared = Annotated[Options, WITHOUT_PREFIX]
@@ -188,14 +185,14 @@ def run_images(
     # Published blocks and steps are of the published length: another length goes without them.
     decoding = options.decoding
     if task is not None and decoding.length is None:
-        recipe = presets.recipe(images.FAMILY, task)
+        recipe = dj.presets.recipe(images.FAMILY, task)
         names = [name for name in ("length", "block", "steps") if getattr(decoding, name) is None]
         decoding = dataclasses.replace(decoding, **{name: getattr(recipe, name) for name in names})
     options = dataclasses.replace(options, decoding=decoding)
 
     def ready(runner: Runner) -> Runner:
-        own = dict(tokenizer=runner.lm.tokenizer, several=Pad(newline), drop_first_id=drop_first_id)
-        processor = Processor.load(options.checkpoint.path, **own, exif=exif, at_once=at_once)
+        own = dict(tokenizer=runner.lm.tokenizer, several=dj.vision.Pad(newline), drop_first_id=drop_first_id)
+        processor = dj.vision.Processor.load(options.checkpoint.path, **own, exif=exif, at_once=at_once)
         return runner.with_images(processor)
 
     # All of a processor's options that change an answer are in the record.
@@ -212,7 +209,7 @@ def run_merge(out: tyro.conf.Positional[Path], parts: tyro.conf.Positional[tuple
       out: Folder of the journal that receives all answers.
       parts: Folders of the parts (their --out).
     """
-    added = Journal(out / JOURNAL).merge([folder / JOURNAL for folder in parts])
+    added = dj.Journal(out / JOURNAL).merge([folder / JOURNAL for folder in parts])
     print(f"{added} answers added to {out / JOURNAL}")
     return 0
 

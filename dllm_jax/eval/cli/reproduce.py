@@ -16,19 +16,17 @@ import rich.table
 import tyro
 from rich.markup import escape
 
+import dllm_jax as dj
 from dllm_jax.checkpoint.source import open_checkpoint
 from dllm_jax.eval.benchmarks import longbench
 from dllm_jax.eval.cli.options import JOURNAL, WITHOUT_PREFIX
 from dllm_jax.eval.results import record, show
 from dllm_jax.eval.run.files import read_json, write_json
-from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.published import Asked, Session, manager_of
 from dllm_jax.eval.run.settings import Checkpoint
-from dllm_jax.policies import Policy
 from dllm_jax.published import tables
 from dllm_jax.published.tables import KINDS, Cell, Table
 from dllm_jax.roofline import HARDWARE, work
-from dllm_jax.state.layout import Layout
 
 Cells = Mapping[tuple[str, str], Cell]  # of one model, by task and method
 DEFAULTS = Asked()
@@ -96,7 +94,7 @@ def reproduce(
     """
     tasks = {one.task: one for cell in cells.values() for one in cell.benchmarks if one.task}
     manager = manager_of(asked, [*tasks.values()]) if tasks else None
-    session = Session(asked, model, checkpoint.open(), Journal(asked.out / JOURNAL), manager)
+    session = Session(asked, model, checkpoint.open(), dj.Journal(asked.out / JOURNAL), manager)
     path = asked.out / f"reproduce-{table.name.replace('/', '-')}-{model}.json"
     about = record.provenance(session.runner(next(iter(cells.values())).settings()[0]))
     document = {"kind": "reproduce", "table": table.source, "rows_of": model, "settings": asked.settings()}
@@ -230,14 +228,14 @@ def _seconds(cell: Cell, model: str, asked: Asked, chip: str, prompt: int) -> fl
     total = 0.0
     for one, preset in zip(cell.benchmarks, cell.settings(), strict=True):
         assert preset.length is not None  # as every preset of a table has
-        layout = Layout.of(prompt, preset.length, preset.block, preset.steps)
+        layout = dj.Layout.of(prompt, preset.length, preset.block, preset.steps)
         count = one.samples if asked.limit is None else min(one.samples, asked.limit * one.parts)
         total += count * _of_batch(model, preset.policy, layout, asked.batch, chip) / asked.batch
     return total
 
 
 @functools.cache
-def _of_batch(model: str, policy: Policy, layout: Layout, batch: int, chip: str) -> float:
+def _of_batch(model: str, policy: dj.policies.Policy, layout: dj.Layout, batch: int, chip: str) -> float:
     return work(tables.shape_of(model), policy, layout, batch, jnp.bfloat16).on(HARDWARE[chip]).seconds
 
 

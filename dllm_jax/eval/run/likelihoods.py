@@ -17,31 +17,28 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 from typing_extensions import override
 
-from dllm_jax.decoding.buckets import Ladder
-from dllm_jax.decoding.generate import generate, infill
+import dllm_jax as dj
 from dllm_jax.decoding.likelihood import Order, log_likelihood, stratified_masks
-from dllm_jax.decoding.output import Output
 from dllm_jax.eval.results.schema import Entry
 from dllm_jax.eval.run.answering import NOT_FINITE, Answering
 from dllm_jax.eval.run.settings import rounded_up
 from dllm_jax.nn.keys import seeded
-from dllm_jax.samplers import Candidates, Noise, UntilDone
-from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.inputs import IdleStepsWarning, padded_together
-from dllm_jax.state.selection import best
 
 # Answers are padded to these lengths, and share programs; longer ones to multiples of the last.
-LENGTHS = Ladder((1, 4, 8, 16, 32, 64))
+LENGTHS = dj.buckets.Ladder((1, 4, 8, 16, 32, 64))
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
-class OnePerStep(UntilDone):
+class OnePerStep(dj.samplers.UntilDone):
     """Decodes the most confident position in each step, as many steps as there are masks."""
 
     @override
-    def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
-        return best(candidates.score, 1)
+    def transfer(
+        self, candidates: dj.samplers.Candidates, canvas: dj.state.Canvas, noise: dj.samplers.Noise | None
+    ) -> Bool[Array, "b c"]:
+        return dj.state.best(candidates.score, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,13 +140,13 @@ class Likelihood(Answering[Pair]):
 
     def _greedy(
         self, pairs: list[Pair], prompt: np.ndarray, mask: np.ndarray, rung: int
-    ) -> tuple[Output, Int[np.ndarray, "b r"]]:
+    ) -> tuple[dj.Output, Int[np.ndarray, "b r"]]:
         """Decodes as many tokens after each context as its answer has, one per step, and pads them."""
         model, spec = self.lm.model, self.lm.model.spec
         if spec.context.has_blocks:
             # Later blocks do not change the earlier ones, and a block is always decoded whole.
             whole = spec.context.whole(rung)
-            out = generate(model, prompt, prompt_mask=mask, length=whole, nonfinite="ignore")
+            out = dj.generate(model, prompt, prompt_mask=mask, length=whole, nonfinite="ignore")
             return out, np.asarray(out.tokens)[:, prompt.shape[1] :][:, :rung]
 
         # Elsewhere masks beyond the answer would change it: it ends the template.
@@ -158,7 +155,7 @@ class Likelihood(Answering[Pair]):
         tokens, padding = padded_together(template, spec.eos_id, width)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", IdleStepsWarning)  # short answers have fewer masks than steps
-            out = infill(
+            out = dj.infill(
                 model, tokens, token_mask=padding, steps=rung, sampler=OnePerStep(), nonfinite="ignore"
             )
         rows = zip(np.asarray(out.tokens), pairs, strict=True)

@@ -17,20 +17,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from typing_extensions import override
 
+import dllm_jax as dj
 from dllm_jax.checkpoint.files import sha256
-from dllm_jax.decoding.answers import decode_answers
-from dllm_jax.decoding.buckets import Ladder
-from dllm_jax.decoding.generate_many import generate_many
 from dllm_jax.decoding.prefill import common, prefill
-from dllm_jax.decoding.stops import StopTexts
 from dllm_jax.engine.prefix import Prefix, reads_causally, refusal
 from dllm_jax.eval.results.schema import Decoded, Entry
 from dllm_jax.eval.run.answering import NOT_FINITE, Answering, failure
 from dllm_jax.eval.run.settings import rounded_up
 from dllm_jax.nn.keys import seeded
 from dllm_jax.options import shown
-from dllm_jax.samplers import OneOf
-from dllm_jax.vision.processor import Processor
 from dllm_jax.vision.prompt import END, IMAGE
 
 UNREAD = ("tokenizer", "at_once", "longest")  # fields of a processor that no answer depends on, or known
@@ -97,10 +92,10 @@ class Runner(Answering[Request]):
       compiled: Shapes of requests whose programs are compiled.
     """
 
-    processor: Processor | None = None
+    processor: dj.vision.Processor | None = None
     compiled: set[tuple[Any, ...]] = dataclasses.field(default_factory=set, compare=False, repr=False)
 
-    def with_images(self, processor: Processor) -> "Runner":
+    def with_images(self, processor: dj.vision.Processor) -> "Runner":
         """The runner that answers questions about images too, and never decodes their placeholders.
 
         Raises:
@@ -165,11 +160,11 @@ class Runner(Answering[Request]):
         width = rounded_up(len(item.prompt), self.decoding.bucket)
         return self.decoding.whole(item.length), width, item.choices, *map(str, stop)
 
-    def _stops(self, request: Request) -> StopTexts | None:
+    def _stops(self, request: Request) -> dj.StopTexts | None:
         """The stop texts at which a request's decoding ends; None where it goes on to the length."""
         texts = tuple(filter(None, request.stop))
         early = self.decoding.stop_at_eos and request.conversation is None
-        return StopTexts(self.lm.tokenizer, texts) if texts and early else None
+        return dj.StopTexts(self.lm.tokenizer, texts) if texts and early else None
 
     @override
     def _answers(self, pairs: list[tuple[str, Request]], at_once: int) -> Iterator[list[Entry]]:
@@ -183,10 +178,10 @@ class Runner(Answering[Request]):
         shapes = [self._shape(request) for _, request in pairs]
         prefix = self._shared(pairs)
         answer = functools.partial(
-            generate_many,
+            dj.generate_many,
             self.lm.model,
             slots=at_once,
-            buckets=Ladder(tuple(sorted({width for _, width, *_ in shapes}))),
+            buckets=dj.buckets.Ladder(tuple(sorted({width for _, width, *_ in shapes}))),
             errors="return",
             prefix=prefix,
             nonfinite="ignore",  # each such sequence becomes a failure, below
@@ -242,12 +237,12 @@ class Runner(Answering[Request]):
         if (stops := self._stops(request)) is not None:
             asked["stop"] = stops
         if request.choices:
-            asked["constraints"] = OneOf(0, request.choices)
+            asked["constraints"] = dj.samplers.OneOf(0, request.choices)
         # A random key from the request's hash, of which the seed is part.
         if self.decoding.sampler.draws:
             asked["key"] = seeded(np.uint32(int(key[:8], 16)))[None]
         if request.conversation is not None and self.processor is not None:
-            ladder = Ladder((self._shape(request)[1],))
+            ladder = dj.buckets.Ladder((self._shape(request)[1],))
             made = self.processor.encode(self.lm.model, [request.conversation.messages], ladder)
             encode = lambda text: list(self.lm.tokenizer.encode(text, add_special_tokens=False))
             ids, mask, embeds = made
@@ -282,7 +277,7 @@ class Runner(Answering[Request]):
         """
         response = response[:, : self.decoding.max_length or request.length]
         if request.conversation is None:
-            (text,) = decode_answers(self.lm.model, self.lm.tokenizer, response, self._stops(request))
+            (text,) = dj.decode_answers(self.lm.model, self.lm.tokenizer, response, self._stops(request))
             return cut(text, request.stop)
         ids, ends = response[0].tolist(), self.lm.model.spec.ends
         ids = itertools.takewhile(lambda token: token not in ends, ids)

@@ -25,9 +25,9 @@ import rich.console
 import tyro
 from annotated_types import Ge, Gt, Lt
 
+import dllm_jax as dj
 from dllm_jax.decoding.chat import check_tokenizer
 from dllm_jax.eval.results import record, schema
-from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.eval.run.settings import Decoding, LanguageModel, identity_in_memory, rounded_up
 from dllm_jax.eval.tuning import evidence, objectives
@@ -36,7 +36,6 @@ from dllm_jax.eval.tuning.evidence import Estimate
 from dllm_jax.eval.tuning.objectives import Name, Objective
 from dllm_jax.eval.tuning.questions import as_questions, prompt_ids
 from dllm_jax.eval.tuning.tuned import Row, Tuned
-from dllm_jax.nn.model import Model
 from dllm_jax.options import (
     Fraction,
     Options,
@@ -48,9 +47,6 @@ from dllm_jax.options import (
     short_help,
     shown,
 )
-from dllm_jax.policies import Policy
-from dllm_jax.roofline import Hardware
-from dllm_jax.samplers import Confidence, Sampler
 from dllm_jax.state.sliding import Blocks, positions
 
 FORMER = {"first": "first_round", "batch": "slots"}  # names of arguments of `tune`
@@ -115,9 +111,9 @@ class Search(Options):
         questions: Iterable[Any],
         decoding: Decoding = Decoding(),
         policies: Iterable[object] | None = None,
-        journal: Journal | None = None,
+        journal: dj.Journal | None = None,
         progress: bool = False,
-        samplers: Iterable[Sampler] = (),
+        samplers: Iterable[dj.samplers.Sampler] = (),
     ) -> Tuned:
         """Walks the settings; arguments and errors are those of `tune`.
 
@@ -161,7 +157,7 @@ class Search(Options):
         requests: Sequence[Request],
         runners: Mapping[Candidate, Runner],
         objective: Objective,
-        journal: Journal | None,
+        journal: dj.Journal | None,
     ) -> tuple[Row, ...]:
         """Measures the settings; dropped ones keep the answers that they gave.
 
@@ -283,18 +279,18 @@ def _failure(rows: Sequence[schema.Row]) -> schema.Row | None:
 
 @short_help
 def tune(
-    model: Model,
+    model: dj.Model,
     tokenizer: Any,
     questions: Iterable[Any],
     policies: Iterable[object] | None = None,
     *,
     accuracy_within: float = 0.01,
     objective: Name | Objective = "time",
-    accelerator: str | Hardware | None = None,
+    accelerator: str | dj.roofline.Hardware | None = None,
     length: int | None = None,
     block: Blocks | None = None,
     steps: int | None = None,
-    sampler: Sampler = Confidence(),
+    sampler: dj.samplers.Sampler = dj.samplers.Confidence(),
     score: Score = exact_match,
     first_round: int = 16,
     confidence: float = 0.95,
@@ -303,7 +299,7 @@ def tune(
     journal: str | os.PathLike[str] | None = None,
     name: str = "model",
     progress: bool = False,
-    samplers: Iterable[Sampler] = (),
+    samplers: Iterable[dj.samplers.Sampler] = (),
     keep_all: bool = False,
     **old: Any,
 ) -> Tuned:
@@ -361,14 +357,14 @@ def tune(
         for name in old:
             renamed.warn(f"tune({name}=...)", f"{FORMER[name]}=...")
         first_round, slots = old.get("first", first_round), old.get("batch", slots)
-    check_argument("model", model, Model, ", such as dj.load(path)")
+    check_argument("model", model, dj.Model, ", such as dj.load(path)")
     check_tokenizer(tokenizer)
     check_argument("slots", slots, PositiveInt)
     check_argument("first_round", first_round, PositiveInt)
     check_argument("progress", progress, bool)
     search = Search(accuracy_within, objective, accelerator, score, first_round, confidence, keep_all)
     decoding = Decoding(length, block, steps, sampler=sampler, seed=seed, batch=slots)
-    answers = None if journal is None else Journal(local_path("journal", journal))
+    answers = None if journal is None else dj.Journal(local_path("journal", journal))
     lm = LanguageModel(name, model, tokenizer, identity_in_memory(model) if answers else "")
     return search.run(lm, questions, decoding, policies, answers, progress, samplers)
 
@@ -392,4 +388,4 @@ def exact_decoding(decoding: Decoding, tokenizer: Any, questions: Sequence[Any])
         longest = max(len(tokenizer(q.answer, add_special_tokens=False)["input_ids"]) for q in questions)
         length = rounded_up(longest + 1, positions(decoding.block or 4))
     block, steps = decoding.block or default_block(length), decoding.steps or length
-    return dataclasses.replace(decoding, policy=Policy(), length=length, block=block, steps=steps)
+    return dataclasses.replace(decoding, policy=dj.policies.Policy(), length=length, block=block, steps=steps)
