@@ -12,6 +12,7 @@ import pytest
 import rich.console
 import tyro
 
+import dllm_jax as dj
 from dllm_jax.command_line import plain_errors
 from dllm_jax.eval import __main__ as command
 from dllm_jax.eval.benchmarks import synthetic
@@ -86,7 +87,10 @@ def test_a_result_is_replaced_by_the_same_run_only(tmp_path):
     assert run() == 0
     content = (tmp_path / "tasks-Policy.json").read_text()
     for changes, reason in (
-        (dict(sampler="Threshold(0.9)"), r"decoding\.sampler was .Confidence.* and would be .Threshold"),
+        (
+            dict(decoding=dataclasses.replace(decoding, sampler=dj.samplers.Threshold(0.9))),
+            r"decoding\.sampler was .Confidence.* and would be .Threshold",
+        ),
         (
             dict(decoding=dataclasses.replace(decoding, seed=1)),
             r"decoding\.seed was 0 and would be 1; settings\.seed was 0 .*another --out",

@@ -16,7 +16,7 @@ from dllm_jax.eval.results import record, show
 from dllm_jax.eval.run.files import write_json
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.runner import Request, Runner
-from dllm_jax.eval.run.settings import Checkpoint, Undecided
+from dllm_jax.eval.run.settings import Checkpoint, Decoding
 from dllm_jax.options import shown
 from dllm_jax.published import expressions
 
@@ -32,18 +32,16 @@ class Options:
 
     Attributes:
       checkpoint: Checkpoint to evaluate.
-      decoding: Settings of decoding, except for policy and sampler, which are given as text.
+      decoding: Settings of decoding, except for the policy.
       policy: One or more policies, as constructor calls: 'DualCache' 'DKVDecode(refresh_every=8)'.
-      sampler: Sampler, as a constructor call.
       out: Folder of the results and of the journal from which an interrupted run resumes.
       part: Shard of the requests to answer. "2/4" answers the second of four parts into the journal in --out,
         and writes no result; `merge` puts such journals together.
     """
 
     checkpoint: Annotated[Checkpoint, WITHOUT_PREFIX] = Checkpoint()
-    decoding: Annotated[Undecided, WITHOUT_PREFIX] = Undecided()
+    decoding: Annotated[Decoding, WITHOUT_PREFIX] = Decoding()
     policy: tuple[str, ...] = ("Policy",)
-    sampler: Annotated[str, tyro.conf.arg(metavar="SAMPLER")] = "Confidence"
     out: Path = Path("runs/eval")
     part: Annotated[str, tyro.conf.arg(name="shard", metavar="N/COUNT")] = "1/1"
 
@@ -76,8 +74,8 @@ class Options:
         """
         # What can be refused is refused before anything is loaded, or else before anything is decoded.
         number, count = part_of(self.part)
-        sampler = expressions.sampler(self.sampler)
-        decodings = {text: self.decoding.under(expressions.policy(text), sampler) for text in self.policy}
+        under = lambda text: dataclasses.replace(self.decoding, policy=expressions.policy(text))
+        decodings = {text: under(text) for text in self.policy}
         paths = record.paths(self.out, kind, self.policy)
         lm, progress, runners = self.checkpoint.open(), sys.stderr.isatty(), dict[str, Runner]()
         for text, decoding in decodings.items():

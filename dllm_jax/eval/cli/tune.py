@@ -13,7 +13,7 @@ from dllm_jax.eval.results import record, show
 from dllm_jax.eval.run.files import write_json
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.runner import Runner
-from dllm_jax.eval.run.settings import Checkpoint, Undecided
+from dllm_jax.eval.run.settings import Checkpoint, Decoding
 from dllm_jax.eval.tuning import candidates
 from dllm_jax.eval.tuning.questions import read_jsonl
 from dllm_jax.eval.tuning.search import Search
@@ -27,14 +27,13 @@ SEARCH = Search()
 
 def run_tune(
     checkpoint: Annotated[Checkpoint, WITHOUT_PREFIX] = Checkpoint(),
-    decoding: Annotated[Undecided, WITHOUT_PREFIX] = Undecided(),
+    decoding: Annotated[Decoding, WITHOUT_PREFIX] = Decoding(),
     search: Annotated[Search, WITHOUT_PREFIX] = SEARCH,
     task: str = "FewShot",
     sizes: Difficulty = (5,),
     count: Limit = 128,
     questions: Path | None = None,
     policy: tuple[str, ...] = (),
-    sampler: str = "Confidence",
     samplers: tuple[str, ...] = (),
     out: Path = Path("runs/tune"),
 ) -> int:
@@ -52,7 +51,6 @@ def run_tune(
       questions: File with one JSON object {"prompt": ..., "answer": ...} per line, instead of a task.
       policy: Policies to try. A name is a grid of settings, a constructor call ('DualCache()') one policy,
         and 'Candidate(DualCache(), Threshold(0.9), block=Sliding(32))' one setting. Default: all grids.
-      sampler: Sampler of exact decoding, as a constructor call.
       samplers: Samplers to combine with each policy, as constructor calls. Default: that of exact decoding.
       out: Folder of the results and of the journal from which an interrupted run resumes.
     """
@@ -60,19 +58,18 @@ def run_tune(
     under = [expressions.sampler(text) for text in dict.fromkeys(samplers)]
     settings = dict(task=task, sizes=sizes, count=count, policy=policy, samplers=samplers)
     settings |= {name: getattr(search, name) for name in ("objective", "accelerator", "first", "keep_all")}
-    exactly = decoding.under(policies.Policy(), expressions.sampler(sampler))
     if questions is None:
         chosen, title = task_of(task), task.partition("(")[0]
-        asked = [e for size in sizes for e in examples(chosen, exactly.seed, size, count, "held_out")]
+        asked = [e for size in sizes for e in examples(chosen, decoding.seed, size, count, "held_out")]
     else:
         asked, title = read_jsonl(questions), questions.stem
 
     lm, progress = checkpoint.open(), sys.stderr.isatty()
-    tuned = search.run(lm, asked, exactly, asked_for, Journal(out / JOURNAL), progress, under)
+    tuned = search.run(lm, asked, decoding, asked_for, Journal(out / JOURNAL), progress, under)
     # A preset that cannot be written is found out before any file is.
     toml = tuned.preset_toml(title)
     # The settings of the exact decoder as the search has filled them in.
-    exact = dataclasses.replace(exactly, length=tuned.length, **vars(tuned.exact.setting))
+    exact = dataclasses.replace(decoding, length=tuned.length, **vars(tuned.exact.setting))
     settings |= {"questions": None if questions is None else str(questions)}
     about = {"format": FORMAT, "kind": "tune", "settings": settings, **record.provenance(Runner(lm, exact))}
     write_json(out / "tune.json", about | tuned.described())

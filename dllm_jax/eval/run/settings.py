@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,14 +23,20 @@ from dllm_jax.options import NoneMeans, Options, PositiveFloat, PositiveInt, abs
 from dllm_jax.published import expressions
 from dllm_jax.state.sliding import Blocks, BlockSchedule, positions
 
-# How command lines read and show a block schedule.
-FROM_TEXT = tyro.constructors.PrimitiveConstructorSpec(
-    nargs=1,
-    metavar="INT|Sliding(INT)|AdaBlock(..)|None",
-    instance_from_str=lambda words: expressions.block(words[0]),
-    is_instance=lambda value: isinstance(value, int | BlockSchedule | None),
-    str_from_instance=lambda block: [expressions.call(block)],
-)
+
+def _from_text(metavar: str, read: Callable[[str], Any], kind: Any) -> Any:
+    """How command lines read and show a value that a constructor call makes."""
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=metavar,
+        instance_from_str=lambda words: read(words[0]),
+        is_instance=lambda value: isinstance(value, kind),
+        str_from_instance=lambda value: [expressions.call(value)],
+    )
+
+
+FROM_TEXT = _from_text("INT|Sliding(INT)|AdaBlock(..)|None", expressions.block, int | BlockSchedule | None)
+SAMPLER = _from_text("SAMPLER", expressions.sampler, dj.samplers.Sampler)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Decoding(Options):
         one block.
       steps: Number of denoising steps of each request. Default: one per token. A request of
         another length than `length` has as many steps per position; without `length`, each has these.
-      policy: Cache policy, as a constructor call on command lines.
+      policy: Cache policy; command lines that compare policies have an option of their own.
       sampler: Sampler, as a constructor call on command lines.
       stop_at_eos: Finish a sequence at its first end-of-text or stop text; its answer does not change.
       seed: Random seed of the sampler and of generated examples. Draws do not depend on batch and order.
@@ -57,7 +63,7 @@ class Decoding(Options):
     block: Annotated[Blocks | None, NoneMeans("all positions"), FROM_TEXT] = None
     steps: Annotated[PositiveInt | None, NoneMeans("one per position")] = None
     policy: Annotated[dj.policies.Policy, tyro.conf.Suppress] = dj.policies.Policy()
-    sampler: Annotated[dj.samplers.Sampler, tyro.conf.Suppress] = dj.samplers.Confidence()
+    sampler: Annotated[dj.samplers.Sampler, SAMPLER] = dj.samplers.Confidence()
     stop_at_eos: bool = True
     seed: Annotated[int, Ge(0)] = 0
     batch: Annotated[PositiveInt, tyro.conf.arg(name="slots")] = 8
@@ -67,10 +73,7 @@ class Decoding(Options):
 
     def __post_init__(self):
         super().__post_init__()
-        self._check_together()
-
-    def _check_together(self):
-        """Raises ValueError for lengths, blocks and steps that do not go with the sampler, or each other."""
+        # Lengths, blocks and steps must go with the sampler, and with each other.
         if self.sampler.shortens:
             raise ValueError(f"sampler={type(self.sampler).__name__}() fills templates: use DAEDAL()")
         if self.sampler.grows != (self.max_length is not None):
@@ -89,10 +92,6 @@ class Decoding(Options):
             if self.steps is not None and self.steps > whole:
                 reason = f"must be at most length={whole}: a step decodes a token or more"
                 raise ValueError(f"steps={self.steps} {reason}")
-
-    def under(self, policy: dj.policies.Policy, sampler: dj.samplers.Sampler) -> "Decoding":
-        """Returns the settings with a policy and a sampler; raises ValueError if these do not go together."""
-        return Decoding(**vars(self) | {"policy": policy, "sampler": sampler})
 
     def whole(self, length: int) -> int:
         """Returns a length rounded up to whole blocks; a length below the block is one block."""
@@ -136,13 +135,6 @@ class Decoding(Options):
         """All that determines an answer as JSON values; options among them as calls with every field."""
         texts = {name: repr(part) for name, part in vars(self).items() if isinstance(part, Options)}
         return self.options() | texts | {"seed": self.seed}
-
-
-class Undecided(Decoding):
-    """Settings of decoding on a command line, where policy and sampler are options of their own."""
-
-    def _check_together(self):
-        """Nothing: they are checked with the sampler that the command line names."""
 
 
 def rounded_up(length: int, multiple: int) -> int:
