@@ -49,7 +49,7 @@ class Needle(Options):
         if "{context}" not in self.template:
             raise ValueError(f"template={shown(self.template)} has no {{context}}")
 
-    def prompt(self, haystack: Sequence[int], length: int, depth: float | int, tokenizer: Any) -> str:
+    def prompt(self, haystack: Sequence[int], length: int, depth: float, tokenizer: Any) -> str:
         """The prompt's text.
 
         Args:
@@ -141,12 +141,7 @@ def haystack(path: Path) -> str:
 
 
 def requests(
-    runner: Runner,
-    needle: Needle,
-    text: str,
-    lengths: Sequence[int],
-    depths: Sequence[float | int],
-    chat: bool,
+    runner: Runner, needle: Needle, text: str, lengths: Sequence[int], depths: Sequence[float], chat: bool
 ) -> list[Request]:
     """One request per cell of the grid, a group per length.
 

@@ -11,15 +11,14 @@ from dllm_jax.tasks import Example, Recall, Task, asked_pair, examples, needle
 RECALLED = Recall().answer_length(1) + 1  # positions: the value and its end
 
 
-def requests(runner: Runner, task: Task, sizes: Sequence[int], count: int, seed: int = 0) -> list[Request]:
+def requests(runner: Runner, task: Task, sizes: Sequence[int], count: int) -> list[Request]:
     """Held-out examples of a task, a group per size.
 
     Args:
-      runner: the model with its settings.
+      runner: the model with its settings, of which the seed is that of the examples.
       task: generates the examples.
       sizes: Sizes of the examples.
       count: examples of each size.
-      seed: Random seed of the examples.
 
     Raises:
       ValueError: a size that the task does not have, no size, or a count below 1.
@@ -31,7 +30,7 @@ def requests(runner: Runner, task: Task, sizes: Sequence[int], count: int, seed:
     return [
         request(runner, f"{i}", example, f"{task.name} {size}", length)
         for size in sizes
-        for i, example in enumerate(examples(task, seed, size, count, "held_out"))
+        for i, example in enumerate(examples(task, runner.decoding.seed, size, count, "held_out"))
     ]
 
 
@@ -49,14 +48,12 @@ def request(
     return Request(id, ids, length, group=group, references=(example.answer,), score=score, cell=cell)
 
 
-def recall(
-    runner: Runner, lengths: Sequence[int], depths: Sequence[float | int], repeats: int = 10, seed: int = 0
-) -> list[Request]:
+def recall(runner: Runner, lengths: Sequence[int], depths: Sequence[float], repeats: int) -> list[Request]:
     """Needle in a haystack as key-value recall, the task that the bundled models are trained on.
 
     A group per prompt length; arguments as in `grid`.
     """
-    size = runner.decoding.length or RECALLED
+    size, seed = runner.decoding.length or RECALLED, runner.decoding.seed
     return [
         request(runner, f"{depth:g} % #{i % repeats}", example, f"{length} tokens", size, (length, depth))
         for i, (length, depth, example) in enumerate(grid(lengths, depths, repeats, seed))
@@ -64,8 +61,8 @@ def recall(
 
 
 def grid(
-    lengths: Sequence[int], depths: Sequence[float | int], repeats: int, seed: int
-) -> list[tuple[int, float | int, Example]]:
+    lengths: Sequence[int], depths: Sequence[float], repeats: int, seed: int
+) -> list[tuple[int, float, Example]]:
     """Held-out examples for each prompt length (tokens) and depth (percent; 0 asks for the first pair).
 
     Raises:

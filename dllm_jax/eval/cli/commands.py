@@ -35,9 +35,9 @@ def run_tasks(
       sizes: Sizes of the questions: examples of each kind (FewShot), steps (Chain), pairs (Recall).
       count: Number of questions of each size.
     """
-    chosen, seed = task_of(task), options.decoding.seed
+    chosen = task_of(task)
     settings = {"task": repr(chosen), "sizes": list(sizes), "count": count}
-    ask = lambda runner: synthetic.requests(runner, chosen, sizes, count, seed)
+    ask = lambda runner: synthetic.requests(runner, chosen, sizes, count)
     return options.with_length(synthetic.response(chosen, sizes)).evaluate("tasks", settings, ask)
 
 
@@ -137,8 +137,7 @@ def run_recall(
       repeats: Number of examples for each length and depth.
     """
     settings = {"lengths": lengths, "depths": depths, "repeats": repeats}
-    seed = options.decoding.seed
-    ask = lambda runner: synthetic.recall(runner, lengths, depths, repeats, seed)
+    ask = lambda runner: synthetic.recall(runner, lengths, depths, repeats)
     return options.with_length(synthetic.RECALLED).evaluate("recall", settings, ask)
 
 

@@ -6,7 +6,7 @@ import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +27,9 @@ from dllm_jax.eval.run.settings import Checkpoint
 from dllm_jax.published import tables
 from dllm_jax.published.tables import KINDS, Cell, Table
 from dllm_jax.roofline import HARDWARE, work
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Cells = Mapping[tuple[str, str], Cell]  # of one model, by task and method
 DEFAULTS = Asked()
@@ -69,11 +72,9 @@ def run_reproduce(
     if rows_of is not None and rows_of not in found.models:
         raise ValueError(f"--rows-of {rows_of}: {table} has rows of {', '.join(found.models)}")
     if list_:
-        errors = rich.console.Console(stderr=True)
-        with rich.progress.Progress(console=errors, transient=True, disable=not sys.stderr.isatty()) as bar:
-            for model in found.models if rows_of is None else (rows_of,):
-                for part in needs(found, model, asked, chip, prompt, bar):
-                    rich.console.Console().print(part, highlight=False)
+        for model in found.models if rows_of is None else (rows_of,):
+            for part in needs(found, model, asked, chip, prompt):
+                rich.console.Console().print(part, highlight=False)
         return 0
 
     # All that can be refused is refused before anything is loaded.
@@ -123,31 +124,31 @@ def reproduce(
             f"{session.lm.name} has not the shape of {model}: its numbers are not the paper's to reproduce"
         )
     if figure is not None:
-        draw(table, model, rows, figure)
-        show.line(f"wrote {figure}")
+        show.picture(figure, lambda path: draw(table, model, rows).savefig(path, dpi=150))
     failed = sum(row["ours"]["totals"]["failed"] for row in rows)
     if failed:
         show.line(f"{failed} requests failed and scored 0", style="red")
     return 1 if failed else 0
 
 
-def needs(
-    table: Table, model: str, asked: Asked, chip: str, prompt: int, bar: rich.progress.Progress
-) -> Iterator[rich.table.Table | str]:
+def needs(table: Table, model: str, asked: Asked, chip: str, prompt: int) -> Iterator[rich.table.Table | str]:
     """Yields what the cells of a model need, and what they cost by the roofline: a table for each task."""
     if chip not in HARDWARE:
         raise ValueError(f"--chip {chip} must be one of {', '.join(HARDWARE)}")
-    cells = asked.named(table, model)
-    counted = bar.add_task(f"cells of {model}", total=len(cells))
+    cells, errors = asked.named(table, model), rich.console.Console(stderr=True)
+    hours = lambda cell: f"{_seconds(cell, model, asked, chip, prompt) / 3600:.2g}"
+    bar = rich.progress.track(
+        cells.items(), f"cells of {model}", console=errors, transient=True, disable=not sys.stderr.isatty()
+    )
+    priced = {key: "-" if cell.missing else hours(cell) for key, cell in bar}
     at = f"hours: {HARDWARE[chip].name}'s roofline, bfloat16, prompts of {prompt}"
     yield escape(f"{table.source}: {model}; {at}\n{table.note}".strip())
     for task in dict.fromkeys(task for task, _ in cells):
         own, rows = [cell for cell in cells.values() if cell.task == task], []
         for cell in own:
             settings = cell.missing or str(cell.method_settings["preset"])
-            hours = "-" if cell.missing else f"{_seconds(cell, model, asked, chip, prompt) / 3600:.2g}"
-            rows.append((cell.method, _number(cell.accuracy), _number(cell.speed), settings, hours))
-            bar.advance(counted)
+            printed = _number(cell.accuracy), _number(cell.speed)
+            rows.append((cell.method, *printed, settings, priced[task, cell.method]))
         columns = ("method", "printed", "tokens/s", "preset", "hours")
         yield show.grid(f"{task}: {_question(own[0])}", columns, rows, ("preset",))
 
@@ -164,7 +165,7 @@ def beside(rows: Sequence[dict[str, Any]]) -> Iterator[rich.table.Table]:
         yield show.grid(task, columns, lines)
 
 
-def draw(table: Table, model: str, rows: Sequence[dict[str, Any]], path: Path):
+def draw(table: Table, model: str, rows: Sequence[dict[str, Any]]) -> "Figure":
     """Accuracy by tokens per second, averages over the measured tasks.
 
     A thin line joins a method's printed point, which is hollow, to ours.
@@ -190,8 +191,7 @@ def draw(table: Table, model: str, rows: Sequence[dict[str, Any]], path: Path):
         show.scale_costs(axes, speeds)
         figure.legend(loc="outside right upper", fontsize=8, title="hollow: printed, filled: ours")
     axes.set(xlabel="tokens/s", ylabel="accuracy in percent", title=f"{table.source}, {model}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    return figure
 
 
 def _model(table: Table, checkpoint: Checkpoint, rows_of: str | None) -> str:
