@@ -21,6 +21,7 @@ from dllm_jax.checkpoint.source import open_checkpoint
 from dllm_jax.eval.benchmarks import longbench
 from dllm_jax.eval.cli.options import JOURNAL, WITHOUT_PREFIX
 from dllm_jax.eval.results import record, show
+from dllm_jax.eval.results.comparison import CONFIDENCE
 from dllm_jax.eval.run.files import read_json, write_json
 from dllm_jax.eval.run.published import Asked, Session, manager_of
 from dllm_jax.eval.run.settings import Checkpoint
@@ -155,7 +156,7 @@ def needs(table: Table, model: str, asked: Asked, chip: str, prompt: int) -> Ite
 
 def beside(rows: Sequence[dict[str, Any]]) -> Iterator[rich.table.Table]:
     """Printed numbers and ours, and speeds over the exact decoder's of this run: a table for each task."""
-    columns = ("method", "printed", f"ours [{show.CONFIDENCE:.0%}]", "tokens/s", "ours", "over exact", "ours")
+    columns = ("method", "printed", f"ours [{CONFIDENCE:.0%}]", "tokens/s", "ours", "over exact", "ours")
     for task in dict.fromkeys(row["task"] for row in rows):
         lines = []
         for row in (row for row in rows if row["task"] == task):

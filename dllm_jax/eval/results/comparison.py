@@ -6,11 +6,13 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 from annotated_types import Gt, Lt
 from jaxtyping import Float
+from numpy.typing import ArrayLike
 
 from dllm_jax.eval.results.record import changed
 from dllm_jax.eval.results.schema import Record
 from dllm_jax.options import check_argument
 
+CONFIDENCE = 0.95  # of intervals
 COSTS = {
     "forwards": "forwards",
     "computed": "positions computed",
@@ -106,30 +108,31 @@ def compare(a: Record, b: Record, confidence: float = 0.95, draws: int = 10_000,
 def _differences(
     pairs: Sequence[tuple[Any, Any]], confidence: float, draws: int, seed: int
 ) -> list[Difference]:
-    """Per group, with the percentile interval of resampled pairs; the average's is of resampled groups."""
-    rng, groups = np.random.default_rng(seed), dict[str, list[tuple[float, float]]]()
+    """Per group, with the percentile interval of resampled pairs; the average is over groups."""
+    scores = dict[str, list[tuple[float, float]]]()
     for x, y in pairs:
-        groups.setdefault(x["group"], []).append((x["score"], y["score"]))
-    # Percentile bootstrap: of each group the pairs are resampled, not A and B apart.
-    means, resampled, counts = {}, {}, {}
-    for name, scores in groups.items():
-        values = np.asarray(scores, np.float64)
-        counts[name], means[name] = len(values), values.mean(axis=0)
-        resampled[name] = bootstrap(values[:, 1] - values[:, 0], draws, rng)
-    # The average is over groups, however many requests each has; so are its resamples.
+        scores.setdefault(x["group"], []).append((x["score"], y["score"]))
+    groups = {name: [np.asarray(own, np.float64)] for name, own in scores.items()}
+    # However many requests each group has.
     if len(groups) > 1:
-        counts["average"], means["average"] = len(pairs), np.mean(list(means.values()), axis=0)
-        resampled["average"] = np.mean(list(resampled.values()), axis=0)
+        groups["average"] = [own for (own,) in groups.values()]
     found = []
-    for name, count in counts.items():
-        (a, b), (low, high) = means[name].tolist(), interval(resampled[name], confidence).tolist()
-        found.append(Difference(name, count, a, b, b - a, low, high))
+    for name, of in groups.items():
+        a, b = np.mean([own.mean(axis=0) for own in of], axis=0).tolist()
+        # Of each group the pairs are resampled, not A and B apart.
+        _, low, high = estimate([own[:, 1] - own[:, 0] for own in of], confidence, draws, seed)
+        found.append(Difference(name, sum(map(len, of)), a, b, b - a, low, high))
     return found
 
 
-def interval(resampled: Float[np.ndarray, "t"], confidence: float) -> Float[np.ndarray, "2"]:
-    """The percentiles between which so much of the resamples lies."""
-    return np.percentile(resampled, (50 * (1 - confidence), 50 * (1 + confidence)))
+def estimate(
+    groups: Sequence[ArrayLike], confidence: float = CONFIDENCE, draws: int = 2000, seed: int = 0
+) -> tuple[float, float, float]:
+    """The average of the means of groups of numbers, and the ends of its percentile bootstrap interval."""
+    values = [np.asarray(numbers, np.float64) for numbers in groups]
+    resampled = [bootstrap(own, draws, np.random.default_rng(seed + i)) for i, own in enumerate(values)]
+    ends = np.percentile(np.mean(resampled, axis=0), (50 * (1 - confidence), 50 * (1 + confidence)))
+    return float(np.mean([own.mean() for own in values])), *ends.tolist()
 
 
 def bootstrap(values: Float[np.ndarray, "n"], draws: int, rng: np.random.Generator) -> Float[np.ndarray, "t"]:

@@ -11,14 +11,11 @@ import rich.table
 from jaxtyping import Float
 from rich.markup import escape
 
-from dllm_jax.eval.results.comparison import COSTS, Comparison, bootstrap, interval
+from dllm_jax.eval.results.comparison import CONFIDENCE, COSTS, Comparison, estimate
 from dllm_jax.eval.results.schema import Record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-CONFIDENCE = 0.95  # of the intervals
-DRAWS = 2000  # of each interval's bootstrap
 
 
 def grid(
@@ -80,16 +77,8 @@ def table(records: Mapping[str, Record], title: str) -> rich.table.Table:
     return shown
 
 
-def estimate(groups: Sequence[Sequence[float]]) -> tuple[float, float, float]:
-    """The average of the means of groups of scores, and the ends of its percentile bootstrap interval."""
-    values = [np.asarray(scores, np.float64) for scores in groups]
-    resampled = [bootstrap(scores, DRAWS, np.random.default_rng(i)) for i, scores in enumerate(values)]
-    low, high = interval(np.mean(resampled, axis=0), CONFIDENCE)
-    return float(np.mean([scores.mean() for scores in values])), float(low), float(high)
-
-
 def percent(estimated: tuple[float, float, float]) -> str:
-    """Such an estimate times 100."""
+    """A mean with its interval (`estimate`), times 100."""
     mean, low, high = (100 * value for value in estimated)
     return f"{mean:.2f} [{low:.1f}, {high:.1f}]"
 

@@ -13,7 +13,8 @@ import tyro
 
 from dllm_jax.eval.benchmarks import longbench
 from dllm_jax.eval.harness.arguments import Arguments
-from dllm_jax.eval.results import record, show
+from dllm_jax.eval.results import record
+from dllm_jax.eval.results.comparison import estimate
 from dllm_jax.eval.results.schema import Entry
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.runner import Runner
@@ -142,7 +143,7 @@ class Session:
                 own, answers = self._lm_eval(benchmark, runner, cell.shots)
             scores.append(own)
             entries += answers
-        return {"accuracy": show.estimate(scores), "totals": record.totals(entries)}
+        return {"accuracy": estimate(scores), "totals": record.totals(entries)}
 
     def _longbench(self, name: str, runner: Runner) -> tuple[list[float], list[Entry]]:
         asked = self.asked
