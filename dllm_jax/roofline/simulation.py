@@ -7,7 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from dllm_jax.decoding.blocks import blocks_of
 from dllm_jax.engine.block_schedule import advance
@@ -27,7 +27,6 @@ from dllm_jax.state.changes import write
 from dllm_jax.state.contexts import new_canvas
 from dllm_jax.state.layout import Layout
 
-MOST = 32  # traced numbers of a policy
 # A simulation runs for milliseconds and compiles for a second, a third of it without what these leave out.
 # Newer versions of jax have no other emitters.
 OLDER_EMITTERS = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
@@ -88,39 +87,14 @@ def selected_positions(policy: Policy, spec: ModelSpec, layout: Layout, assumed:
         alike = dataclasses.replace(policy, **usual)
         if alike != policy:
             return selected_positions(alike, spec, layout, assumed)
-    # Numbers go in as vectors of one length, so that policies that select alike have one program.
-    leaves, structure = jax.tree.flatten(policy)
-    kinds = [np.zeros(MOST, kind) for kind in (np.int32, np.float32)]
-    for i, leaf in enumerate(leaves):
-        kinds[np.asarray(leaf).dtype.kind == "f"][i] = leaf
-
-    def simulate(prompt: Int[Array, ""], ints: Int[Array, "n"], floats: Float[Array, "n"]) -> Int[Array, "t"]:
-        number = lambda i, leaf: (floats if np.asarray(leaf).dtype.kind == "f" else ints)[i]
-        made = structure.unflatten([number(i, leaf) for i, leaf in enumerate(leaves)])
-        return _simulate(made, spec, layout, prompt)
-
     # The prompt is an argument too: XLA would compute a constant canvas at compile time, for minutes if long.
-    given = np.int32(layout.prompt), *kinds
     with number_modes():
-        lowered = jax.jit(simulate).lower(*given)
-        selected = np.asarray(_compiled(_Program(lowered.as_text(), lowered))(*given))
+        selected = np.asarray(_simulate(policy, np.int32(layout.prompt), spec, layout))
     return selected[selected > 0]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Program:
-    """A program that equals any other one with the same text."""
-
-    text: str
-    lowered: jax.stages.Lowered = dataclasses.field(compare=False)
-
-
-@functools.lru_cache(maxsize=64)
-def _compiled(program: _Program) -> jax.stages.Compiled:
-    return program.lowered.compile(compiler_options=FAST_COMPILE)
-
-
-def _simulate(policy: Policy, spec: ModelSpec, layout: Layout, prompt: Int[Array, ""]) -> Int[Array, "t"]:
+@functools.partial(jax.jit, static_argnames=("spec", "layout"), compiler_options=FAST_COMPILE)
+def _simulate(policy: Policy, prompt: Int[Array, ""], spec: ModelSpec, layout: Layout) -> Int[Array, "t"]:
     # Of the cache only `shared` is read by `select`; the dense storage is never allocated.
     cache = policy.init(spec, layout, 1, jnp.bfloat16)
     cache = cache._replace(shared=assumed_statistics(policy, cache.shared))
