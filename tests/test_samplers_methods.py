@@ -12,7 +12,7 @@ import dllm_jax as dj
 from dllm_jax import policies
 from dllm_jax.published import expressions
 from dllm_jax.samplers import KLASS, LocalLeap, PCSampler, Threshold, TokenFrequencies
-from dllm_jax.samplers.eb import bounded_prefix
+from dllm_jax.samplers.parallel import bounded_prefix
 from dllm_jax.testing.checks import PROGRAM, Subject, cache_copies_in_loops, optimized_text, traced
 from tests.models import candidates, canvas, families, frequencies, generated, prompts, tiny
 

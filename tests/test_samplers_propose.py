@@ -15,7 +15,7 @@ from dllm_jax.samplers import (
     RandomOrder,
     RecordedNoise,
     Threshold,
-    filters,
+    scores,
 )
 from dllm_jax.xla.reductions import argmax
 from tests import numpy_sampler as plain
@@ -138,7 +138,7 @@ def test_temperature_draws_from_the_tempered_softmax(temperature):
         assert ((seen[:6] - untempered) ** 2 / untempered).sum() > 100
 
 
-survivors = jax.jit(filters.survivors, static_argnums=(1, 2))
+survivors = jax.jit(scores.survivors, static_argnums=(1, 2))
 
 
 def one(row) -> jax.Array:

@@ -3,25 +3,19 @@
 from dllm_jax.samplers.autoregressive import Autoregressive, SelfSpeculation
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.samplers.candidates import Candidates, Decision
-from dllm_jax.samplers.certainty_prior import CertaintyPrior
-from dllm_jax.samplers.confidence import Confidence, RandomOrder
+from dllm_jax.samplers.confidence import CertaintyPrior, Confidence, RandomOrder
 from dllm_jax.samplers.constraint import Constraint, OneOf
-from dllm_jax.samplers.daedal import DAEDAL
 from dllm_jax.samplers.dream import DreamSchedule
-from dllm_jax.samplers.dreamon import DreamOn
-from dllm_jax.samplers.dynamic import Dynamic, Sequential
 from dllm_jax.samplers.early_commit import EarlyCommit
-from dllm_jax.samplers.eb import EBSampler
-from dllm_jax.samplers.edit import Edit
 from dllm_jax.samplers.free_dave import FreeDave
+from dllm_jax.samplers.growing import DAEDAL, DreamOn
 from dllm_jax.samplers.klass import KLASS
-from dllm_jax.samplers.local_leap import LocalLeap
 from dllm_jax.samplers.noise import KeyNoise, Noise, RecordedNoise
-from dllm_jax.samplers.parallel import Factor, Threshold, UntilDone
+from dllm_jax.samplers.parallel import Dynamic, EBSampler, Factor, LocalLeap, Sequential, Threshold, UntilDone
 from dllm_jax.samplers.pc import PCSampler, TokenFrequencies
 from dllm_jax.samplers.regex import Automaton, Regex
+from dllm_jax.samplers.revising import WINO, Edit
 from dllm_jax.samplers.s2d2 import S2D2
-from dllm_jax.samplers.wino import WINO
 
 __all__ = [
     "DAEDAL", "KLASS", "S2D2", "WINO", "Automaton", "Autoregressive", "Candidates", "CertaintyPrior",

@@ -15,7 +15,6 @@ from dllm_jax.options import LARGEST, NoneMeans, NonNegativeInt, Options, Positi
 from dllm_jax.samplers import scores
 from dllm_jax.samplers.candidates import Candidates, Decision
 from dllm_jax.samplers.early_commit import EarlyCommit
-from dllm_jax.samplers.filters import survivors
 from dllm_jax.samplers.noise import Noise, require_noise
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
@@ -324,7 +323,7 @@ class Sampler(Options, abc.ABC):
         if not fixed_at(self.temperature, 0):
             tempered = jnp.minimum(divided(logits, self.temperature), LARGEST)
         truncated = self.top_p is not None or self.top_k is not None
-        return logits, tempered, survivors(tempered, self.top_p, self.top_k) if truncated else None
+        return logits, tempered, scores.survivors(tempered, self.top_p, self.top_k) if truncated else None
 
     def _choose(self, logits, keep, index, canvas: Canvas, noise: Noise | None) -> Int[Array, "b c"]:
         """The candidate token among the survivors `keep` of the filters (None: all tokens)."""

@@ -14,8 +14,8 @@ from dllm_jax.decoding.request import prepare
 from dllm_jax.engine.drafting import draft
 from dllm_jax.engine.generation import Generation
 from dllm_jax.samplers import Candidates
-from dllm_jax.samplers.filters import survivors
 from dllm_jax.samplers.s2d2 import first_run
+from dllm_jax.samplers.scores import survivors
 from dllm_jax.state.rows import compact, gather
 from tests.replay.case import Case
 from tests.replay.compare import closely, exactly
