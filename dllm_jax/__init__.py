@@ -43,7 +43,7 @@ from dllm_jax.decoding.compare import compare
 from dllm_jax.decoding.explain import explain_kernels
 from dllm_jax.decoding.answers import decode_answers
 from dllm_jax.decoding.chat import chat
-from dllm_jax.decoding.blocks import delimiters
+from dllm_jax.decoding.geometry import delimiters
 from dllm_jax.decoding.stops import StopTexts
 from dllm_jax.decoding.stream import Snapshot, stream
 from dllm_jax.decoding.stream_chat import ChatSnapshot, stream_chat

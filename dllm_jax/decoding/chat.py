@@ -27,15 +27,7 @@ from dllm_jax.samplers import Confidence, Sampler
 from dllm_jax.state import host
 from dllm_jax.state.host import AnyArray
 from dllm_jax.state.inputs import Prompts, padded_together
-from dllm_jax.state.text import (
-    NAMED,
-    Disguise,
-    Rendered,
-    check_texts,
-    encode_rendered,
-    texts_of,
-    with_texts,
-)
+from dllm_jax.state.text import NAMED, Disguise, Rendered, check_texts, encode_rendered, texts_of, with_texts
 
 Message = dict[str, Any]
 PARTS = "role", "content"

@@ -112,15 +112,12 @@ def check_prefix(prefix: Any, model: Model, causal: bool):
         )
 
 
-def with_prefix(asked: Asked, prompts: Prompts, model: Model) -> Prompts:
-    """The prompts with the request's prefix in front of each.
+def with_prefix(prefix: Prefix, asked: Asked, prompts: Prompts, model: Model) -> Prompts:
+    """The prompts with a prefix in front of each.
 
     Raises:
       ValueError: an option that a prefix does not go with, or prompts that are not known.
     """
-    prefix = asked.prefix
-    if prefix is None:
-        return prompts
     if (reason := refusal(model, asked.policy, asked.sampler)) is not None:
         raise ValueError(reason)
     check_prefix(prefix, model, reads_causally(model.spec, asked.sampler))

@@ -17,10 +17,9 @@ from annotated_types import MinLen
 from jaxtyping import Array, Bool, Int, Key
 
 from dllm_jax.decoding import buckets as ladders
-from dllm_jax.decoding.blocks import blocks_of, scheduled_by
-from dllm_jax.decoding.checks import CHECKS, Case, check_interventions, warn_of
+from dllm_jax.decoding.checks import Case, check_request, fitting_interventions
 from dllm_jax.decoding.constraints import allowed_tokens, constraints_of
-from dllm_jax.decoding.lengths import canvas_length, growing, growing_widths, template_room
+from dllm_jax.decoding.geometry import blocks_of, canvas_length, completed, growing_widths, template_room
 from dllm_jax.decoding.options import Asked, GenerateOptions, InfillOptions, Stops
 from dllm_jax.decoding.prefill import with_prefix
 from dllm_jax.decoding.stops import StopTexts
@@ -30,7 +29,6 @@ from dllm_jax.engine.generation import Inputs, Plan
 from dllm_jax.engine.nonfinite import NonFinite
 from dllm_jax.engine.stops import StopIds, StopTable
 from dllm_jax.engine.widths import at_end, step_widths
-from dllm_jax.nn.intervention import checked, moved
 from dllm_jax.nn.keys import Keys, typed_key
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
@@ -68,7 +66,8 @@ def prepare(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions]
     asked = Asked(**options)
     check_argument("model", model, Model, ", such as dj.load(path)")
     prompts = inputs.prompts(prompt, asked.prompt_mask, asked.prompt_embeds, model.spec)
-    prompts = with_prefix(asked, prompts, model)
+    if asked.prefix is not None:
+        prompts = with_prefix(asked.prefix, asked, prompts, model)
     batch, unpadded = prompts.ids.shape
 
     # A bucket pads on the left, where neither draws nor attention depend on it.
@@ -88,7 +87,7 @@ def prepare(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions]
     whole = asked.sampler.whole_blocks and not model.spec.context.from_response
     cut = model.spec.context.cut_short
     layout = Layout.of(width, length, block, asked.steps, padded, given, tail, whole, cut)
-    layout = growing(scheduled_by(asked.sampler, layout), asked, asked.length)
+    layout = completed(layout, asked, asked.length)
     tokens, valid = inputs.masked_response(prompts.ids, prompts.mask, layout.response, model.spec)
     tokens = tokens if suffix is None else inputs.with_suffix(tokens, suffix)
     return _planned(model, Inputs(tokens, valid, None, prompts.embeds), layout, asked, width - unpadded)
@@ -123,7 +122,7 @@ def prepare_infill(model: Model, tokens: inputs.Ids, **options: Unpack[InfillOpt
     # With a prompt of 0 positions the masks may stand anywhere on the canvas.
     whole, cut = asked.sampler.whole_blocks, model.spec.context.cut_short
     layout = Layout.of(0, length, block, steps, mask is not None, 0, tail, whole, cut)
-    layout = growing(scheduled_by(asked.sampler, layout), asked, tokens.shape[1])
+    layout = completed(layout, asked, tokens.shape[1])
     tokens, valid = inputs.masked_response(tokens, valid, room + tail, model.spec)
     return _planned(model, Inputs(tokens, valid), layout, asked, extra=0)
 
@@ -144,15 +143,9 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: 
     spec, batch = model.spec, arrays.tokens.shape[0]
     own = constraints_of(asked.constraints, asked.sampler, spec, layout)
     case = Case(asked, model, for_model(asked.policy, spec), own, layout, arrays, extra)
-    warn_of(case, stacklevel=4)
-    for check in CHECKS:
-        check(case)
+    check_request(case)
     plan = plan_of(case)
-
-    # Positions as the user counts them, without what a bucket adds on the left; then moved past that.
-    fitting = checked(asked.interventions, spec, batch, layout.length - extra, plan.step_limit)
-    check_interventions(case, fitting)
-    plan = dataclasses.replace(plan, interventions=moved(fitting, extra))
+    plan = dataclasses.replace(plan, interventions=fitting_interventions(case, plan.step_limit))
     noise = noise_for(plan, batch, asked.key, asked.noise, spec.vocab)
     allowed = allowed_tokens(asked.forbid, asked.allow, own, arrays, layout, asked.sampler, spec)
     arrays = arrays._replace(noise=noise, allowed=allowed)
@@ -190,7 +183,8 @@ def widths_of(case: Case) -> tuple[int, ...]:
         widths.add(asked.prefix.stored.first_width(policy, spec, layout))
     if asked.drafting is not None:
         widths |= drafting_widths(policy, spec, layout, asked.drafting)
-    if asked.widths is None and policy.stores(spec) and not at_end(policy, spec):
+    grows = layout.initial is not None
+    if grows and asked.widths is None and policy.stores(spec) and not at_end(policy, spec):
         widths |= growing_widths(layout, spec)
     return tuple(sorted(widths))
 

@@ -13,13 +13,7 @@ import numpy as np
 from jaxtyping import Array, Int, Shaped
 
 from dllm_jax.decoding.output import Output
-from dllm_jax.decoding.placement import (
-    collect,
-    not_split,
-    place,
-    runs_on,
-    with_auto_axes,
-)
+from dllm_jax.decoding.placement import collect, not_split, place, runs_on, with_auto_axes
 from dllm_jax.decoding.request import Request, repeated
 from dllm_jax.engine.beginning import initial_state, split_cache
 from dllm_jax.engine.generation import Generation, Inputs, Plan, State

@@ -16,7 +16,7 @@ from jax.core import Tracer
 from dllm_jax.options.hints import check_names
 from dllm_jax.options.inherited import describe_inherited
 from dllm_jax.options.renamed import old_names
-from dllm_jax.options.rules import Rule, rule_of
+from dllm_jax.options.rules import Rule, rule_of, shown
 from dllm_jax.traced import fixed_at
 
 
@@ -148,20 +148,21 @@ def check_numbers(options: Options):
             rule.check(field.name, value)
 
 
-def refuse(options: Options, reasons: Mapping[str, str], instead: str = "Leave it out."):
+def refuse(options: Any, reasons: Mapping[str, str], instead: str = "Leave it out.", by: str = ""):
     """Raises ValueError for the first of some fields that is given, with its name and value.
 
     Args:
-      options: Options that do not support them, where None, False and 0 stand for nothing.
+      options: Dataclass that does not support them, where None, False, 0 and () stand for nothing.
       reasons: The reason for each field, by its name.
       instead: What to do, in a sentence.
+      by: Ends "is not supported"; the default is the name of the options' class.
     """
     for name, reason in reasons.items():
         value = getattr(options, name)
-        if not (value is None or fixed_at(value, 0)):
-            raise ValueError(
-                f"{name}={value!r} is not supported by {type(options).__name__}: {reason}. {instead}"
-            )
+        nothing = value is None or fixed_at(value, 0) or (isinstance(value, list | tuple) and not value)
+        if not nothing:
+            by = by or f"by {type(options).__name__}"
+            raise ValueError(f"{name}={shown(value)} is not supported {by}: {reason}. {instead}")
 
 
 @functools.cache

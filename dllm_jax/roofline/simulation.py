@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from dllm_jax.decoding.blocks import blocks_of
+from dllm_jax.decoding.geometry import blocks_of
 from dllm_jax.engine.block_schedule import advance
 from dllm_jax.engine.drafting import drafted_width
 from dllm_jax.nn.mesh import number_modes

@@ -306,16 +306,7 @@ def with_suffix(tokens: Int[AnyArray, "b l"], suffix: Int[AnyArray, "b s"]) -> I
 
 
 class IdleStepsWarning(UserWarning):
-    """Denoising steps of a generation have nothing to decode."""
-
-
-def warn_of_idle_steps(steps: int, length: int, stacklevel: int):
-    """Warns of denoising steps that decode nothing; recorded runs of LLaDA, Dream and dKV-Cache have some."""
-    if steps > length:
-        message = (
-            f"steps={steps} exceed length={length}: {steps - length} of these forward passes unmask nothing"
-        )
-        warnings.warn(message, IdleStepsWarning, stacklevel=stacklevel + 1)
+    """Denoising steps of a generation have nothing to decode; recorded runs of LLaDA and Dream have some."""
 
 
 class PositionsWarning(UserWarning):

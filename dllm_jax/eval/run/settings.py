@@ -17,7 +17,7 @@ from dllm_jax.checkpoint.files import sha256
 from dllm_jax.checkpoint.source import locate, locate_model
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.decoding.chat import chat_ids, template_variables, with_defaults
-from dllm_jax.decoding.lengths import check_growth
+from dllm_jax.decoding.geometry import check_growth
 from dllm_jax.nn.int8 import Weights
 from dllm_jax.options import NoneMeans, Options, PositiveFloat, PositiveInt, absolute
 from dllm_jax.published import expressions
