@@ -48,11 +48,10 @@ from dllm_jax.options.annotations import (
     TracedUnlessZero,
     TracedWidth,
 )
-from dllm_jax.options.base import Arrays, Options, call, check_numbers, refuse
-from dllm_jax.options.hints import check_names
+from dllm_jax.options.base import Arrays, Options, check_names, check_numbers, refuse
+from dllm_jax.options.help import ShortSignature, call, short_help
 from dllm_jax.options.paths import absolute, local_path
 from dllm_jax.options.rules import LARGEST, check_argument, shown
-from dllm_jax.options.signatures import ShortSignature, short_help
 
 __all__ = [
     "LARGEST", "Arrays", "Fraction", "Int32", "NonNegativeFloat", "NonNegativeInt", "NoneMeans", "Odd",

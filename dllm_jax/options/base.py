@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from dllm_jax.options.hints import check_names
-from dllm_jax.options.inherited import describe_inherited
+from dllm_jax.options.help import describe_inherited
+from dllm_jax.options.hints import NOTHING, unknown_arguments
 from dllm_jax.options.renamed import old_names
 from dllm_jax.options.rules import Rule, rule_of, shown
 from dllm_jax.traced import fixed_at
@@ -39,8 +39,9 @@ class Options:
 
     def __new__(cls, *args: Any, **fields: Any):
         """Raises TypeError for a field that the class does not have, with a hint."""
-        known = {f.name for f in dataclasses.fields(cls) if f.init} | old_names(cls)
-        check_names(cls.__name__, fields, known)
+        known = {f.name for f in dataclasses.fields(cls) if f.init}
+        if not fields.keys() <= known:
+            check_names(cls.__name__, fields, known | old_names(cls))
         return super().__new__(cls)
 
     def __post_init__(self):
@@ -135,6 +136,18 @@ def joined(cls: type[Options], static: Static, children: Iterable[Any]) -> Optio
     return options
 
 
+def check_names(
+    function: str, given: Mapping[str, Any], known: Iterable[str], instead: Mapping[str, str] = NOTHING
+):
+    """Raises TypeError, with a hint, if a mapping of keyword arguments has names that are not known.
+
+    Arguments are those of `unknown_arguments`.
+    """
+    known = set(known)
+    if unknown := {name: value for name, value in given.items() if name not in known}:
+        raise unknown_arguments(function, unknown, known, instead)
+
+
 def check_numbers(options: Options):
     """Raises ValueError for a number outside of its range that became known after construction.
 
@@ -196,19 +209,3 @@ def _resolved(cls: type[Options], field: dataclasses.Field) -> Any:
         return typing.get_type_hints(holder, scope, {owner.__name__: owner}, include_extras=True)[field.name]
     except (NameError, AttributeError, SyntaxError):
         return Any
-
-
-def call(value: Any, always: tuple[str, ...] = ()) -> str:
-    """The constructor call that makes options, without the fields that are at their defaults.
-
-    Args:
-      value: a dataclass, or a literal.
-      always: names of fields to write even at their defaults.
-    """
-    if not dataclasses.is_dataclass(value):
-        return repr(value)
-    fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
-    arguments = [
-        f"{field.name}={call(now)}" for field, now in fields if now != field.default or field.name in always
-    ]
-    return f"{type(value).__name__}({', '.join(arguments)})"

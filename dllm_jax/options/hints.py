@@ -134,18 +134,6 @@ def _sentence(text: str) -> str:
     return (text if "=" in text.split()[0] or "." in text.split()[0] else text[0].upper() + text[1:]) + "."
 
 
-def check_names(
-    function: str, given: Mapping[str, Any], known: Iterable[str], instead: Mapping[str, str] = NOTHING
-):
-    """Raises TypeError, with a hint, if a mapping of keyword arguments has names that are not known.
-
-    Arguments are those of `unknown_arguments`.
-    """
-    known = set(known)
-    if unknown := {name: value for name, value in given.items() if name not in known}:
-        raise unknown_arguments(function, unknown, known, instead)
-
-
 def table() -> str:
     """Returns `NAMES` as a table in Markdown: name, library, what to write here."""
 

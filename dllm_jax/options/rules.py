@@ -7,21 +7,22 @@ import numbers
 import operator
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple
 
 import annotated_types
 import jax
-import jaxtyping
 import numpy as np
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from jax.core import Tracer
+from jaxtyping import AbstractArray
 
 from dllm_jax.options.annotations import Int32, NoneMeans, Odd, PerLayer
 from dllm_jax.traced import Traced, argument, fixed_at, scalar
 
 SHOWN = 500  # characters of a value in an error message
 UNIONS = typing.Union, types.UnionType
+MARKS = annotated_types.BaseMetadata, Odd, Int32, PerLayer, NoneMeans, Traced  # all others are left out
 INT32, FLOAT32 = 2**31, np.finfo(np.float32)
 SMALLEST, LARGEST = float(FLOAT32.smallest_normal), float(FLOAT32.max)  # positive numbers that float32 holds
 
@@ -106,11 +107,14 @@ def _parts(annotation: Any) -> tuple[Any, bool, list[Any]]:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
         kind, nullable, marks = _parts(arguments[0])
-        return kind, nullable, [*marks, *_single(annotation.__metadata__)]
+        for mark in annotation.__metadata__:
+            single = list(mark) if isinstance(mark, annotated_types.GroupedMetadata) else [mark]
+            marks += [one for one in single if isinstance(one, MARKS)]
+        return kind, nullable, marks
     if origin in UNIONS:
         # Next to a number, None and arrays leave its kind as it is.
         rest = tuple(kind for kind in arguments if kind is not types.NoneType)
-        kinds = [kind for kind in rest if not _is_array(kind)]
+        kinds = [kind for kind in rest if not isinstance(kind, type) or not issubclass(kind, AbstractArray)]
         if len(kinds) == 1:
             kind, nullable, marks = _parts(kinds[0])
             return kind, nullable or types.NoneType in arguments, marks
@@ -118,28 +122,16 @@ def _parts(annotation: Any) -> tuple[Any, bool, list[Any]]:
     return annotation, False, []
 
 
-def _is_array(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, jaxtyping.AbstractArray)
-
-
-def _single(marks: tuple[Any, ...]) -> Iterator[Any]:
-    """The marks of annotated-types and of ours; `Interval` as its bounds, marks of others left out."""
-    for mark in marks:
-        if isinstance(mark, annotated_types.GroupedMetadata):
-            yield from _single(tuple(mark))
-        elif isinstance(mark, annotated_types.BaseMetadata | Odd | Int32 | PerLayer | NoneMeans | Traced):
-            yield mark
-
-
 def _kind(kind: Any, marks: list[Any], example: str) -> Rule | None:
     """The rule of a kind of value, narrowed by the marks."""
     if kind is bool:
-        rule, reads = Rule(_flag, "True or False"), ()
+        rule, reads = _choice((True, False), "True or False"), ()
     elif kind in (int, float):
         whole = (Odd, Int32) if kind is int else ()
         rule, reads = _numbers(kind, marks), (Ge, Gt, Le, Lt, Traced, *whole)
     elif typing.get_origin(kind) is Literal:
-        rule, reads = _choice(typing.get_args(kind)), ()
+        words = typing.get_args(kind)
+        rule, reads = _choice(words, f"one of {', '.join(map(repr, words))}"), ()
     elif typing.get_origin(kind) in UNIONS:
         rule, reads = _either(typing.get_args(kind), example), ()
     elif typing.get_origin(kind) is tuple and typing.get_args(kind)[1:] == (...,):
@@ -168,12 +160,6 @@ def _traced(rule: Rule, kind: type[float] | type[int], mark: Traced) -> Rule:
         return None if value is None or fixed else argument(value, kind)
 
     return rule._replace(read=read, argument=as_argument)
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool | np.bool_):
-        raise ValueError
-    return bool(value)
 
 
 def _numbers(kind: type[float] | type[int], marks: list[Any]) -> Rule:
@@ -219,16 +205,17 @@ def _numbers(kind: type[float] | type[int], marks: list[Any]) -> Rule:
     return Rule(read, f"a number in {begin}{low}, {high}{end}")
 
 
-def _choice(words: tuple[Any, ...]) -> Rule:
+def _choice(words: tuple[Any, ...], said: str) -> Rule:
     """One of the literals; as 1 == True, their types count too."""
 
     def read(value: Any) -> Any:
+        value = bool(value) if isinstance(value, np.bool_) else value
         for word in words:
             if type(value) is type(word) and value == word:
                 return word
         raise ValueError
 
-    return Rule(read, f"one of {', '.join(map(repr, words))}")
+    return Rule(read, said)
 
 
 def _sequence(item: Any, marks: list[Any]) -> Rule | None:
