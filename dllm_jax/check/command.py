@@ -111,8 +111,7 @@ def _parts(
     """Makes the function of each part; rates are measured when the first one needs them."""
     here, quick = jax.devices()[0], arguments.quick
     on_cpu = here.platform == "cpu"
-    sizes = {"megabytes": 64, "side": 512} if on_cpu else {}
-    hardware = functools.cache(lambda: timing.ceilings(dtype, **sizes))
+    hardware = functools.cache(lambda: timing.ceilings(dtype))
     dtypes = ("float32",) if on_cpu and quick else ("float32", "bfloat16")
     geometry = speed.SMALL if on_cpu else speed.Geometry()
     bundled_models = dj.bundled.TEXT[:1] if quick else dj.bundled.TEXT

@@ -169,10 +169,8 @@ def measure(model: Model, case: Case, hardware: Hardware, geometry: Geometry, re
         "program_bytes": made.bytes, "predicted_bytes": predicted.memory.total(hardware),
         "device_peak_bytes": timing.peak_bytes(),
     }  # fmt: skip
-    of_step = lambda kind: "{} {:.2f} ms ({:.0%})".format(
-        kind, kinds[kind]["ms"]["median"], kinds[kind]["share"]
-    )
-    text = f"{', '.join(map(of_step, kinds))}, {rate:.1f} tokens/s, compiled in {compiled:.0f} s"
+    told = [f"{kind} {one['ms']['median']:.2f} ms ({one['share']:.0%})" for kind, one in kinds.items()]
+    text = f"{', '.join(told)}, {rate:.1f} tokens/s, compiled in {compiled:.0f} s"
     return Finding(case.title, text, None, data)
 
 

@@ -72,18 +72,18 @@ def ceilings(dtype: str, repeats: int = 5, megabytes: int | None = None, side: i
 
     Bandwidth is the better of a copy and a matrix-vector product, which reads the matrix of so many
     `megabytes` once, as a step of few positions does. Arithmetic is a product of square matrices of this
-    `side`, at the model's precision and in float32. Operands are random.
+    `side`, at the model's precision and in float32. Operands are random, and smaller on CPUs.
     """
     device = jax.devices()[0]
     small = device.platform == "cpu"
-    megabytes, calls = megabytes or (256 if small else 2048), 1 if small else 8
+    megabytes, calls = megabytes or (64 if small else 2048), 1 if small else 8
     best = lambda run, *args: timed(lambda: run(*args), repeats, calls).low
     rows = 64 * (megabytes * 10**6 // (64 * 4096 * jnp.dtype(dtype).itemsize))
     matrix, vector = _random((rows, 4096), dtype), _random((4096,), dtype)
     copy = 2 * matrix.nbytes / best(jax.jit(lambda x: x + 1), matrix)
     product = matrix.nbytes / best(_product, matrix, vector)
     del matrix
-    side = side or (1024 if small else 8192)
+    side = side or (512 if small else 8192)
     rates = {}
     for kind in dict.fromkeys((jnp.dtype(dtype).name, "float32")):
         square = _random((side, side), kind)

@@ -1,7 +1,7 @@
 """Converts a Hugging Face checkpoint for dllm_jax."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -31,15 +31,5 @@ def main(
       weights: Quantize the matrices of the layers and the vocabulary head to int8; they cannot be exported.
       revision: Branch, tag or commit of a hub id. Default: its main branch.
     """
-    written = convert(
-        source,
-        destination,
-        dtype,
-        rope_factor,
-        overwrite,
-        check_finite,
-        show_progress=True,
-        weights=weights,
-        revision=revision,
-    )
-    print(written)
+    how: dict[str, Any] = dict(weights=weights, revision=revision, show_progress=True)
+    print(convert(source, destination, dtype, rope_factor, overwrite, check_finite, **how))

@@ -64,19 +64,10 @@ def answer(asked: Arguments) -> int:
         # A question that occurs twice is asked twice; one that was answered with these settings is not.
         left = journal.left(filter(None, map(str.strip, lines)), settings=settings)
         lm = asked.checkpoint.open(identify=False)
-        flight = dj.generate_many(
-            lm.model,
-            [lm.chat_ids(one.item) for one in left],
-            slots=asked.slots,
-            progress=True,
-            errors="return",
-            length=asked.length,
-            max_length=asked.max_length,
-            block=asked.block,
-            policy=policy,
-            sampler=sampler,
-            stop_at_eos=True,
-        )
+        prompts = [lm.chat_ids(one.item) for one in left]
+        options = {name: getattr(asked, name) for name in ("length", "max_length", "block", "slots")}
+        options |= {"policy": policy, "sampler": sampler, "stop_at_eos": True}
+        flight = dj.generate_many(lm.model, prompts, progress=True, errors="return", **options)
         with flight:
             for index, out in flight:
                 if isinstance(out, Exception):

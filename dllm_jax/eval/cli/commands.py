@@ -77,17 +77,10 @@ def run_longbench(
     decoding = dataclasses.replace(given, length=given.length or answer_length)
     # The hash of the templates is in the record: other templates ask other questions.
     templates, chosen = longbench.Prompts.read(prompts or data / longbench.FILE), longbench.tasks_named(tasks)
-    settings = {
-        "tasks": [task.name for task in chosen],
-        "prompts_sha256": templates.sha256,
-        "truncate_to": truncate_to,
-        "limit": limit,
-        "answer_length": answer_length,
-    }
-    ask = lambda runner: longbench.requests(
-        runner, data, templates, chosen, truncate_to, limit, answer_length
-    )
-    return dataclasses.replace(options, decoding=decoding).evaluate("longbench", settings, ask)
+    settings = {"tasks": [task.name for task in chosen], "prompts_sha256": templates.sha256}
+    cut = {"truncate_to": truncate_to, "limit": limit, "answer_length": answer_length}
+    ask = lambda runner: longbench.requests(runner, data, templates, chosen, *cut.values())
+    return dataclasses.replace(options, decoding=decoding).evaluate("longbench", settings | cut, ask)
 
 
 def run_needle(

@@ -106,17 +106,8 @@ class Likelihood(Answering[Pair]):
         # Every pair has masks of its own, in every batch.
         drawn = self.order == "random"
         masks = np.stack([self.masks(pair) for pair in items], axis=1) if drawn else None
-        nats = log_likelihood(
-            model,
-            prompt,
-            answer,
-            prompt_mask=mask,
-            answer_mask=real,
-            masks=masks,
-            cfg_scale=self.cfg_scale,
-            chunk=self.strata,
-            order=self.order,
-        )
+        how: dict[str, Any] = dict(cfg_scale=self.cfg_scale, chunk=self.strata, order=self.order)
+        nats = log_likelihood(model, prompt, answer, prompt_mask=mask, answer_mask=real, masks=masks, **how)
         # Guidance is a second pass for each draw.
         passes = rung if masks is None else len(masks)
         forwards = np.full(len(items), passes * (2 if self.cfg_scale > 0 else 1))

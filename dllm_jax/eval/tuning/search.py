@@ -64,6 +64,11 @@ def exact_match(answer: str, question: Any) -> bool:
     return answer.strip() == question.answer
 
 
+def _named(default: str) -> Any:
+    """How command lines read what may be an object in Python: by its name."""
+    return tyro.conf.arg(constructor=str, metavar="NAME", help_behavior_hint=f"(default: {default})")
+
+
 @dataclasses.dataclass(frozen=True)
 class Search(Options):
     """Goal and rules of the search; also options of the command line.
@@ -81,12 +86,8 @@ class Search(Options):
     """
 
     accuracy_within: Annotated[float, Ge(0), Lt(1)] = 0.01
-    objective: Annotated[
-        Any, tyro.conf.arg(constructor=str, metavar="NAME", help_behavior_hint="(default: time)")
-    ] = "time"
-    accelerator: Annotated[
-        Any, tyro.conf.arg(constructor=str, metavar="NAME", help_behavior_hint="(default: None)")
-    ] = None
+    objective: Annotated[Any, _named("time")] = "time"
+    accelerator: Annotated[Any, _named("None")] = None
     score: Annotated[Score, tyro.conf.Suppress] = exact_match
     first: Annotated[PositiveInt, tyro.conf.arg(name="first-round")] = 16
     confidence: Annotated[float, Gt(0), Lt(1)] = 0.95
@@ -131,10 +132,10 @@ class Search(Options):
         score = lambda question, answer: check_argument(
             "score of an answer", float(self.score(answer, question)), Fraction
         )
-        name = "questions[{}].prompt".format
-        ids = [prompt_ids(lm.tokenizer, q.prompt, lm.template, name(i)) for i, q in enumerate(asked)]
-        of = lambda i: Request(f"{i}", ids[i], exact.length or 0, score=functools.partial(score, asked[i]))
-        requests = [of(i) for i in range(len(asked))]
+        requests = list[Request]()
+        for i, each in enumerate(asked):
+            ids = prompt_ids(lm.tokenizer, each.prompt, lm.template, f"questions[{i}].prompt")
+            requests.append(Request(f"{i}", ids, exact.length or 0, score=functools.partial(score, each)))
         # Questions are asked in an order of their own: lists often begin with those of one kind.
         random.Random(exact.seed).shuffle(requests)
         # What a model refuses is found out before anything is compiled.
