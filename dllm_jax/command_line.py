@@ -27,18 +27,25 @@ METAVAR = r"--([a-z-]+) (STR|\{None\}\|[A-Z]+|\[([A-Z]+) \[\3 \.\.\.\]\])(?=[ ,]
 PATHS = ConstructorRegistry()  # `registry` of every tyro.cli: a shell leaves the `~` of --out=~/runs as it is
 
 
+def from_word(metavar: str, read: Callable[[str], Any], kind: Any, show: Callable[[Any], str] = str) -> Any:
+    """Tells tyro how command lines read and show a value that is one word.
+
+    Args:
+      metavar: What help calls the word.
+      read: Makes the value of a word.
+      kind: Classes of such values.
+      show: Writes a default as a word.
+    """
+    is_instance = lambda value: isinstance(value, kind)
+    show_all = lambda value: [show(value)]
+    return PrimitiveConstructorSpec(1, metavar, lambda words: read(words[0]), is_instance, show_all)
+
+
 @PATHS.primitive_rule
 def _path(described: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Path] | None:
     """Reads a path whose `~` is the user's home."""
-    if described.type is not Path:
-        return None
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="PATH",
-        instance_from_str=lambda words: Path(words[0]).expanduser(),
-        is_instance=lambda value: isinstance(value, Path),
-        str_from_instance=lambda path: [str(path)],
-    )
+    expanded = lambda word: Path(word).expanduser()
+    return from_word("PATH", expanded, Path) if described.type is Path else None
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +16,7 @@ from dllm_jax.checkpoint.dtypes import DtypeName
 from dllm_jax.checkpoint.files import sha256
 from dllm_jax.checkpoint.source import locate, locate_model
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
+from dllm_jax.command_line import from_word
 from dllm_jax.decoding.chat import chat_ids, template_variables, with_defaults
 from dllm_jax.decoding.geometry import check_growth
 from dllm_jax.nn.int8 import Weights
@@ -23,20 +24,10 @@ from dllm_jax.options import NoneMeans, Options, PositiveFloat, PositiveInt, abs
 from dllm_jax.published import expressions
 from dllm_jax.state.sliding import Blocks, BlockSchedule, positions
 
-
-def _from_text(metavar: str, read: Callable[[str], Any], kind: Any) -> Any:
-    """How command lines read and show a value that a constructor call makes."""
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar=metavar,
-        instance_from_str=lambda words: read(words[0]),
-        is_instance=lambda value: isinstance(value, kind),
-        str_from_instance=lambda value: [expressions.call(value)],
-    )
-
-
-FROM_TEXT = _from_text("INT|Sliding(INT)|AdaBlock(..)|None", expressions.block, int | BlockSchedule | None)
-SAMPLER = _from_text("SAMPLER", expressions.sampler, dj.samplers.Sampler)
+# How command lines read and show block schedules and samplers.
+FORMS = "INT|Sliding(INT)|AdaBlock(..)|None"
+FROM_TEXT = from_word(FORMS, expressions.block, int | BlockSchedule | None, expressions.call)
+SAMPLER = from_word("SAMPLER", expressions.sampler, dj.samplers.Sampler, expressions.call)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +42,7 @@ class Decoding(Options):
       steps: Number of denoising steps of each request. Default: one per token. A request of
         another length than `length` has as many steps per position; without `length`, each has these.
       policy: Cache policy; command lines that compare policies have an option of their own.
-      sampler: Sampler, as a constructor call on command lines.
+      sampler: Sampler; on command lines a constructor call such as 'Threshold(0.9)'.
       stop_at_eos: Finish a sequence at its first end-of-text or stop text; its answer does not change.
       seed: Random seed of the sampler and of generated examples. Draws do not depend on batch and order.
       batch: Number of sequences decoded together.

@@ -19,14 +19,9 @@ from dllm_jax.published.expressions import call
 from dllm_jax.samplers import CertaintyPrior, Factor, RandomOrder, Sampler, Threshold
 from dllm_jax.state.sliding import AdaBlock, Blocks, BlockSchedule, Sliding, positions
 
-IN_PARALLEL = (
-    p.Policy,
-    p.PrefixCache,
-    p.DualCache,
-    p.SparseDLLM,
-    p.SuffixDropout,
-)  # walked with `Threshold` too
-IN_ONE_BLOCK = (p.PrefixCache, p.DualCache, p.DKVDecode, p.DKVPD, p.D2Cache)  # walked in one block too
+# Walked with `Threshold` too, and in one block too.
+IN_PARALLEL = (p.Policy, p.PrefixCache, p.DualCache, p.SparseDLLM, p.SuffixDropout)
+IN_ONE_BLOCK = (p.PrefixCache, p.DualCache, p.DKVDecode, p.DKVPD, p.D2Cache)
 
 
 @dataclasses.dataclass(frozen=True)
