@@ -93,12 +93,9 @@ def captured(
         pick = lambda array: array if at is None else gather(array, at)
 
         # Stores have an entry for each chosen layer, or place of the stream, only.
+        positions = length if at is None else at.shape[1]
         sizes = {"width": spec.width, "head": spec.heads, "kv_head": spec.kv_heads}
-        sizes |= {
-            "head_width": spec.head_dim,
-            "position": length if at is None else at.shape[1],
-            "key": length,
-        }
+        sizes |= {"head_width": spec.head_dim, "position": positions, "key": length}
 
         def empty(name: What, entries: int) -> Array:
             dtype = jnp.float32 if name == "attention" else x.dtype

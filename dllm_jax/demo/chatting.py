@@ -1,6 +1,5 @@
 """`dllm-jax chat PATH`: a conversation in a terminal, in which masks turn into text."""
 
-import contextlib
 import dataclasses
 import sys
 import time
@@ -178,11 +177,7 @@ class Conversation:
         )
         snapshots = dj.stream(self.lm.model, key=key, **given, **self.options)
         # The picture goes when the answer is there, which may be longer than the screen.
-        with contextlib.ExitStack() as stack:
-            if console.is_terminal:
-                live = stack.enter_context(
-                    rich.live.Live(console=console, transient=True, auto_refresh=False)
-                )
+        with rich.live.Live(console=console, transient=True, auto_refresh=False) as live:
             try:
                 for snapshot in snapshots:
                     if console.is_terminal:

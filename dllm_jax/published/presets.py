@@ -88,9 +88,8 @@ class Presets(Mapping[str, Preset]):
 
     def names(self, kind: str) -> list[str]:
         """Names of the files of a kind: "models", "generation" (checkpoints) or "policies" (methods)."""
-        return sorted(
-            path.stem for path in (self.folder() / kind).iterdir() if path.suffix in (".json", ".toml")
-        )
+        files = (self.folder() / kind).iterdir()
+        return sorted(path.stem for path in files if path.suffix in (".json", ".toml"))
 
     def folder(self) -> Path:
         """The directory of the files: that of the installed package, or of the repository."""

@@ -99,9 +99,8 @@ class FewShot(ChecksumSplit):
         # The question is one more item of a kind, whose second letter means nothing.
         asked = int(rng.integers(self.kinds))
         question = f"{kinds[asked]}{LETTERS[rng.integers(len(LETTERS))]}:"
-        return Example(
-            "".join(items[i] for i in rng.permutation(len(items))) + question, DIGITS[classes[asked]]
-        )
+        shuffled = "".join(items[i] for i in rng.permutation(len(items)))
+        return Example(shuffled + question, DIGITS[classes[asked]])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -148,8 +148,7 @@ def levenshtein(answer: str, reference: str) -> float:
     """Similarity of texts: one minus the edit distance over the longer length; 1 for two empty texts."""
     from rapidfuzz.distance import Levenshtein  # in the `eval` extra
 
-    longest = max(len(answer), len(reference))
-    return 1 - Levenshtein.distance(answer, reference) / longest if longest else 1.0
+    return Levenshtein.normalized_similarity(answer, reference)
 
 
 def exact(answer: str, reference: str) -> float:

@@ -103,12 +103,9 @@ def read(given: Mapping[str, Any]) -> Arguments:
 
 def _with_template(given: Mapping[str, Any]) -> dict[str, Any]:
     """Adds `enable_thinking` to `chat_template_args`, which may be a mapping or a JSON object."""
-    name, value, thinking = (
-        "chat_template_args",
-        given.get("chat_template_args"),
-        given.get("enable_thinking"),
-    )
-    variables = dict(value) if isinstance(value, Mapping) else template_variables(name, str(value or "{}"))
+    name, thinking = "chat_template_args", given.get("enable_thinking")
+    value = given.get(name) or {}
+    variables = dict(value) if isinstance(value, Mapping) else template_variables(name, str(value))
     variables |= {} if thinking is None else {"enable_thinking": thinking}
     return {k: v for k, v in given.items() if k != "enable_thinking"} | {name: json.dumps(variables)}
 
