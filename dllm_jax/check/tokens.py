@@ -115,11 +115,10 @@ def _compared(case: Case, model: dj.Model, out: dj.Output, theirs: dj.Output | N
         return Finding(case.title, "the tokens of the CPU", True)
     where = dict(zip(("step", "sequence", "position"), step, strict=True))
     gap = _gap(model, theirs.trace, *step, out.trace)
-    text = "step {step}, sequence {sequence}, position {position}: another token than the CPU's".format(
-        **where
-    )
+    text = ", ".join(f"{name} {index}" for name, index in where.items())
+    text += f": another token than the CPU's, probabilities {gap:.3f} apart"
     close = case.dtype != "float32" and gap <= CLOSE
-    return Finding(case.title, f"{text}, probabilities {gap:.3f} apart", close, where | {"gap": gap})
+    return Finding(case.title, text, close, where | {"gap": gap})
 
 
 def _answered(case: Case, model: dj.Model, out: dj.Output) -> Finding:

@@ -28,13 +28,9 @@ from dllm_jax.state.contexts import new_canvas
 from dllm_jax.state.layout import Layout
 
 # A simulation runs for milliseconds and compiles for a second, a third of it without what these leave out.
-# Newer versions of jax have no other emitters.
-OLDER_EMITTERS = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
-FAST_COMPILE = {
-    "xla_backend_optimization_level": "0",
-    "xla_llvm_disable_expensive_passes": True,
-    **OLDER_EMITTERS,
-}
+FAST_COMPILE = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
+if jax.__version_info__ < (0, 11):  # newer versions have no other emitters
+    FAST_COMPILE["xla_cpu_use_fusion_emitters"] = False
 
 
 def schedule(
@@ -111,11 +107,9 @@ def _simulate(policy: Policy, prompt: Int[Array, ""], spec: ModelSpec, layout: L
         rank = jnp.cumsum(eligible, axis=1)
         chosen = eligible & (rank <= even_schedule(canvas)[:, None])
         order = jnp.where(chosen, rank - 1, -1)
-        selected = canvas.without_final(
-            policy.select(cache, dataclasses.replace(canvas, planned_order=order))
-        )
+        selected = policy.select(cache, dataclasses.replace(canvas, planned_order=order))
         after = write(canvas, chosen, jnp.full_like(canvas.tokens, word))
-        return after, jnp.sum(selected & canvas.active[:, None])
+        return after, jnp.sum(canvas.without_final(selected) & canvas.active[:, None])
 
     # A causal pass decodes one token, also if the schedule wants more: a block may take a step more.
     most = layout.scheduled_steps + layout.blocks * spec.context.has_causal_passes

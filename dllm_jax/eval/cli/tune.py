@@ -83,7 +83,6 @@ def run_tune(
 
 def named(text: str) -> Any:
     """Parses --policy: a candidate, a policy, or a policy's class, which stands for a grid."""
-    made = expressions.construct(
-        text, policies, policies.Policy | candidates.Candidate, eviction, samplers, sliding, candidates
-    )
+    kinds, parts = policies.Policy | candidates.Candidate, (eviction, samplers, sliding, candidates)
+    made = expressions.construct(text, policies, kinds, *parts)
     return type(made) if text.strip() == type(made).__name__ else made

@@ -94,11 +94,8 @@ def read(given: Mapping[str, Any]) -> Arguments:
     batch = _batch(given)
     _check_device(given.get("device"))
     part = lambda names: {name: given[name] for name in names if name in given}
-    return Arguments(
-        Checkpoint(given["pretrained"], **part(checkpoint)),
-        Decoding(batch=batch, **_with_preset(given, part(decoding))),
-        **part(own),
-    )
+    settings = Decoding(batch=batch, **_with_preset(given, part(decoding)))
+    return Arguments(Checkpoint(given["pretrained"], **part(checkpoint)), settings, **part(own))
 
 
 def _with_template(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -230,9 +230,8 @@ class Runner(Answering[Request]):
     def _asked(self, key: str, request: Request, prefix: Prefix | None) -> dict[str, Any]:
         """A request as `generate_many` takes it, without a prefix that it shares with others."""
         options = self.decoding.at(request.length).options()
-        asked = {
-            name: options[name] for name in ("length", "max_length", "block", "steps") if name in options
-        }
+        names = ("length", "max_length", "block", "steps")
+        asked = {name: options[name] for name in names if name in options}
         asked["prompt"] = request.prompt[len(prefix.tokens) if prefix else 0 :]
         if (stops := self._stops(request)) is not None:
             asked["stop"] = stops

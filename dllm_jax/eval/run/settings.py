@@ -232,9 +232,8 @@ class Checkpoint(Options):
         """
         path = self.path
         tokenizer = read_tokenizer(path if self.tokenizer is None else locate(self.tokenizer))
-        model = dj.load(
-            path, dtype=self.dtype, rope_factor=self.rope_factor, weights=self.weights, vocab=self.vocab
-        )
+        names = ("dtype", "rope_factor", "weights", "vocab")
+        model = dj.load(path, **{name: getattr(self, name) for name in names})
         adapter = None if self.peft is None else locate(self.peft)
         identity = self._identity(path, model, adapter) if identify else ""
         if adapter is not None:

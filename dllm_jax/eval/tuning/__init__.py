@@ -11,13 +11,5 @@ from dllm_jax.eval.tuning.search import Search, exact_match, tune
 from dllm_jax.eval.tuning.tuned import Row, Tuned
 
 __all__ = [
-    "Candidate",
-    "Estimate",
-    "Objective",
-    "Row",
-    "Search",
-    "Tuned",
-    "exact_match",
-    "read_jsonl",
-    "tune",
-]
+    "Candidate", "Estimate", "Objective", "Row", "Search", "Tuned", "exact_match", "read_jsonl", "tune",
+]  # fmt: skip

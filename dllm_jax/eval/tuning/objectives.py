@@ -91,9 +91,8 @@ class Predicted(Objective):
 
     def _of_batch(self, candidate: Candidate, prompt: int, rows: Answered) -> float:
         """The predicted cost of a batch, of as many steps as its answers took on average."""
-        forwards, computed, widened = (
-            statistics.fmean(row[name] for row in rows) for name in ("forwards", "computed", "widened")
-        )
+        mean = lambda name: statistics.fmean(row[name] for row in rows)
+        forwards, computed, widened = map(mean, ("forwards", "computed", "widened"))
         # The runner pads every batch.
         layout = Layout.of(prompt, self.decoding.length or 0, candidate.block, candidate.steps, padded=True)
         # A sampler that may take more than one step per block, with one in the schedule, has no schedule: it
