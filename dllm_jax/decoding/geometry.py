@@ -101,11 +101,13 @@ def canvas_length(asked: Asked, spec: ModelSpec, prompt: int) -> int:
       ValueError: a largest length below the first, beyond the model's context, or without a sampler that
         grows, and the other way round; options that have no meaning for answers that grow.
     """
-    length, name = check_argument("length", asked.length, PositiveInt), type(asked.sampler).__name__
+    length: int = check_argument("length", asked.length, PositiveInt)
+    if asked.max_length is None and not asked.sampler.grows:
+        return length
     if asked.sampler.shortens:
         raise ValueError(
-            f"sampler={name}() is not supported here: it fills the masks of a template, whose text moves "
-            "with them. Use infill, or DAEDAL()."
+            f"sampler={type(asked.sampler).__name__}() is not supported here: it fills the masks of a "
+            "template, whose text moves with them. Use infill, or DAEDAL()."
         )
     most = _largest_length(
         asked,
@@ -114,8 +116,6 @@ def canvas_length(asked: Asked, spec: ModelSpec, prompt: int) -> int:
         f"its answers have one length. Use DAEDAL(), or length={asked.max_length}, which counts generated "
         "tokens only.",
     )
-    if most is None:
-        return length
     if most < length:
         raise ValueError(
             f"max_length={most} must be at least length={length}: answers begin with that many tokens"
@@ -144,6 +144,8 @@ def template_room(
         that grows, below the masks of a template, or beyond the model's context, and the other way round;
         options that have no meaning for answers that grow.
     """
+    if asked.max_length is None and not asked.sampler.grows:
+        return 0
     if asked.sampler.grows and not asked.sampler.shortens:
         raise ValueError(
             f"sampler={type(asked.sampler).__name__}() is not supported by infill: a template's text has its "
@@ -156,8 +158,6 @@ def template_room(
         "place.",
         "each mask becomes one token. Use DreamOn() with its weights, or leave it out.",
     )
-    if most is None:
-        return 0
     if host.module(tokens, valid) is jnp:
         raise ValueError(
             f"max_length={most} is not supported where infill is traced or tokens are global: the number of "
@@ -177,8 +177,8 @@ def template_room(
     return most - int(masks.min())
 
 
-def _largest_length(asked: Asked, spec: ModelSpec, grows: str, stays: str) -> int | None:
-    """The largest length of an answer that grows; None of others. Refuses what has no meaning for either.
+def _largest_length(asked: Asked, spec: ModelSpec, grows: str, stays: str) -> int:
+    """The largest length of answers that grow; refuses options and samplers that do not go with it.
 
     Args:
       asked: Options of the request.
@@ -187,10 +187,8 @@ def _largest_length(asked: Asked, spec: ModelSpec, grows: str, stays: str) -> in
       stays: What those of a sampler do that has no use for one, and what to do instead.
     """
     most, name = asked.max_length, type(asked.sampler).__name__
-    if asked.sampler.grows and most is None:
-        raise ValueError(f"max_length=None must be a number with {name}, {grows}")
     if most is None:
-        return None
+        raise ValueError(f"max_length=None must be a number with {name}, {grows}")
     if not asked.sampler.grows:
         raise ValueError(f"max_length={most} is not supported by {name}: {stays}")
     check_growth(most, asked.block, asked.steps, asked.policy)

@@ -7,7 +7,6 @@ output   = collect(placed, results)              # placement.py
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Annotated, NamedTuple, Unpack
 
 import jax
@@ -89,7 +88,8 @@ def prepare(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions]
     layout = Layout.of(width, length, block, asked.steps, padded, given, tail, whole, cut)
     layout = completed(layout, asked, asked.length)
     tokens, valid = inputs.masked_response(prompts.ids, prompts.mask, layout.response, model.spec)
-    tokens = tokens if suffix is None else inputs.with_suffix(tokens, suffix)
+    if suffix is not None:
+        tokens = host.module(tokens, suffix).concatenate([tokens[:, :-given], suffix], axis=1)
     return _planned(model, Inputs(tokens, valid, None, prompts.embeds), layout, asked, width - unpadded)
 
 
@@ -223,25 +223,21 @@ def stop_of(stop: Stops, spec: ModelSpec) -> StopIds | StopTable | None:
     rule = "must be sequences of one or more token ids, such as [[198], [126348]], or texts in a dj.StopTexts"
     if isinstance(stop, StopTexts):
         return stop.table(spec.vocab)
-    if isinstance(stop, str) or not isinstance(stop, Sequence):
-        raise ValueError(f"stop={shown(stop)} {rule}")
-    if any(isinstance(text, str) for text in stop):
+    if isinstance(stop, list | tuple) and any(isinstance(text, str) for text in stop):
         given = shown(stop)
         raise ValueError(f"stop={given} holds text. Use stop=dj.StopTexts(tokenizer, {given}).")
-    found = []
-    for ids in stop:
-        try:
-            found.append(check_argument("stop", ids, Annotated[tuple[NonNegativeInt, ...], MinLen(1)]))
-        except ValueError:
-            raise ValueError(f"stop={shown(stop)} {rule}") from None
+    try:
+        found = check_argument("stop", stop, tuple[Annotated[tuple[NonNegativeInt, ...], MinLen(1)], ...])
+    except ValueError:
+        raise ValueError(f"stop={shown(stop)} {rule}") from None
 
-        # No sampler decodes a mask: a stop that holds one would never be found.
-        if max(found[-1]) >= spec.vocab or spec.mask_id in found[-1]:
-            raise ValueError(
-                f"stop={shown(stop)} must hold ids of the vocabulary [0, {spec.vocab}) but the mask's, "
-                f"{spec.mask_id}"
-            )
-    return StopIds(tuple(found)) if found else None
+    # No sampler decodes a mask: a stop that holds one would never be found.
+    if any(max(ids) >= spec.vocab or spec.mask_id in ids for ids in found):
+        raise ValueError(
+            f"stop={shown(stop)} must hold ids of the vocabulary [0, {spec.vocab}) but the mask's, "
+            f"{spec.mask_id}"
+        )
+    return StopIds(found) if found else None
 
 
 def noise_for(plan: Plan, batch: int, key: Keys | None, noise: Noise | None, vocab: int) -> Noise | None:

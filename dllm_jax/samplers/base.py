@@ -3,7 +3,6 @@
 import abc
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Annotated, ClassVar, Literal
 
 import jax.numpy as jnp
@@ -184,8 +183,30 @@ class Sampler(Options, abc.ABC):
         canvas: Canvas,
         noise: Noise | None,
     ) -> Float[Array, "b c"]:
-        """Confidence in the candidate tokens by `criterion`, float32; larger is surer."""
-        return score_by(self.criterion, logits, token, self, canvas)
+        """Confidence in the candidate tokens by `criterion`, float32; larger is surer.
+
+        Args:
+          logits: float32, -inf where a token is ruled out.
+          token: the candidate token of each position.
+          index: canvas positions, l = padding.
+          canvas: state before the step.
+          noise: random numbers; None if the sampler does not draw.
+        """
+        criterion = self.criterion
+        if criterion == "margin":
+            score = scores.margin(logits, None if self.allow_mask_token else canvas.spec.mask_id)
+        elif criterion == "entropy":
+            score = scores.negative_entropy(logits)
+        else:
+            score = scores.probability(logits, token)
+        if not self.confidence_eos_eot_inf:
+            return score
+
+        # Their logits are -inf already, unless one of them is the candidate after all, the only survivor of
+        # the filters: it gets the smallest value that the criterion takes, for the entropy that of a uniform
+        # distribution over the vocabulary.
+        ends = (token == canvas.spec.eos_id) | (token == canvas.spec.eot_id)
+        return jnp.where(ends, smallest_score(criterion, logits.shape[-1]), score)
 
     def finished(self, canvas: Canvas) -> Bool[Array, "b"]:
         """Marks the sequences that have finished the current block.
@@ -230,8 +251,10 @@ class Sampler(Options, abc.ABC):
         the schedule; one that revises tokens has something to do without masks.
         """
         cls = type(self)
-        decides = _is_ours(cls.transfer) and _is_ours(cls.decide)
-        return _is_ours(cls.finished) and not (decides or self.revises)
+        methods = cls.finished, cls.transfer, cls.decide
+        modules = ((getattr(method, "__module__", None) or "") for method in methods)
+        finishes, *decides = (module.partition(".")[0] == "dllm_jax" for module in modules)
+        return finishes and not (all(decides) or self.revises)
 
     @property
     def draws(self) -> bool:
@@ -344,39 +367,6 @@ class Sampler(Options, abc.ABC):
         truncated = jnp.where(keep, logits, -jnp.inf)
         nothing_left = jnp.max(truncated, axis=-1) == -jnp.inf
         return jnp.where(nothing_left, token, argmax(truncated))
-
-
-def _is_ours(method: Callable) -> bool:
-    """Whether a method is the library's."""
-    return (getattr(method, "__module__", None) or "").partition(".")[0] == "dllm_jax"
-
-
-def score_by(
-    alg: Alg, logits: Float[Array, "b c v"], token: Int[Array, "b c"], sampler: Sampler, canvas: Canvas
-) -> Float[Array, "b c"]:
-    """Confidence in the tokens by the named criterion, see `dllm_jax.samplers.scores`.
-
-    Args:
-      alg: the criterion.
-      logits: float32, -inf where a token is ruled out.
-      token: the candidate token of each position.
-      sampler: `confidence_eos_eot_inf` and `allow_mask_token` of it apply.
-      canvas: state before the step.
-    """
-    if alg == "margin":
-        score = scores.margin(logits, None if sampler.allow_mask_token else canvas.spec.mask_id)
-    elif alg == "entropy":
-        score = scores.negative_entropy(logits)
-    else:
-        score = scores.probability(logits, token)
-    if not sampler.confidence_eos_eot_inf:
-        return score
-
-    # Their logits are -inf already, unless one of them is the candidate after all, the only survivor of the
-    # filters: it gets the smallest value that the criterion takes, for the entropy that of a uniform
-    # distribution over the vocabulary.
-    ends = (token == canvas.spec.eos_id) | (token == canvas.spec.eot_id)
-    return jnp.where(ends, smallest_score(alg, logits.shape[-1]), score)
 
 
 def smallest_score(alg: Alg, vocab: int) -> float:

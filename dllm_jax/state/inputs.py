@@ -120,11 +120,6 @@ def padded_ids(
     return ids, padding(mask, ids.shape, f"{name.removesuffix('s')}_mask", side, empty)
 
 
-def _is_message(value: Any) -> bool:
-    """Whether a value is a message of a conversation."""
-    return isinstance(value, Mapping) and "role" in value
-
-
 def _encoded(tokens: Any, mask: Any, name: str) -> tuple[Any, Any]:
     """Takes ids and mask out of a tokenizer's `BatchEncoding`; raises ValueError for text and messages."""
     several = tokens if isinstance(tokens, list | tuple) else [tokens]
@@ -133,7 +128,8 @@ def _encoded(tokens: Any, mask: Any, name: str) -> tuple[Any, Any]:
             f"{name}={shown(tokens)} is text: pass token ids, such as tokenizer(text)['input_ids'], or call "
             "dj.chat(model, tokenizer, messages)"
         )
-    if any(map(_is_message, (*several, *(one[0] for one in several if isinstance(one, list) and one)))):
+    first = (*several, *(one[0] for one in several if isinstance(one, list) and one))
+    if any(isinstance(one, Mapping) and "role" in one for one in first):
         raise ValueError(
             f"{name}={shown(tokens)} is a conversation. Call dj.chat(model, tokenizer, messages)."
         )
@@ -297,12 +293,6 @@ def masked_response(
     """Prompts followed by `length` masks each, and which positions are not padding (`mask`: the prompts')."""
     real = np.ones(prompt.shape, bool) if mask is None else mask
     return host.pad(prompt, 0, length, spec.mask_id), host.pad(real, 0, length, True)
-
-
-def with_suffix(tokens: Int[AnyArray, "b l"], suffix: Int[AnyArray, "b s"]) -> Int[AnyArray, "b l"]:
-    """The canvas with given text at its end."""
-    kept = tokens[:, : -suffix.shape[1]]
-    return host.module(kept, suffix).concatenate([kept, suffix], axis=1)
 
 
 class IdleStepsWarning(UserWarning):

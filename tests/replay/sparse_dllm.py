@@ -12,7 +12,7 @@ import dllm_jax as dj
 from dllm_jax.nn.attention import attention
 from dllm_jax.nn.layer import embed, walk
 from dllm_jax.nn.rope import rope_table
-from dllm_jax.samplers.base import score_by
+from dllm_jax.samplers.scores import probability
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows, full_rows
 from dllm_jax.state.selection import mean_query_score
@@ -37,8 +37,8 @@ class FirstTokenAtOnce(dj.samplers.DreamSchedule):
 
     def confidence(self, logits, token, index, canvas: Canvas, noise):
         usual = super().confidence(logits, token, index, canvas, noise)
-        probability = score_by("prob", logits, token, self, canvas)
-        return jnp.where(canvas.block_step[:, None] == 0, probability, usual)
+        first = probability(logits, token)
+        return jnp.where(canvas.block_step[:, None] == 0, first, usual)
 
     def transfer(self, candidates, canvas: Canvas, noise):
         usual = super().transfer(candidates, canvas, noise)
