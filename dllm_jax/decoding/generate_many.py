@@ -7,7 +7,6 @@ Requests of one shape and plan share the slots of one program (`decoding.slots`)
 part: which request enters when, and that none is lost whatever interrupts it.
 """
 
-import collections
 import contextlib
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sized
@@ -65,11 +64,6 @@ class Waiting(NamedTuple):
     options: dict[str, Any]
     request: Request
     lane: Any
-
-    @property
-    def prompt(self) -> int:
-        """Positions of its prompt, padded."""
-        return self.request.plan.layout.prompt
 
 
 @shows(ManyOptions)
@@ -192,11 +186,10 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
         self._nonfinite: NonFinite = asked.nonfinite
         self._read, self._item = 0, NONE  # requests made, and the prompt of which the next one is
 
-        # Every request that has no answer is open; those of them in no slot wait.
+        # Every request that is read and not yielded is open; those in no slot and without an answer wait.
         self._open: dict[int, Waiting] = {}
-        self._waiting: collections.deque[Waiting] = collections.deque()
+        self._answered: dict[int, Output | Exception] = {}
         self._held: dict[int, Waiting] = {}  # by slot
-        self._answered: collections.deque[tuple[int, Output | Exception]] = collections.deque()
         self._slots: Slots | None = None
         self._lane: Any = None
         self._entered = 0  # requests that have entered in the turn of this lane
@@ -206,18 +199,18 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
             if not self._goes_on():
                 self.close()
                 raise StopIteration
-        index, answer = self._answered[0]
+        index, answer = next(iter(self._answered.items()))
         if isinstance(answer, Output):
             try:
                 report(answer.stats, self._sampler, self._nonfinite, stacklevel=2)
             except FloatingPointError as error:
                 answer = error
             except Warning:  # where the user's program makes errors of them: this one is told once
-                self._answered.popleft()
+                self._forget(index)
                 raise
         if self._bar is not None:
             self._bar.advance(self._bar.task_ids[0])
-        self._answered.popleft()  # after what an interrupt may come into
+        self._forget(index)  # after what an interrupt may come into
         if isinstance(answer, Exception) and self._errors == "raise":
             kind = FloatingPointError if isinstance(answer, FloatingPointError) else ValueError
             raise kind(f"request {index}: {answer}") from answer
@@ -232,7 +225,7 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
     def close(self):
         """Frees the slots; requests that have no answer yet get none."""
         self._prompts = iter(())
-        for held in (self._open, self._waiting, self._held, self._answered):
+        for held in (self._open, self._held, self._answered):
             held.clear()
         self._slots = self._lane = None
         if self._bar is not None:
@@ -240,10 +233,19 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
 
     def cancel(self, index: int):
         """Takes a request back that was read and not yielded: it is never yielded, and its slot is free."""
-        self._open.pop(index, None)
-        self._waiting = collections.deque(w for w in self._waiting if w.index != index)
+        self._forget(index)
         self._held = {slot: w for slot, w in self._held.items() if w.index != index}
-        self._answered = collections.deque(pair for pair in self._answered if pair[0] != index)
+
+    def _forget(self, index: int):
+        """Forgets a request: its answer was yielded, or is not wanted."""
+        self._open.pop(index, None)
+        self._answered.pop(index, None)
+
+    @property
+    def _waiting(self) -> list[Waiting]:
+        """Requests that are in no slot and have no answer, the oldest first."""
+        elsewhere = {*self._answered, *(held.index for held in self._held.values())}
+        return [waiting for index, waiting in self._open.items() if index not in elsewhere]
 
     # -- a round: sequences that have ended leave, others enter, steps run ------------------------------
 
@@ -257,7 +259,9 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
             self._read_ahead()  # while the devices work
             return bool(self._held or self._waiting or self._answered)
         except BaseException:
-            self._recover()
+            # A request that was on its way into a slot still waits, and so do all whose slots are lost.
+            if self._slots is None or self._slots.lost:
+                self._slots, self._held = None, {}
             raise
 
     def _leave(self):
@@ -266,7 +270,7 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
             return
         for slot, held in list(self._held.items()):
             if not seen.goes_on[slot]:
-                self._answer(held.index, self._slots.output(slot, held.request, seen))
+                self._answered[held.index] = self._slots.output(slot, held.request, seen)
                 del self._held[slot]
 
     def _read_ahead(self):
@@ -280,10 +284,9 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
             try:
                 waiting = self._prepared(self._read, self._item)
             except (ValueError, TypeError) as error:
-                self._answer(self._read, error)
+                self._answered[self._read] = error
             else:
                 self._open[waiting.index] = waiting
-                self._waiting.append(waiting)
             self._read, self._item = self._read + 1, NONE
 
     def _prepared(self, index: int, item: Any) -> Waiting:
@@ -318,19 +321,18 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
 
     def _enter(self):
         """Requests of the lane enter slots that are free, and steps run."""
-        if not self._held and self._waiting:
-            oldest, self._entered = self._waiting[0], 0
+        if not self._held and (waiting := self._waiting):
+            oldest, self._entered = waiting[0], 0
             if self._slots is None or oldest.lane != self._lane:
                 self._slots = None  # frees the memory of the slots before
                 self._slots, self._lane = Slots(self._model, oldest.request, self._count), oldest.lane
         if self._slots is None:
             return
         for slot in sorted(set(range(self._slots.count)) - self._held.keys()):
-            if (waiting := self._next()) is None:
+            if (entering := self._next()) is None:
                 break
-            self._slots.enter(slot, waiting.request)
-            self._held[slot] = waiting
-            self._waiting = collections.deque(w for w in self._waiting if w.index != waiting.index)
+            self._slots.enter(slot, entering.request)
+            self._held[slot] = entering
             self._entered += 1
         if self._held:
             self._slots.run()
@@ -338,8 +340,8 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
     def _next(self) -> Waiting | None:
         """The request that enters next: the oldest of the lane, unless it is another lane's turn."""
         turn_is_over = self._entered >= TURN * self._count
-        for mine in self._waiting:
-            if mine.lane == self._lane and not (turn_is_over and mine is not self._waiting[0]):
+        for place, mine in enumerate(self._waiting):
+            if mine.lane == self._lane and not (turn_is_over and place):
                 return mine
         return None if turn_is_over else self._shorter()
 
@@ -349,22 +351,11 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
             return None
         rung = ladders.Ladder((self._slots.prompt,))
         for waiting in self._waiting:
-            if waiting.prompt < self._slots.prompt:
+            if waiting.request.plan.layout.prompt < self._slots.prompt:
                 longer = self._checked(waiting.index, waiting.options | {"buckets": rung})
                 if longer.lane == self._lane:
                     return longer
         return None
-
-    def _answer(self, index: int, answer: Output | Exception):
-        self._answered.append((index, answer))
-        self._open.pop(index, None)
-
-    def _recover(self):
-        """Requests that an interrupt has caught between two places wait again."""
-        if self._slots is None or self._slots.lost:
-            self._slots, self._held = None, {}
-        elsewhere = {held.index for held in self._held.values()} | {index for index, _ in self._answered}
-        self._waiting = collections.deque(w for i, w in sorted(self._open.items()) if i not in elsewhere)
 
 
 def _bar(prompts: Iterable[Any]) -> "rich.progress.Progress":
