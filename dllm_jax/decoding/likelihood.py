@@ -193,17 +193,24 @@ def _asked(model: Model, prompt: Any, answer: Any, estimator: Estimator) -> Aske
         with number_modes():
             masks = _drawn(estimator, answer.shape, real)
     else:
-        masks = recorded_masks(estimator.masks)
-        _check_recorded(masks, answer.shape, real)
+        masks = _recorded_masks(estimator.masks, answer.shape, real)
     return Asked(prompt, answer, padding, real, masks)
 
 
-def _check_recorded(masks: Bool[AnyArray, "..."], shape: tuple[int, ...], real: Bool[AnyArray, "b r"] | None):
-    """Refuses recorded masks of another shape, that mask nothing, or that mask padding."""
+def _recorded_masks(
+    masks: Any, shape: tuple[int, ...], real: Bool[AnyArray, "b r"] | None
+) -> Bool[AnyArray, "draws b r"]:
+    """Recorded masks as booleans; refuses others, and those that mask nothing, or that mask padding."""
+    rule = "an array of booleans [draws, b, r]"
+    masks = host.array("masks", masks, rule)
+    numbers = jnp.issubdtype(masks.dtype, jnp.integer) and not host.stays_on_devices(masks)
+    if masks.dtype != bool and not (numbers and np.isin(masks, (0, 1)).all()):
+        raise ValueError(f"masks={shown(masks)} must be {rule}")
+    masks = masks.astype(bool)
     if masks.ndim != 3 or masks.shape[0] < 1 or masks.shape[1:] != shape:
         raise ValueError(f"masks have shape {masks.shape}; expected (draws, {shape[0]}, {shape[1]})")
     if host.stays_on_devices(masks):
-        return
+        return masks
 
     # A draw that masks nothing has no weight r / x.
     if not masks.any(axis=2).all():
@@ -211,25 +218,7 @@ def _check_recorded(masks: Bool[AnyArray, "..."], shape: tuple[int, ...], real: 
     if real is not None and not host.stays_on_devices(real) and (masks & ~real).any():
         draw, sequence, token = np.argwhere(masks & ~real)[0]
         raise ValueError(f"masks[{draw}, {sequence}, {token}] masks a token that answer_mask leaves out")
-
-
-def recorded_masks(masks: Any) -> Bool[AnyArray, "draws b r"]:
-    """Masks as an array of booleans.
-
-    Raises:
-      ValueError: they hold anything else than booleans, 0 and 1.
-    """
-    try:
-        masks = host.fetched(masks)
-    except ValueError as error:
-        raise ValueError(f"masks={shown(masks)} must be an array of booleans [draws, b, r]") from error
-    if masks.dtype != bool and (
-        not jnp.issubdtype(masks.dtype, jnp.integer)
-        or host.stays_on_devices(masks)
-        or not np.isin(masks, (0, 1)).all()
-    ):
-        raise ValueError(f"masks={shown(masks)} must be an array of booleans [draws, b, r]")
-    return masks.astype(bool)
+    return masks
 
 
 def stratified_masks(
