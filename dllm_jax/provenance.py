@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jaxlib.version
 
+NVIDIA = "/proc/driver/nvidia/version"
 NOT_INSTALLED = "not installed"  # dllm_jax itself, run from a checkout
 
 
@@ -56,18 +57,20 @@ def measured_on(dtype: str) -> dict[str, Any]:
 
 def processor() -> str | None:
     """Model of the CPU as the kernel names it, None if unknown."""
-    file = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*: (.*)$", file.read_text(), re.MULTILINE) if file.exists() else None
-    return found.group(1) if found else None
+    return _found("/proc/cpuinfo", r"^model name\s*: (.*)$")
 
 
 def driver(platform: str) -> str | None:
     """Version of the accelerator's driver, None if unknown."""
-    file = Path("/proc/driver/nvidia/version")
-    if platform == "gpu" and file.exists():
-        found = re.search(r"\d+\.\d+(\.\d+)?", file.read_text())
-        return found.group() if found else None
+    if platform == "gpu" and os.path.exists(NVIDIA):
+        return _found(NVIDIA, r"(\d+\.\d+(?:\.\d+)?)")
     return None if platform == "cpu" else jax.devices()[0].client.platform_version.splitlines()[0]
+
+
+def _found(path: str, pattern: str) -> str | None:
+    """The first group of a pattern in a file; None without the file or a match."""
+    found = re.search(pattern, Path(path).read_text(), re.MULTILINE) if os.path.exists(path) else None
+    return found[1] if found else None
 
 
 def _version(name: str) -> str:

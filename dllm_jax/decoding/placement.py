@@ -119,16 +119,13 @@ def collect(
     # Inside jit shapes are static: the trace has room for the upper bound of steps.
     ran = slice(None) if isinstance(trace.steps, Tracer) else slice(int(host.values(trace.steps)))
     and_before = slice(ran.stop and ran.stop + 1)
-    cut = {"tokens": part(trace.tokens, and_before, own, right, batch=1)}
-    for name in ("computed", "read", "proposed", "score", "removed"):
-        if (steps := getattr(trace, name)) is not None:
-            cut[name] = part(steps, ran, own, right, batch=1)
-    for name in ("active", "widened", "causal", "inserted", "moved"):
-        if (steps := getattr(trace, name)) is not None:
-            cut[name] = part(steps, ran, own, batch=1)
-    if trace.length is not None and trace.end is not None:
-        cut["length"] = part(trace.length, and_before, own, batch=1)
-        cut["end"] = part(trace.end, and_before, own, batch=1) - placed.extra
+    index = dict.fromkeys(("computed", "read", "proposed", "score", "removed"), (ran, own, right))
+    index |= dict.fromkeys(("active", "widened", "causal", "inserted", "moved"), (ran, own))
+    index |= {"tokens": (and_before, own, right), "length": (and_before, own), "end": (and_before, own)}
+    held = {name: array for name, array in trace._asdict().items() if name in index and array is not None}
+    cut = {name: part(array, *index[name], batch=1) for name, array in held.items()}
+    if "end" in cut:
+        cut["end"] = cut["end"] - placed.extra
     return Output(tokens, stats, trace._replace(**cut), logprobs)
 
 
