@@ -18,9 +18,9 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.rope import Rope, rope_of
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.base import Sampler
+from dllm_jax.samplers.candidates import Noise
 from dllm_jax.samplers.constraint import Constraint
 from dllm_jax.samplers.free_dave import Drafting
-from dllm_jax.samplers.noise import Noise
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.host import AnyArray

@@ -22,7 +22,7 @@ from dllm_jax.nn.intervention import of_sequences as interventions_of
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
-from dllm_jax.samplers.noise import noise_of
+from dllm_jax.samplers.candidates import noise_of
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout

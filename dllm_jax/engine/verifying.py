@@ -24,8 +24,8 @@ from dllm_jax.engine.network import computed_rows, network
 from dllm_jax.engine.recorders import Taken
 from dllm_jax.engine.trace import attended
 from dllm_jax.engine.widths import Variant
+from dllm_jax.samplers.candidates import noise_of
 from dllm_jax.samplers.free_dave import Drafting
-from dllm_jax.samplers.noise import noise_of
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows, compact_rows, repeat

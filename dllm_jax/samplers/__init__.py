@@ -2,7 +2,7 @@
 
 from dllm_jax.samplers.autoregressive import Autoregressive, SelfSpeculation
 from dllm_jax.samplers.base import Sampler
-from dllm_jax.samplers.candidates import Candidates, Decision
+from dllm_jax.samplers.candidates import Candidates, Decision, KeyNoise, Noise, RecordedNoise
 from dllm_jax.samplers.confidence import CertaintyPrior, Confidence, RandomOrder
 from dllm_jax.samplers.constraint import Constraint, OneOf
 from dllm_jax.samplers.dream import DreamSchedule
@@ -10,7 +10,6 @@ from dllm_jax.samplers.early_commit import EarlyCommit
 from dllm_jax.samplers.free_dave import FreeDave
 from dllm_jax.samplers.growing import DAEDAL, DreamOn
 from dllm_jax.samplers.klass import KLASS
-from dllm_jax.samplers.noise import KeyNoise, Noise, RecordedNoise
 from dllm_jax.samplers.parallel import Dynamic, EBSampler, Factor, LocalLeap, Sequential, Threshold, UntilDone
 from dllm_jax.samplers.pc import PCSampler, TokenFrequencies
 from dllm_jax.samplers.regex import Automaton, Regex

@@ -11,8 +11,7 @@ from typing_extensions import override
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Int32, refuse
 from dllm_jax.samplers.base import check_ends_unordered
-from dllm_jax.samplers.candidates import Candidates, Decision
-from dllm_jax.samplers.noise import Noise
+from dllm_jax.samplers.candidates import Candidates, Decision, Noise
 from dllm_jax.samplers.parallel import UntilDone
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout

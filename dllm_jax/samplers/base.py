@@ -12,9 +12,8 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import LARGEST, NoneMeans, NonNegativeInt, Options, PositiveInt, TracedUnlessZero
 from dllm_jax.samplers import scores
-from dllm_jax.samplers.candidates import Candidates, Decision
+from dllm_jax.samplers.candidates import Candidates, Decision, Noise, require_noise
 from dllm_jax.samplers.early_commit import EarlyCommit
-from dllm_jax.samplers.noise import Noise, require_noise
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.proposal import Proposal

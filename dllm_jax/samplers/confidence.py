@@ -13,8 +13,7 @@ from typing_extensions import override
 
 from dllm_jax.options import NoneMeans, TracedFraction, TracedPositiveInt, TracedWidth
 from dllm_jax.samplers.base import Alg, Sampler, check_ends_unordered
-from dllm_jax.samplers.candidates import Candidates
-from dllm_jax.samplers.noise import Noise, require_noise
+from dllm_jax.samplers.candidates import Candidates, Noise, require_noise
 from dllm_jax.samplers.transfer import even_schedule, linear_schedule, rounded_schedule
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout

@@ -11,8 +11,7 @@ from typing_extensions import override
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import LARGEST, TracedUnlessZero
 from dllm_jax.samplers.base import Alg, Sampler, check_ends_unordered
-from dllm_jax.samplers.candidates import Candidates
-from dllm_jax.samplers.noise import Noise, require_noise
+from dllm_jax.samplers.candidates import Candidates, Noise, require_noise
 from dllm_jax.samplers.transfer import dream_fractions
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.selection import best

@@ -8,9 +8,8 @@ from typing_extensions import override
 
 from dllm_jax.options import PositiveInt
 from dllm_jax.samplers.base import Sampler
-from dllm_jax.samplers.candidates import Candidates
+from dllm_jax.samplers.candidates import Candidates, Noise
 from dllm_jax.samplers.confidence import Confidence
-from dllm_jax.samplers.noise import Noise
 from dllm_jax.samplers.parallel import Factor, Threshold
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout

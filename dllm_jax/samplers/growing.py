@@ -15,9 +15,8 @@ from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt, PositiveInt, TracedFraction, refuse
 from dllm_jax.samplers import scores
 from dllm_jax.samplers.base import Alg
-from dllm_jax.samplers.candidates import Candidates
+from dllm_jax.samplers.candidates import Candidates, Noise
 from dllm_jax.samplers.dream import criterion_of
-from dllm_jax.samplers.noise import Noise
 from dllm_jax.samplers.parallel import UntilDone
 from dllm_jax.samplers.transfer import sure_or_best
 from dllm_jax.state.canvas import Canvas

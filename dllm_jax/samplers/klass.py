@@ -9,8 +9,7 @@ from jaxtyping import Array, Bool, Float
 from typing_extensions import override
 
 from dllm_jax.options import PositiveInt, TracedFraction, TracedNonNegativeFloat
-from dllm_jax.samplers.candidates import Candidates, Decision
-from dllm_jax.samplers.noise import Noise
+from dllm_jax.samplers.candidates import Candidates, Decision, Noise
 from dllm_jax.samplers.parallel import UntilDone
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import gather, scatter

@@ -17,8 +17,7 @@ from typing_extensions import override
 from dllm_jax.options import TracedFraction, TracedNonNegativeFloat, TracedNonNegativeInt, TracedPositiveFloat
 from dllm_jax.samplers import scores
 from dllm_jax.samplers.base import Alg, Sampler, check_ends_unordered
-from dllm_jax.samplers.candidates import Candidates
-from dllm_jax.samplers.noise import Noise
+from dllm_jax.samplers.candidates import Candidates, Noise
 from dllm_jax.samplers.transfer import even_schedule, passing_prefix, sure_or_best
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout

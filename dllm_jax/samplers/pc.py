@@ -14,9 +14,8 @@ from typing_extensions import override
 
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Arrays, TracedNonNegativeFloat, TracedPositiveFloat, shown
-from dllm_jax.samplers.candidates import Candidates
+from dllm_jax.samplers.candidates import Candidates, Noise
 from dllm_jax.samplers.confidence import FixedSchedule
-from dllm_jax.samplers.noise import Noise
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.selection import best
 

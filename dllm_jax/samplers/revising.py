@@ -15,8 +15,7 @@ from dllm_jax.nn.mask import require_full_attention
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, NonNegativeInt, PositiveInt, TracedFraction
 from dllm_jax.samplers import scores
-from dllm_jax.samplers.candidates import Candidates, Decision
-from dllm_jax.samplers.noise import Noise
+from dllm_jax.samplers.candidates import Candidates, Decision, Noise
 from dllm_jax.samplers.parallel import UntilDone
 from dllm_jax.samplers.transfer import sure_or_best
 from dllm_jax.state.canvas import Canvas

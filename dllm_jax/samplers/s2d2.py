@@ -14,8 +14,7 @@ from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NoneMeans, PositiveInt, TracedFraction, TracedPositiveFloat, refuse
 from dllm_jax.samplers import scores
 from dllm_jax.samplers.base import check_ends_unordered
-from dllm_jax.samplers.candidates import Candidates, Decision
-from dllm_jax.samplers.noise import Noise, require_noise
+from dllm_jax.samplers.candidates import Candidates, Decision, Noise, require_noise
 from dllm_jax.samplers.parallel import UntilDone, scheduled
 from dllm_jax.samplers.transfer import sure_or_best
 from dllm_jax.state.canvas import Canvas
