@@ -6,13 +6,11 @@ transformers' Qwen3, Qwen2 and Llama under another `model_type`; attention is bi
 
 import dataclasses
 import functools
-from typing import Any
 
 from dllm_jax.checkpoint.config import Config, Requirement
 from dllm_jax.checkpoint.names import as_llama, sdar
 from dllm_jax.checkpoint.names.family import Tokens
 from dllm_jax.checkpoint.names.mask_token import with_a_mask
-from dllm_jax.nn.spec import ModelSpec
 
 MASK = "<|mask|>"  # which the tokenizer adds to that of the autoregressive model
 ENDS = {151936: Tokens(eos=151645)}
@@ -28,28 +26,19 @@ def _adjusted(published: dict[int, int], config: Config) -> Config:
     return with_a_mask(dataclasses.replace(config, values=values), MASK, published)
 
 
-def _shift(config: Config, fields: dict[str, Any]) -> dict[str, Any]:
-    return {"shifted": config.read(SHIFT, bool, default=False)}
-
-
-def _shift_key(spec: ModelSpec) -> dict[str, Any]:
-    return {SHIFT: spec.shifted}
-
-
 # Row i predicts token i; padding is masked as keys only. Files of block diffusion (bd3lm) look like the
 # others (mdlm): the caller says `replace_spec(block_size=32)`.
 QWEN3 = dataclasses.replace(
     sdar.FAMILY,
     name="a2d-qwen3",
     model_type="a2d-qwen3",
+    keys=as_llama.BLOCK_KEYS | {"shifted": SHIFT},
     fixed={n: v for n, v in as_llama.NORMED.items() if n != "shifted"} | {"blocks_from": "response"},
-    defaults=as_llama.DEFAULTS,
+    defaults=as_llama.DEFAULTS | {"shifted": False},
     tokens=ENDS,
     blocks=0,
     adjusted=functools.partial(_adjusted, {151936: 151669}),
-    own=_shift,
-    more=_shift_key,
-    template=functools.partial(as_llama.template, "A2DQwen3LMHeadModel"),
+    template=as_llama.template("A2DQwen3LMHeadModel"),
 )
 QWEN2 = dataclasses.replace(
     QWEN3,
@@ -59,7 +48,7 @@ QWEN2 = dataclasses.replace(
     fixed={**QWEN3.fixed, "qkv_bias": True, "qk_norm": False},
     also_read=("attention_bias",),  # Qwen2's class has biases in any case
     adjusted=lambda config: as_llama.with_a_head(_adjusted({151936: 151665}, config)),
-    template=functools.partial(as_llama.template, "A2DQwen2LMHeadModel"),
+    template=as_llama.template("A2DQwen2LMHeadModel"),
 )
 LLAMA = dataclasses.replace(
     QWEN3,
@@ -69,6 +58,6 @@ LLAMA = dataclasses.replace(
     fixed={**QWEN3.fixed, "qk_norm": False},
     tokens={},
     adjusted=lambda config: as_llama.with_a_head(_adjusted({}, config)),
-    template=functools.partial(as_llama.template, "A2DLlamaLMHeadModel"),
+    template=as_llama.template("A2DLlamaLMHeadModel"),
 )
 FAMILIES = QWEN3, QWEN2, LLAMA

@@ -4,6 +4,7 @@ The table has all that any of them has: which lines a checkpoint has, its spec s
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from dllm_jax.checkpoint.config import Config, Requirement
@@ -63,15 +64,10 @@ REQUIREMENTS = (SILU, Requirement("partial_rotary_factor", (None, 1)))
 DEFAULTS = {"tied": False}  # of every class
 
 
-# Fields of those that norm queries and keys, as Qwen3: row i predicts token i; cos and sin are cast to the
-# activations' dtype before they rotate; padding is masked as keys only.
-NORMED = {
-    "qkv_bias": False,
-    "qk_norm": True,
-    "shifted": False,
-    "rope_in_f32": False,
-    "pad_rows_attend": True,
-}
+# Fields of most: row i predicts token i; cos and sin are cast to the activations' dtype before they rotate;
+# padding is masked as keys only.
+PLAIN = {"qkv_bias": False, "shifted": False, "rope_in_f32": False, "pad_rows_attend": True}
+NORMED = PLAIN | {"qk_norm": True}  # of those that norm queries and keys, as Qwen3
 
 
 def with_a_head(config: Config) -> Config:
@@ -82,9 +78,9 @@ def with_a_head(config: Config) -> Config:
     return dataclasses.replace(config, values=config.values | {"head_dim": head})
 
 
-def template(architecture: str, spec: ModelSpec) -> dict[str, Any]:
-    """The keys that hold no field, for a model that never had a config.json."""
-    return {
+def template(architecture: str) -> Callable[[ModelSpec], dict[str, Any]]:
+    """Returns the `Family.template` of a class of this name."""
+    return lambda spec: {
         "architectures": [architecture],
         "attention_dropout": 0.0,
         "bos_token_id": spec.eos_id,

@@ -1,17 +1,7 @@
 """Dream checkpoints (v0-Base-7B, v0-Instruct-7B, Dream-Coder): config.json; tensors are named as Llama's."""
 
-import functools
-from typing import Any
-
-from dllm_jax.checkpoint.config import Config, Requirement
 from dllm_jax.checkpoint.names import as_llama
 from dllm_jax.checkpoint.names.family import Family, Tokens
-
-
-def _check_head(config: Config, fields: dict[str, Any]) -> dict[str, Any]:
-    config.check((Requirement("head_dim", (fields["head_dim"], None)),))
-    return {}
-
 
 # Row i of the raw logits predicts token i + 1; cos and sin are cast before they rotate
 # (to the activations' dtype); padding is masked as query and as key. End-of-turn is <|im_end|>.
@@ -19,12 +9,8 @@ FAMILY = Family(
     name="dream",
     model_type="Dream",
     classes=("DreamModel",),
-    names=as_llama.NAMES,
-    keys=as_llama.KEYS,
-    requirements=as_llama.REQUIREMENTS,
     fixed={"qkv_bias": True, "shifted": True, "rope_in_f32": False, "pad_rows_attend": False},
     defaults=as_llama.DEFAULTS,
     tokens={152064: Tokens(151666, 151643, 151645)},
-    own=_check_head,
-    template=functools.partial(as_llama.template, "DreamModel"),
+    template=as_llama.template("DreamModel"),
 )

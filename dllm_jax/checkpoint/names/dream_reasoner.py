@@ -5,7 +5,6 @@ class, a block size and the absence of biases tell them from Dream's.
 """
 
 import dataclasses
-import functools
 
 from dllm_jax.checkpoint.config import Config
 from dllm_jax.checkpoint.names import as_llama, sdar
@@ -30,5 +29,5 @@ FAMILY = dataclasses.replace(
     newer_rope=True,
     adjusted=as_llama.with_a_head,
     tokens={151936: Tokens(151669, 151643, 151645)},
-    template=functools.partial(as_llama.template, "DreamForCausalLM"),
+    template=as_llama.template("DreamForCausalLM"),
 )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from dllm_jax.checkpoint.config import KINDS, BlockSizeWarning, Config, Requirement
+from dllm_jax.checkpoint.names import as_llama
 from dllm_jax.checkpoint.names.foreign import foreign
 from dllm_jax.checkpoint.names.rope import Key, read_rope, written_scaling
 from dllm_jax.checkpoint.names.table import TensorName
@@ -35,7 +36,7 @@ class Family:
         that names them under another model type is refused.
       signs: config.json -> other keys that tell its files from those of families of the same model type.
       unsigned: Whether files of its model type without such classes and signs are its own.
-      names: its tensors.
+      names: its tensors. Default: Llama's, and so of `keys` and `requirements`.
       keys: Keys of config.json, by the field of `ModelSpec` that they hold, for reading and writing.
       expert_keys: the same of `ExpertSpec`; none of dense models.
       requirements: keys that hold no field, and what this library supports of them.
@@ -50,7 +51,7 @@ class Family:
       newer_rope: Whether the authors' code reads "rope_parameters" as well, so that a file keeps them.
       also_read: Keys of config.json that `adjusted` and `own` read, or judge.
       adjusted: another spelling of a config.json -> the one that `keys` reads.
-      own: config.json and what `keys` hold -> the fields that no key holds alone.
+      own: config.json, and the fields that `keys` and rotary embedding hold -> those that no key holds alone.
       more: spec -> what it determines besides `keys`.
       template: spec -> keys that hold no field, for a model that never had a config.json.
     """
@@ -60,10 +61,10 @@ class Family:
     classes: tuple[str, ...] = ()
     signs: Callable[[Config], tuple[str, ...]] = lambda config: ()
     unsigned: bool = True
-    names: tuple[TensorName, ...]
-    keys: Mapping[str, str]
+    names: tuple[TensorName, ...] = as_llama.NAMES
+    keys: Mapping[str, str] = dataclasses.field(default_factory=lambda: as_llama.KEYS)
     expert_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    requirements: tuple[Requirement, ...]
+    requirements: tuple[Requirement, ...] = as_llama.REQUIREMENTS
     fixed: Mapping[str, Any]
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tokens: Mapping[int, Tokens] = dataclasses.field(default_factory=dict)
@@ -96,13 +97,8 @@ class Family:
         config, known, others = self._with_tokens(config, self.tokens.get(vocab, Tokens()))
         config = self._with_block_size(config) if "block_size" in self.keys else config
         fields = config.fields({**self.keys, "eot_id": "eot_token_id"}, **{**self.defaults, **known})
-        fields |= {
-            **self.fixed,
-            **self.own(config, fields),
-            "rope_scaling": scaling,
-            "stop_ids": others or None,
-        }
-        spec = ModelSpec(**fields, family=self.name)
+        fields |= {"rope_scaling": scaling, "stop_ids": others or None}
+        spec = ModelSpec(**{**fields, **self.fixed, **self.own(config, fields)}, family=self.name)
         config.check(foreign(config, spec, self.read_keys))
         return spec
 
@@ -124,8 +120,9 @@ class Family:
 
         # `save_hf` writes null for a model without end-of-turn, which published files do not mention.
         eot = listed[1] if len(listed) > 1 else published.eot
-        mask = config.generation.get("mask_token_id") or published.mask
-        known = {"eot_id": None if "eot_token_id" in config.values else eot, "mask_id": mask}
+        known = {"eot_id": None if "eot_token_id" in config.values else eot}
+        if mask := config.generation.get("mask_token_id") or published.mask:
+            known["mask_id"] = mask
         values = {key: value for key, value in config.values.items() if key != "eos_token_id"}
         if (eos := ids[0] if ids else published.eos) is not None:
             values["eos_token_id"] = eos

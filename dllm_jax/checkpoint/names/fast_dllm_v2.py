@@ -3,8 +3,6 @@
 Qwen2.5's decoder under block-causal attention, its head shifted (arXiv:2509.26328).
 """
 
-import functools
-
 from dllm_jax.checkpoint.config import Config
 from dllm_jax.checkpoint.names import as_llama
 from dllm_jax.checkpoint.names.family import Family, Tokens
@@ -24,13 +22,11 @@ def _with_a_mask(config: Config) -> Config:
 FAMILY = Family(
     name="fast-dllm-v2",
     model_type="Fast_dLLM_Qwen",
-    names=as_llama.NAMES,
     keys=as_llama.KEYS | {"block_size": "bd_size"},
-    requirements=as_llama.REQUIREMENTS,
-    fixed={"qkv_bias": True, "shifted": True, "rope_in_f32": False, "pad_rows_attend": True},
+    fixed=as_llama.PLAIN | {"qkv_bias": True, "shifted": True},
     defaults=as_llama.DEFAULTS | {"block_size": 32},
     tokens=dict.fromkeys((152064, 151936), Tokens(151665, 151645, 151645)),
     also_read=("attention_bias",),  # Qwen2's class has biases in any case
     adjusted=_with_a_mask,
-    template=functools.partial(as_llama.template, "Fast_dLLM_QwenForCausalLM"),
+    template=as_llama.template("Fast_dLLM_QwenForCausalLM"),
 )

@@ -3,22 +3,21 @@
 Llama's decoder under full attention, its head tied to the embedding (arXiv:2606.25331).
 """
 
-import functools
 from typing import Any
 
 from dllm_jax.checkpoint.config import Config, Requirement
 from dllm_jax.checkpoint.names import as_llama
 from dllm_jax.checkpoint.names.family import Family
-from dllm_jax.checkpoint.names.mask_token import always_masked_by
-from dllm_jax.checkpoint.names.rope import read_rope
 
-PLAIN = {name: value for name, value in as_llama.NORMED.items() if name != "qk_norm"}
-BIASES = Requirement("attention_bias", (False,)), Requirement("mlp_bias", (False,))
+REQUIREMENTS = (
+    *as_llama.REQUIREMENTS,
+    *(Requirement(key, (False,)) for key in ("attention_bias", "mlp_bias")),
+    Requirement("layer_norm_eps", (None,)),
+)
 
 
 def _check_rope(config: Config, fields: dict[str, Any]) -> dict[str, Any]:
-    scaling = read_rope(config, as_llama.KEYS["positions"])[1]
-    if scaling is not None:
+    if (scaling := fields["rope_scaling"]) is not None:
         scaled = f"rotary frequencies are scaled ({scaling.kind}, factor {scaling.factor:g})"
         raise ValueError(f"{config.where}: {scaled}, which iLLaDA's own code does not support")
     return {}
@@ -30,16 +29,9 @@ FAMILY = Family(
     name="illada",
     model_type="illada",
     classes=("ILLaDA*",),
-    names=as_llama.NAMES,
-    keys=as_llama.KEYS,
-    requirements=(
-        *as_llama.REQUIREMENTS,
-        *BIASES,
-        Requirement("layer_norm_eps", (None,)),
-    ),
-    fixed=PLAIN,
-    defaults={"tied": True},
-    adjusted=always_masked_by(5),
+    requirements=REQUIREMENTS,
+    fixed=as_llama.PLAIN,
+    defaults={"tied": True, "mask_id": 5},
     own=_check_rope,
-    template=functools.partial(as_llama.template, "ILLaDAForCausalLM"),
+    template=as_llama.template("ILLaDAForCausalLM"),
 )

@@ -5,7 +5,6 @@ each head rotates, the first layers are dense, a sigmoid router chooses within g
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 from dllm_jax.checkpoint.config import Config, Requirement
@@ -57,7 +56,6 @@ OWN = (
 
 def _own(config: Config, fields: dict[str, Any]) -> dict[str, Any]:
     rotated = int(fields["head_dim"] * config.read("partial_rotary_factor", PositiveFloat, 1.0))
-    config.check((Requirement("rotary_dim", (rotated, None)),))
     experts = config.experts(EXPERT_KEYS, sigmoid=True, bias=True)
     shared = config.read("num_shared_experts", NonNegativeInt, 0) * experts.mlp_width
     dense = config.read("first_k_dense_replace", NonNegativeInt, 0)
@@ -92,8 +90,7 @@ FAMILY = Family(
     defaults=as_llama.DEFAULTS,
     tokens={157184: Tokens(156895, 156892)},
     blocks=32,
-    also_read=("rotary_dim", "num_shared_experts", "first_k_dense_replace"),
     own=_own,
     more=_more,
-    template=functools.partial(as_llama.template, "LLaDA2MoeModelLM"),
+    template=as_llama.template("LLaDA2MoeModelLM"),
 )

@@ -45,7 +45,6 @@ FAMILY = Family(
     model_type="llada",
     signs=lambda config: ("num_experts",) if config.get("num_experts") is not None else (),
     unsigned=False,
-    names=as_llama.NAMES,
     keys=as_llama.KEYS | {"mlp_width": "dense_intermediate_size"},
     expert_keys=EXPERT_KEYS,
     requirements=REQUIREMENTS,

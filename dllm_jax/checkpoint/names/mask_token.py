@@ -2,7 +2,7 @@
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +43,6 @@ def with_a_mask(config: Config, token: str, published: Mapping[int, int]) -> Con
     return dataclasses.replace(config, values=config.values | {"mask_token_id": mask})
 
 
-def always_masked_by(token: int) -> Callable[[Config], Config]:
-    """Returns the function that names the mask token of config.json files that never do, by its one id."""
-
-    def adjusted(config: Config) -> Config:
-        if any(values.get("mask_token_id") is not None for values in (config.values, config.generation)):
-            return config
-        return dataclasses.replace(config, values=config.values | {"mask_token_id": token})
-
-    return adjusted
-
-
 def added_token(folder: Path, token: str) -> int | None:
     """The id of a token that a tokenizer's files add to its vocabulary; None if they do not.
 
@@ -61,15 +50,11 @@ def added_token(folder: Path, token: str) -> int | None:
       ValueError: one of the files is no JSON object.
     """
     # tokenizer.json is large, and names tokens only where the other files do not.
-    readers = {ADDED: _by_text, SETTINGS: _by_id, TOKENIZER: _listed}
+    readers = {ADDED: dict, SETTINGS: _by_id, TOKENIZER: _listed}
     for name, reader in readers.items():
         if has_entry(folder, name) and type(found := reader(read_object(folder / name)).get(token)) is int:
             return found
     return None
-
-
-def _by_text(values: dict[str, Any]) -> dict[Any, Any]:
-    return values
 
 
 def _by_id(values: dict[str, Any]) -> dict[Any, Any]:

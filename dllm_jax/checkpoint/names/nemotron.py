@@ -4,7 +4,6 @@ Ministral 3's decoder, whose prompt and finished blocks attend causally (arXiv:2
 """
 
 import dataclasses
-import functools
 
 from dllm_jax.checkpoint.config import Config, Requirement
 from dllm_jax.checkpoint.names import as_llama
@@ -53,15 +52,10 @@ FAMILY = Family(
         *(Requirement(key, (False, None)) for key in ("attention_bias", "mlp_bias", "tie_word_embeddings")),
         Requirement("sliding_window", (None,)),
     ),
-    fixed={
-        **{name: value for name, value in as_llama.NORMED.items() if name != "qk_norm"},
-        "tied": False,
-        "blocks_from": "response",
-        "causal_context": True,
-    },
+    fixed=as_llama.PLAIN | {"tied": False, "blocks_from": "response", "causal_context": True},
     defaults={"eos_id": 2},
     blocks=32,
     rope_key="rope_parameters",
     adjusted=_adjusted,
-    template=functools.partial(as_llama.template, "NemotronLabsDiffusionModel"),
+    template=as_llama.template("NemotronLabsDiffusionModel"),
 )

@@ -4,7 +4,6 @@ Qwen3-MoE's decoder under full attention, its head shifted (github.com/RadicalNu
 """
 
 import dataclasses
-import functools
 
 from dllm_jax.checkpoint.names import as_llama, sdar
 from dllm_jax.checkpoint.names.family import Tokens
@@ -18,5 +17,5 @@ FAMILY = dataclasses.replace(
     fixed=as_llama.NORMED | {"shifted": True},
     defaults=as_llama.DEFAULTS,
     tokens={151936: Tokens(151669, 151645)},
-    template=functools.partial(as_llama.template, "RND1LM"),
+    template=as_llama.template("RND1LM"),
 )

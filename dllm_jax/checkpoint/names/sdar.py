@@ -4,7 +4,6 @@ Qwen3's decoder, and Qwen3-MoE's, under block-causal attention (arXiv:2510.06303
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 from dllm_jax.checkpoint.config import Config, Requirement
@@ -18,13 +17,12 @@ from dllm_jax.options import PositiveInt, shown
 FAMILY = Family(
     name="sdar",
     model_type="sdar",
-    names=as_llama.NAMES,
     keys=as_llama.BLOCK_KEYS,
     requirements=(*as_llama.REQUIREMENTS, Requirement("attention_bias", (False,))),
     fixed=as_llama.NORMED,
     defaults=as_llama.DEFAULTS | {"block_size": 4},
     tokens={151936: Tokens(151669, 151643, 151645)},
-    template=functools.partial(as_llama.template, "SDARForCausalLM"),
+    template=as_llama.template("SDARForCausalLM"),
 )
 
 # Qwen3-MoE's experts, which RND1 has too.
@@ -60,5 +58,5 @@ FAMILY_MOE = dataclasses.replace(
     also_read=("mlp_only_layers", "decoder_sparse_step"),
     own=qwen3_experts,
     more=qwen3_layers,
-    template=functools.partial(as_llama.template, "SDARMoeForCausalLM"),
+    template=as_llama.template("SDARMoeForCausalLM"),
 )
