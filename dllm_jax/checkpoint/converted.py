@@ -18,11 +18,11 @@ to read every piece.
 import contextlib
 import dataclasses
 import json
-from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import tensorstore as ts
 
@@ -34,7 +34,7 @@ from dllm_jax.checkpoint.messages import named
 from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.table import Unit, layers_in_all
 from dllm_jax.checkpoint.sharded import Ranges, Source, Stored, StoredParameter
-from dllm_jax.nn.int8 import HostArray, Int8Matrix, Weights, axes_of, is_int8
+from dllm_jax.nn.int8 import HostArray, Weights, axes_of, held_as
 from dllm_jax.nn.sharding import WIDE, within_layer
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import shown
@@ -116,14 +116,11 @@ def open_converted(path: Path, family: Family | None = None) -> Source:
         raise ValueError(f"{params} holds {named(extra)}, which {SPEC} does not describe")
     check_tree(path, PARAMS)
     for unit in units:
-        described = unit.arrays(spec, dtype, weights)
-        arrays = [_named(leaf, parameter) for leaf, parameter in described.items()]
-        _check_unit(params / unit.name, dict(ChainMap(*arrays)))
+        _check_unit(params / unit.name, _arrays(unit.arrays(spec, dtype, weights)))
 
     def parameters(unit: Unit) -> dict[str, StoredParameter]:
-        described = unit.arrays(spec, dtype, weights)
-        where = params / unit.name
-        return {leaf: _as_parameter(where, leaf, is_int8(array)) for leaf, array in described.items()}
+        stored = lambda path, _: _stored(params / unit.name, _name(path))
+        return jax.tree_util.tree_map_with_path(stored, unit.arrays(spec, dtype, weights))
 
     return Source(path, spec, frozenset({dtype}), weights, parameters, family=family)
 
@@ -151,63 +148,54 @@ def _check_unit(where: Path, expected: dict[str, Any]):
 
 
 def write_unit(path: Path, unit: Unit, parameters: dict[str, HostArray]):
-    """Writes the parameters of one unit, in our layout."""
-    # The letters decide where an array is cut (`piece`); a scale has those of the outputs alone.
-    arrays: dict[str, tuple[str, np.ndarray]] = {}
-    for leaf, parameter in parameters.items():
-        axes = _named(leaf, axes_of(leaf, "int8" if is_int8(parameter) else None))
-        for name, array in _named(leaf, parameter).items():
-            arrays[name] = within_layer(axes[name]), array
-    write_arrays(path / PARAMS / unit.name, unit.name, arrays)
-
-
-def _named(leaf: str, parameter: Any) -> dict[str, Any]:
-    """A parameter's arrays, or what describes them, by their names: an int8 matrix is two."""
-    if not is_int8(parameter):
-        return {leaf: parameter}
-    return {f"{leaf}.values": parameter.values, f"{leaf}.scale": parameter.scale}
-
-
-def _as_parameter(where: Path, leaf: str, is_int8: bool) -> StoredParameter:
-    """A parameter of a unit; the scales of int8 matrices are looked at when they are read."""
-    if not is_int8:
-        return open_array(where, leaf)
-    values, scale = (open_array(where, name) for name in _named(leaf, Int8Matrix("values", "scale")))
-
-    def read(ranges: Ranges) -> np.ndarray:
-        part = scale.read(ranges)
-        if not (np.isfinite(part) & (part > 0)).all():
-            raise ValueError(f"{where}: {leaf}.scale holds numbers that are not positive and finite")
-        return part
-
-    return Int8Matrix(values, dataclasses.replace(scale, read=read))
-
-
-def write_arrays(path: Path, unit: str, arrays: Mapping[str, tuple[str, np.ndarray]]):
-    """Writes the arrays of a unit into a directory of their own.
-
-    Args:
-      path: the directory, which does not exist.
-      unit: its name, which is kept with them.
-      arrays: Letters of the axes and values of each array, by name.
+    """Writes the parameters of one unit, in our layout, into a directory of their own.
 
     Raises:
       OSError: they cannot be written, e.g. as the disk is full; names the directory.
     """
-    with _errors_named(path, "written", OSError):  # a full disk too, which is ValueError in TensorStore
-        for name, (axes, values) in arrays.items():
-            cut = ts.ChunkLayout(chunk_shape=piece(axes, values.shape, values.dtype.itemsize))
+    where = path / PARAMS / unit.name
+    # The letters decide where an array is cut (`piece`); a scale has those of the outputs alone.
+    letters = _arrays({leaf: axes_of(leaf, held_as(parameter)) for leaf, parameter in parameters.items()})
+    with _errors_named(where, "written", OSError):  # a full disk too, which is ValueError in TensorStore
+        for name, values in _arrays(parameters).items():
+            pieces = piece(within_layer(letters[name]), values.shape, values.dtype.itemsize)
             array = ts.open(
-                _described(path, name) | {"metadata": {"compressor": {"id": "zstd", "level": 1}}},
+                _described(where, name) | {"metadata": {"compressor": {"id": "zstd", "level": 1}}},
                 create=True,
                 dtype=ts.dtype(values.dtype),
                 shape=values.shape,
-                chunk_layout=cut,
+                chunk_layout=ts.ChunkLayout(chunk_shape=pieces),
             ).result()
 
             # The write is waited for, and nothing changes `values` meanwhile: TensorStore need not copy them.
             array.write(values, can_reference_source_data_indefinitely=True).result()
-        ts.KvStore.open(_store(path)).result()[UNIT] = unit.encode()
+        # All layers have arrays of the same names: the unit's own is kept with them.
+        ts.KvStore.open(_store(where)).result()[UNIT] = unit.name.encode()
+
+
+def _arrays(parameters: dict[str, Any]) -> dict[str, Any]:
+    """The arrays of parameters, or what describes them, by their names: an int8 matrix is two."""
+    return {_name(path): array for path, array in jax.tree_util.tree_leaves_with_path(parameters)}
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """The name of an array: the parameter's, and of an int8 matrix `values` or `scale` after it."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _stored(where: Path, name: str) -> Stored:
+    """An array of a unit; the scales of int8 matrices are looked at when they are read."""
+    stored = open_array(where, name)
+    if not name.endswith(".scale"):
+        return stored
+
+    def read(ranges: Ranges) -> np.ndarray:
+        part = stored.read(ranges)
+        if not (np.isfinite(part) & (part > 0)).all():
+            raise ValueError(f"{where}: {name} holds numbers that are not positive and finite")
+        return part
+
+    return dataclasses.replace(stored, read=read)
 
 
 def piece(axes: str, shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:

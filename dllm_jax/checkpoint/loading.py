@@ -16,9 +16,9 @@ from jaxtyping import Array, Bool, Float, Int
 from dllm_jax.checkpoint.dtypes import choose, choose_weights
 from dllm_jax.checkpoint.files import check_integrity
 from dllm_jax.checkpoint.names.family import Family
-from dllm_jax.checkpoint.sharded import Source, StoredParameter
+from dllm_jax.checkpoint.sharded import Source, Stored
 from dllm_jax.checkpoint.source import open_checkpoint, opened, require_finite, resized
-from dllm_jax.nn.int8 import Int8Matrix, Weights, placements
+from dllm_jax.nn.int8 import Weights, placements
 from dllm_jax.nn.mesh import MeshRules, context_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import Params, abstract, abstract_vision, form_of_layers
@@ -197,7 +197,8 @@ def fill(
             trees[of_vision]["layers"], put[of_vision] = _stack(shapes["layers"], where)
     for unit, parameters in opened(source, dtype, weights):
         placed: dict[str, Any] = {
-            leaf: _place(stored, where(leaf, stacked=False)) for leaf, stored in parameters.items()
+            leaf: jax.tree.map(Stored.on_devices, stored, where(leaf, stacked=False))
+            for leaf, stored in parameters.items()
         }
         placed |= {leaf: placed[leaf].astype(jnp.float32) for leaf in WIDE if leaf in placed}
         if check_finite:
@@ -211,18 +212,6 @@ def fill(
             # The number is an argument, not a constant: one program fills all layers.
             tree["layers"] = put[unit.of_vision](tree["layers"], placed, jnp.int32(unit.layer))
     return trees[False], None if spec.vision is None else trees[True]
-
-
-def _place(stored: StoredParameter, where: Any) -> jax.Array | Int8Matrix:
-    """A parameter on the devices, of which this process reads what its own devices hold.
-
-    Args:
-      stored: the parameter.
-      where: a sharding for each of its arrays; None is the default device.
-    """
-    if not isinstance(stored, Int8Matrix):
-        return stored.on_devices(where)
-    return Int8Matrix(stored.values.on_devices(where.values), stored.scale.on_devices(where.scale))
 
 
 @jax.jit

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from dllm_jax.nn.arithmetic import einsum
-from dllm_jax.nn.int8 import Int8Matrix, axes_of, is_int8
+from dllm_jax.nn.int8 import Int8Matrix, axes_of, held_as
 from dllm_jax.nn.kernels import BY_DEFAULT, Kernels
 from dllm_jax.nn.mesh import MeshRules
 from dllm_jax.nn.sharding import within_layer
@@ -88,8 +88,7 @@ def _by_device(
     # All devices route, by the whole router: what they decide is the same wherever an expert lies.
     of_layer = lambda axes: over(within_layer(axes))
     placed: dict[str, Any] = {
-        name: jax.tree.map(of_layer, axes_of(name, "int8" if is_int8(leaf) else None))
-        for name, leaf in weights.items()
+        name: jax.tree.map(of_layer, axes_of(name, held_as(leaf))) for name, leaf in weights.items()
     }
     placed |= {name: PartitionSpec() for name in placed if name.startswith("router")}
     of_x = over("bqm")
