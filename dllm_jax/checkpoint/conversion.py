@@ -1,6 +1,5 @@
 """Converting a Hugging Face directory for this library, one unit in memory at a time."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -86,7 +85,7 @@ def convert(
         write_spec(partial, spec, written, held)
         history = _provenance(checkpoint, str(source), written, held, rope_factor)
         history |= {files.WRITTEN: files.written(partial)}
-        (partial / files.PROVENANCE).write_text(json.dumps(history, indent=2) + "\n", encoding="utf-8")
+        files.write_object(partial / files.PROVENANCE, history)
     return target
 
 

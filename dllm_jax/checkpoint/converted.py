@@ -17,7 +17,6 @@ to read every piece.
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ import tensorstore as ts
 from dllm_jax.checkpoint.config import Requirement, read_config
 from dllm_jax.checkpoint.dtypes import SAFETENSORS, SUPPORTED
 from dllm_jax.checkpoint.families import family_of, units_of
-from dllm_jax.checkpoint.files import PARAMS, SPEC, check_tree
+from dllm_jax.checkpoint.files import PARAMS, SPEC, check_tree, write_object
 from dllm_jax.checkpoint.messages import named
 from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.table import Unit, layers_in_all
@@ -87,8 +86,7 @@ def write_spec(folder: Path, spec: ModelSpec, dtype: np.dtype, weights: Weights 
     fields = dataclasses.asdict(spec)
     kept = {f.name: fields[f.name] for f in dataclasses.fields(spec) if fields[f.name] != f.default}
     content = {"format": number, "dtype": str(dtype)} | ({} if weights is None else {"weights": weights})
-    text = json.dumps(content | {"spec": kept}, indent=2)
-    (folder / SPEC).write_text(f"{text}\n", encoding="utf-8")
+    write_object(folder / SPEC, content | {"spec": kept})
 
 
 def is_converted(path: Path) -> bool:

@@ -1,24 +1,24 @@
 """Writing a converted directory, or a model in memory, as a Hugging Face directory, unit by unit."""
 
+import collections
 import functools
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
 from dllm_jax.checkpoint.card import CARD, card, files_along
 from dllm_jax.checkpoint.config import GENERATION, read_model_config
 from dllm_jax.checkpoint.converted import is_converted, open_converted
 from dllm_jax.checkpoint.dtypes import SAFETENSORS, choose
 from dllm_jax.checkpoint.families import spec_to_config, spec_to_generation, units_of
-from dllm_jax.checkpoint.files import INDEX, auxiliary_files, copy_files
+from dllm_jax.checkpoint.files import INDEX, auxiliary_files, copy_files, write_object
 from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.fused import with_fused_experts
 from dllm_jax.checkpoint.names.table import Unit, tensors_of, to_hf
@@ -30,6 +30,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import layer_of, name_of
 from dllm_jax.nn.sharding import WIDE
 from dllm_jax.options import check_argument, local_path
+from dllm_jax.processes import by_the_first
 from dllm_jax.state import host
 
 SHARD_BYTES = 2 * 10**9
@@ -142,14 +143,12 @@ def save_hf(
         )
     target, kept = local_path("destination", destination), _original(model, like or keep_from)
     about, along = card(model, target.name, kept), () if kept is None else files_along(kept)
-    write_all = functools.partial(
-        _write, target, source, kept, along, about, overwrite, shard_bytes, fused=fused_experts
-    )
     tensors = _tensors(source, lambda: None, fused_experts)
-    if jax.process_count() == 1:
-        write_all(tensors)
-    else:
-        _by_first_process(write_all, tensors, str(target))
+    write = functools.partial(
+        _write, target, source, kept, along, about, overwrite, shard_bytes, tensors, fused_experts
+    )
+    # Fetching a parameter is a collective: all processes must go through all of them, whoever writes.
+    by_the_first(write, f"{target} was not written", lambda: collections.deque(tensors, maxlen=0))
     return target
 
 
@@ -171,28 +170,6 @@ def _original(model: Model, like: str | os.PathLike[str] | None) -> Path | None:
         stacklevel=3,
     )
     return None
-
-
-def _by_first_process(write_all: Callable[[Iterator[np.ndarray]], None], tensors: Iterator[Any], what: str):
-    """The first process writes; all of them fetch the tensors, and go on when it is done.
-
-    Raises:
-      OSError: on the other processes, if the first one could not; there, what stopped it.
-    """
-    # Fetching a parameter is a collective: all processes must go through all of them, whoever writes.
-    failure: Exception | None = None
-    if jax.process_index() == 0:
-        try:
-            write_all(tensors)
-        except Exception as error:  # the others must hear of it, or they would wait for ever
-            failure = error
-    for _ in tensors:  # those that are left: fetching takes all processes
-        pass
-    failed = multihost_utils.broadcast_one_to_all(np.int32(failure is not None))
-    if failure is not None:
-        raise failure
-    if failed:
-        raise OSError(f"{what} was not written: the first process failed, and says why")
 
 
 def in_memory(model: Model, family: Family | None = None) -> Source:
@@ -252,16 +229,12 @@ def _write(
         # Bytes of an unchanged config.json stay as they came.
         values = spec_to_config(spec, str(dtype), original, source.family)
         if original is None or values != original.values:
-            _write_json(partial / "config.json", values)
+            write_object(partial / "config.json", values)
         generation = {} if original is None else spec_to_generation(spec, original, source.family)
         if original is not None and generation != original.generation:
-            _write_json(partial / GENERATION, generation)
+            write_object(partial / GENERATION, generation)
         _write_shards(partial, _plan(source, dtype, shard_bytes, fused), tensors)
         next(tensors, None)  # all are written; this lets the last unit count as done
-
-
-def _write_json(file: Path, content: Mapping[str, Any]):
-    file.write_text(json.dumps(dict(content), indent=2) + "\n", encoding="utf-8")
 
 
 def _tensors(source: Source, advance: Callable[[], None], fused: bool = False) -> Iterator[np.ndarray]:
@@ -328,7 +301,7 @@ def _write_shards(path: Path, shards: list[Shard], tensors: Iterator[np.ndarray]
     if count > 1:
         size = sum(_size(shape, dtype) for shard in shards for _, shape, dtype in shard)
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        (path / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_object(path / INDEX, index)
 
 
 def _size(shape: tuple[int, ...], dtype: np.dtype) -> int:

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,11 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds a {type(values).__name__}, expected an object")
     return values
+
+
+def write_object(path: Path, content: Mapping[str, Any]):
+    """Writes a JSON file that holds an object."""
+    path.write_text(json.dumps(dict(content), indent=2) + "\n", encoding="utf-8")
 
 
 def check_content(file: Path):

@@ -5,7 +5,6 @@ PEFT names the factors of a linear layer `base_model.model.MODULE.lora_A.weight`
 `dllm_jax.checkpoint.names` have it. Ours are their transposes, with merged axes split.
 """
 
-import json
 import math
 import os
 import re
@@ -21,7 +20,7 @@ from safetensors.numpy import save_file
 
 from dllm_jax.checkpoint.config import Config, read_config
 from dllm_jax.checkpoint.families import family_of
-from dllm_jax.checkpoint.files import file_inside
+from dllm_jax.checkpoint.files import file_inside, write_object
 from dllm_jax.checkpoint.messages import listed, named, what_else
 from dllm_jax.checkpoint.names.spelling import WRAPPERS, spelled
 from dllm_jax.checkpoint.names.table import TensorName, mismatches, units
@@ -77,8 +76,7 @@ def save(
         for letter, tensor in zip("AB", _to_peft(matrix), strict=True):
             tensors[f"{PREFIX}{module}.lora_{letter}.weight"] = np.ascontiguousarray(tensor)
     with atomic_directory(target, overwrite) as partial:
-        text = json.dumps(_config(model.spec, lora, base), indent=2)
-        (partial / CONFIG).write_text(f"{text}\n", encoding="utf-8")
+        write_object(partial / CONFIG, _config(model.spec, lora, base))
         save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
     return target
 

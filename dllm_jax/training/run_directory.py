@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 from jaxtyping import Array, PyTree
 
 from dllm_jax import locks
@@ -25,6 +24,7 @@ from dllm_jax.nn.keys import THREEFRY
 from dllm_jax.nn.mesh import number_modes
 from dllm_jax.nn.model import Model
 from dllm_jax.options import check_argument, shown
+from dllm_jax.processes import by_the_first
 from dllm_jax.training.batch import Memory
 from dllm_jax.training.loss import Metrics
 from dllm_jax.training.setup import Setup, Trainable, labels, parameters
@@ -200,24 +200,17 @@ def _claim(log: Path, held: contextlib.ExitStack):
       ValueError: another run holds it.
       OSError: it cannot be locked, or the first process could not lock it.
     """
-    failure: Exception | None = None
-    if jax.process_index() == 0:
+
+    def hold():
         try:
             locks.hold(held.enter_context(log.open("ab")), log)
         except BlockingIOError:
-            failure = ValueError(
+            raise ValueError(
                 f"directory={shown(str(log.parent))} is in use: another run trains in it. Wait until it has "
                 "ended, or choose another directory."
-            )
-        except OSError as error:
-            failure = error
-    # The other processes must hear of it, or they would wait for ever.
-    if jax.process_count() > 1:
-        failed = multihost_utils.broadcast_one_to_all(np.int32(failure is not None))
-        if failed and failure is None:
-            failure = OSError(f"{log.parent} was not claimed: the first process failed, and says why")
-    if failure is not None:
-        raise failure
+            ) from None
+
+    by_the_first(hold, f"{log.parent} was not claimed")
 
 
 def _saved(state: TrainState) -> dict[str, Any]:
