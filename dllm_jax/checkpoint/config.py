@@ -12,8 +12,6 @@ from dllm_jax.nn.spec import ExpertSpec, ModelSpec
 from dllm_jax.options import PositiveInt, check_argument, shown
 
 GENERATION = "generation_config.json"
-KINDS = get_type_hints(ModelSpec, include_extras=True)
-KINDS_OF_EXPERTS = get_type_hints(ExpertSpec, include_extras=True)
 
 
 class MaskTokenWarning(UserWarning):
@@ -93,8 +91,7 @@ class Config:
           ValueError: as `read`; or no key gives a head's width, and the heads do not divide the model's.
         """
         others = {"kv_heads": self.get(keys["heads"]), "vocab": self.get("vocab_size")}
-        defaults = others | defaults
-        found = {name: self.read(key, KINDS[name], defaults.get(name)) for name, key in keys.items()}
+        found = self.of_class(ModelSpec, keys, others | defaults)
         if "head_dim" in found:
             return found
         return found | {"head_dim": self.divided_head(keys["width"], keys["heads"])}
@@ -126,9 +123,21 @@ class Config:
         Raises:
           ValueError: as `read`; or fields that do not go together.
         """
-        default = lambda name: getattr(ExpertSpec, name, None)
-        found = {name: self.read(key, KINDS_OF_EXPERTS[name], default(name)) for name, key in keys.items()}
-        return ExpertSpec(**found, **others)
+        return ExpertSpec(**self.of_class(ExpertSpec, keys, vars(ExpertSpec)), **others)
+
+    def of_class(self, kind: type, keys: Mapping[str, str], defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """The values at these keys, of the kinds that the annotations of a class ask for.
+
+        Args:
+          kind: A class of options, such as `ModelSpec`.
+          keys: Keys of config.json, by field of the class.
+          defaults: Values of absent keys, by field.
+
+        Raises:
+          ValueError: as `read`.
+        """
+        kinds = get_type_hints(kind, include_extras=True)
+        return {name: self.read(key, kinds[name], defaults.get(name)) for name, key in keys.items()}
 
     def check(self, requirements: tuple[Requirement, ...]):
         """Raises ValueError that lists every key whose value no requirement allows."""

@@ -39,12 +39,11 @@ def dequantised(stored: Tensors, config: Config) -> dict[str, Tensor]:
     Raises:
       ValueError: a method or a format that is not read, or parts of a matrix that do not fit.
     """
-    settings = settings_of(config)
+    key, settings = settings_of(config)
     if settings is None:
         if odd := next((name for name in stored if name.endswith((".qweight", ".weight_packed"))), None):
-            raise ValueError(f"{config.where}: {odd} is quantised, but no {QUANTISED[0]} says how. Add it")
+            raise ValueError(f"{config.where}: {odd} is quantised, but no {key} says how. Add it")
         return dict(stored)
-    key = next(key for key in QUANTISED if config.get(key) is not None)
     method = settings.get("quant_method") if isinstance(settings, dict) else None
     read = METHODS.get(method) if isinstance(method, str) else None
     if read is None:
@@ -61,17 +60,17 @@ def dequantised(stored: Tensors, config: Config) -> dict[str, Tensor]:
 
 def described(config: Config) -> str | None:
     """How weights are quantised, in words; None if they are not."""
-    settings = settings_of(config)
-    if settings is None:
+    if (settings := settings_of(config)[1]) is None:
         return None
     bits = settings.get("bits", settings.get("w_bit"))
     kind = settings.get("format") or settings.get("checkpoint_format")
     return ", ".join([settings["quant_method"], *[f"{bits} bits"] * bool(bits), *[str(kind)] * bool(kind)])
 
 
-def settings_of(config: Config) -> Any:
-    """Reads the quantization settings of a config.json; None if there are none."""
-    return next((value for key in QUANTISED if (value := config.get(key)) is not None), None)
+def settings_of(config: Config) -> tuple[str, Any]:
+    """The key and the value of the quantization settings of a config.json; None for a value it has not."""
+    found = ((key, value) for key in QUANTISED if (value := config.get(key)) is not None)
+    return next(found, (QUANTISED[0], None))
 
 
 def _computed(shape: tuple[int, ...], read: Callable[[Ranges], np.ndarray]) -> Tensor:

@@ -4,12 +4,11 @@ docs/models.md has a row with the same words for each (`python -m bench.pages`).
 """
 
 import dataclasses
-import fnmatch
 import os
 from pathlib import PurePath
 
 from dllm_jax.checkpoint.config import Config
-from dllm_jax.checkpoint.signs import class_names
+from dllm_jax.checkpoint.signs import class_names, matching
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +90,7 @@ def refuse_by_name(path: str | os.PathLike[str]):
     """Raises ValueError if a directory or hub id is named as a model that is not read."""
     name = PurePath(os.fspath(path)).name.lower()
     for model in REFUSED:
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in model.repositories):
+        if any(matching([name], model.repositories)):
             raise ValueError(f"{os.fspath(path)}: {model.sentence}")
 
 
@@ -99,6 +98,5 @@ def refuse(config: Config):
     """Raises ValueError if a config.json names a class or a model type of a model that is not read."""
     named, model_type = [*class_names(config)], config.get("model_type")
     for model in REFUSED:
-        of_class = any(fnmatch.fnmatchcase(name, pattern) for name in named for pattern in model.classes)
-        if of_class or model_type in model.model_types:
+        if any(matching(named, model.classes)) or model_type in model.model_types:
             raise ValueError(f"{config.where}: {model.sentence}")

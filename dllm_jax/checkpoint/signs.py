@@ -23,11 +23,11 @@ def signed(config: Config, of_type: Sequence[Family], known: Iterable[Family]) -
     """
     named, model_type = [*class_names(config)], f"model_type={shown(config.values['model_type'])}"
     found = {
-        family.name: [*_matching(named, family.classes), *(family.signs(config) if family in of_type else ())]
+        family.name: [*matching(named, family.classes), *(family.signs(config) if family in of_type else ())]
         for family in known
     }
     if any(family.classes for family in of_type):
-        found["an autoregressive model"] = [*_matching(named, AUTOREGRESSIVE)]
+        found["an autoregressive model"] = [*matching(named, AUTOREGRESSIVE)]
     found = {name: signs for name, signs in found.items() if signs}
     reads = next((family for family in of_type if family.name in found), None)
     reads = reads or next((family for family in of_type if family.unsigned), None)
@@ -58,7 +58,7 @@ def class_names(config: Config) -> Iterator[str]:
                 yield name.rpartition(".")[2]
 
 
-def _matching(names: Iterable[str], patterns: Iterable[str]) -> Iterator[str]:
+def matching(names: Iterable[str], patterns: Iterable[str]) -> Iterator[str]:
     """The names that a pattern fits, each once."""
     for name in dict.fromkeys(names):
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):

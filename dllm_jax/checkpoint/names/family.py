@@ -5,13 +5,13 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from dllm_jax.checkpoint.config import KINDS, BlockSizeWarning, Config, Requirement
+from dllm_jax.checkpoint.config import BlockSizeWarning, Config, Requirement
 from dllm_jax.checkpoint.names import as_llama
 from dllm_jax.checkpoint.names.foreign import foreign
 from dllm_jax.checkpoint.names.rope import Key, read_rope, written_scaling
 from dllm_jax.checkpoint.names.table import TensorName
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import check_argument, shown
+from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument, shown
 
 DENSE = Requirement("num_experts", (None,))  # a relative with experts would be read as if it had none
 BLOCK_SIZE = ("block_size", "block_length", "bd_size")  # spellings of one number
@@ -93,7 +93,7 @@ class Family:
         if kinds is not None and (not isinstance(kinds, list) or {*map(str, kinds)} - {"full_attention"}):
             raise ValueError(f"{config.where}: layer_types={shown(kinds)} must all be 'full_attention'")
 
-        vocab = config.read(self.keys["vocab"], KINDS["vocab"], config.get("vocab_size"))
+        vocab = config.read(self.keys["vocab"], PositiveInt, config.get("vocab_size"))
         config, known, others = self._with_tokens(config, self.tokens.get(vocab, Tokens()))
         config = self._with_block_size(config) if "block_size" in self.keys else config
         fields = config.fields({**self.keys, "eot_id": "eot_token_id"}, **{**self.defaults, **known})
@@ -199,7 +199,7 @@ def _ids(config: Config, values: Mapping[str, Any]) -> tuple[int, ...]:
     given = values.get("eos_token_id")
     listed = given if isinstance(given, list) else [] if given is None or given is False else [given]
     try:
-        return tuple(dict.fromkeys(check_argument("eos_token_id", i, KINDS["eos_id"]) for i in listed))
+        return tuple(dict.fromkeys(check_argument("eos_token_id", i, NonNegativeInt) for i in listed))
     except ValueError:
         rule = "must be a whole number of at least 0, or a list of them"
         raise ValueError(f"{config.where}: eos_token_id={shown(given)} {rule}") from None

@@ -8,7 +8,7 @@ siglip2-so400m-patch14-384 and of LLaDA's tokenizer. A config.json of other size
 """
 
 import dataclasses
-from typing import Any, get_type_hints
+from typing import Any
 
 from dllm_jax.checkpoint.config import Config, Requirement
 from dllm_jax.checkpoint.names import as_llama
@@ -119,15 +119,11 @@ def _read_vision(config: Config) -> VisionSpec:
     values = _object(config, "vision_config")
     if values is None:
         return VisionSpec()
-    inner, kinds = (
-        Config(f"{config.where}: vision_config", values),
-        get_type_hints(VisionSpec, include_extras=True),
-    )
+    inner = Config(f"{config.where}: vision_config", values)
     inner.check(VISION_REQUIREMENTS)
     layers = inner.read("num_hidden_layers", int) - 1  # the last one is never run, nor in the checkpoint
     inner.check((Requirement("layers_in_checkpoint", (layers,)),))
-    defaults = {"norm_eps": VisionSpec.norm_eps}
-    sizes = {name: inner.read(key, kinds[name], defaults.get(name)) for name, key in VISION_KEYS.items()}
+    sizes = inner.of_class(VisionSpec, VISION_KEYS, {"norm_eps": VisionSpec.norm_eps})
     return VisionSpec(layers=layers, **sizes)
 
 
