@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import jax
 import jax.numpy as jnp
 from annotated_types import MinLen
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Key, PyTree
 
 from dllm_jax.nn.int8 import is_int8
@@ -18,7 +18,7 @@ from dllm_jax.nn.low_rank import LowRankMatrix, adapted, factor_axes, is_low_ran
 from dllm_jax.nn.mesh import number_modes
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import Params
-from dllm_jax.nn.sharding import AXES, DENSE, OUTPUTS, sizes
+from dllm_jax.nn.sharding import AXES, DENSE, OUTPUTS, sharding, sizes
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Options, PositiveFloat, PositiveInt, check_argument, shown
 
@@ -151,12 +151,11 @@ def factor_shapes(spec: ModelSpec, name: str, rank: int) -> tuple[tuple[int, ...
 
 def _placed(model: Model, factor: Array, axes: str) -> Array:
     """A factor where its matrix lies."""
-    mesh = model.mesh
-    if not isinstance(mesh, Mesh):
+    if not isinstance(mesh := model.mesh, Mesh):
         return factor
 
     # The rank's letter is in no rule, so that its axis stays whole.
-    return jax.device_put(factor, NamedSharding(mesh, model.rules.spec(mesh, axes, sizes(model.spec))))
+    return jax.device_put(factor, sharding(model.spec, axes, mesh, model.rules))
 
 
 def trainable(params: Params) -> PyTree[bool]:

@@ -168,6 +168,22 @@ def current_mesh(tree: PyTree) -> AnyMesh | None:
     return mesh_of(tree) or context_mesh()
 
 
+@contextlib.contextmanager
+def number_modes() -> Iterator[None]:
+    """The modes in which the library computes, whatever the user's program has chosen for its own arrays.
+
+    Numbers of 32 bits and JAX's usual promotion of dtypes and ranks: results are bit for bit the same under
+    `jax_enable_x64`, and with strict promotion.
+    """
+    with (
+        jax.enable_x64(False),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
+        yield
+
+
+@number_modes()
 def over_mesh(function: Callable[..., Any], *args: PyTree, out: PyTree[PartitionSpec] | None) -> Any:
     """`function(*args)` inside of a traced program, with all axes of the mesh Auto while it runs.
 
@@ -185,17 +201,7 @@ def over_mesh(function: Callable[..., Any], *args: PyTree, out: PyTree[Partition
     # The mesh of the context goes first: arguments that are on no mesh, such as constants, follow it.
     context = jax.sharding.get_abstract_mesh()
     mesh = mesh_of(args) if context.empty else context
-    with number_modes():
-        return _over_mesh(function, args, None if mesh is None or mesh.size == 1 else mesh, out)
-
-
-def _over_mesh(
-    function: Callable[..., Any],
-    args: tuple[PyTree, ...],
-    mesh: AnyMesh | None,
-    out: PyTree[PartitionSpec] | None,
-) -> Any:
-    if mesh is None:
+    if mesh is None or mesh.size == 1:
         return function(*args)
     abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
 
@@ -218,21 +224,6 @@ def _over_mesh(
         # Auto axes: results are constrained to what was asked for; `out` may be a prefix of their tree.
         place = lambda spec, part: jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, spec), part)
         return jax.tree.map(place, out, function(*args), is_leaf=lambda x: isinstance(x, PartitionSpec))
-
-
-@contextlib.contextmanager
-def number_modes() -> Iterator[None]:
-    """The modes in which the library computes, whatever the user's program has chosen for its own arrays.
-
-    Numbers of 32 bits and JAX's usual promotion of dtypes and ranks: results are bit for bit the same under
-    `jax_enable_x64`, and with strict promotion.
-    """
-    with (
-        jax.enable_x64(False),
-        jax.numpy_dtype_promotion("standard"),
-        jax.numpy_rank_promotion("allow"),
-    ):
-        yield
 
 
 def constrain(x: Shaped[Array | np.ndarray, "..."], rules: MeshRules, axes: str) -> Shaped[Array, "..."]:

@@ -6,7 +6,7 @@ import warnings
 import jax
 import numpy as np
 from jax.experimental.layout import Format
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from dllm_jax.nn.mesh import MeshRules, ReplicationWarning, ways
 from dllm_jax.nn.spec import ModelSpec
@@ -151,14 +151,12 @@ def shape(spec: ModelSpec, axes: str) -> tuple[int, ...]:
     return tuple(length[letter] for letter in axes)
 
 
-def partition(spec: ModelSpec, axes: str, mesh: Mesh, rules: MeshRules = MeshRules()) -> PartitionSpec:
-    """How a parameter with these axes is split over the mesh; an axis that does not divide is replicated."""
-    return rules.spec(mesh, axes, sizes(spec))
-
-
 def sharding(spec: ModelSpec, axes: str, mesh: Mesh, rules: MeshRules = MeshRules()) -> NamedSharding:
-    """Sharding of a parameter with these axes on the mesh, whether its axes are Auto or Explicit."""
-    return NamedSharding(mesh, partition(spec, axes, mesh, rules))
+    """Sharding of a parameter with these axes on the mesh, whether its axes are Auto or Explicit.
+
+    An axis that does not divide is replicated, and so is one whose letter has no rule.
+    """
+    return NamedSharding(mesh, rules.spec(mesh, axes, sizes(spec)))
 
 
 def replicas(spec: ModelSpec, mesh: Mesh, rules: MeshRules = MeshRules()) -> dict[str, tuple[int, int]]:

@@ -14,7 +14,6 @@ of sequences; accumulation sums over several batches before it divides.
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
@@ -24,7 +23,7 @@ from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.nnx.view import ModelView
 from dllm_jax.options import check_argument
 from dllm_jax.training.batch import Batch, checked
-from dllm_jax.training.loss import draw
+from dllm_jax.training.loss import cross_entropy, draw
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +94,6 @@ def loss(model: ModelView, batch: Any) -> Any:
 
     logits = compute_diffusion_logits(model, batch, logits_fn).astype(jnp.float32)
     weights = jnp.asarray(batch.loss_weights, jnp.float32)
-    target = jnp.where(weights > 0, batch.target_ids, 0)
-    log_prob = jnp.take_along_axis(jax.nn.log_softmax(logits), target[..., None], axis=-1)[..., 0]
-    total = -jnp.sum(jnp.where(weights > 0, weights * log_prob, 0.0))
+    total = jnp.sum(weights * cross_entropy(logits, batch.target_ids, weights > 0))
     count = jnp.asarray(weights.shape[0], jnp.float32)
     return LossOutput(primary_loss=WeightedMetric(total, count), aux_metrics={})

@@ -256,24 +256,37 @@ def padding(
     if mask is None:
         return None
     mask = host.array(name, mask, "a mask [batch, positions]")
-    if mask.ndim == 1:
-        mask = mask[None]
-    if mask.shape != shape:
-        raise ValueError(f"{name} has shape {mask.shape}; expected {shape}, that of the tokens")
-    if not (jnp.issubdtype(mask.dtype, jnp.bool_) or jnp.issubdtype(mask.dtype, jnp.integer)):
-        raise ValueError(f"{name} has dtype {mask.dtype}; expected bool or 0/1 integers")
+    mask = flags(name, mask[None] if mask.ndim == 1 else mask, shape, "the tokens")
     if (known := host.readable(mask)) is not None:
         _check_padding(known, name, side, empty)
         # Of a global mask no process knows the whole: it always counts as padding.
-        if known.astype(bool).all() and not host.is_global(mask):
+        if known.all() and not host.is_global(mask):
             return None
-    return mask.astype(bool)
+    return mask
+
+
+def flags(name: str, array: AnyArray, shape: tuple[int, ...], of: str) -> Bool[AnyArray, "..."]:
+    """Booleans, or whole numbers 0 and 1, as booleans.
+
+    Args:
+      name: Name of the argument.
+      array: Array of the user.
+      shape: Shape that it must have.
+      of: What has that shape, for the message.
+
+    Raises:
+      ValueError: another shape, another dtype, or other numbers.
+    """
+    if array.shape != shape:
+        raise ValueError(f"{name} has shape {array.shape}; expected {shape}, that of {of}")
+    if array.dtype != bool and not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(f"{name} has dtype {array.dtype}; expected bool or 0/1 integers")
+    if (known := host.readable(array)) is not None and not np.isin(known, (0, 1)).all():
+        raise ValueError(f"{name} holds {known[~np.isin(known, (0, 1))][0]}; expected 0 or 1")
+    return array.astype(bool)
 
 
 def _check_padding(mask: np.ndarray, name: str, side: Side, empty: bool):
-    if not np.isin(mask, (0, 1)).all():
-        raise ValueError(f"{name} holds {mask[~np.isin(mask, (0, 1))][0]}; expected 0 or 1")
-    mask = mask.astype(bool)
     if not empty and not mask.any(axis=1).all():
         raise ValueError(f"{name} hides every token of sequence {int(np.argmin(mask.any(axis=1)))}")
 

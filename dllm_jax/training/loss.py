@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from dllm_jax.nn.answers import answer_logits
+from dllm_jax.nn.arithmetic import of_token
 from dllm_jax.nn.keys import one_key
 from dllm_jax.nn.mask import Mask, require_full_attention
 from dllm_jax.nn.mesh import number_modes, over_mesh
@@ -170,7 +171,6 @@ def draw(
     Noise levels and masks within a block depend neither on `prompt_isolation` nor on `blocks`, see
     `masked_diffusion_loss`.
     """
-    check_objective(spec, prompt_isolation, blocks)
     (b, r), answer, learnt = batch.answer.shape, jnp.asarray(batch.answer), batch.learnt
     # Algorithm 2, lines 3 and 4: t ~ U(0, 1], and each token of the answer masked with probability t.
     t, masked = draw_masks(key, learnt, batch.t_min, model_blocks(batch, spec))
@@ -235,8 +235,7 @@ def cross_entropy(
     """Cross entropy of each answer token in nats; 0 where it does not count."""
     # What the head says there counts in no gradient either, were it not finite.
     logits = jnp.where(counts[..., None], logits, 0.0)
-    log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), answer[..., None], axis=-1)[..., 0]
-    return jnp.where(counts, -log_p, 0.0)
+    return jnp.where(counts, -of_token(jax.nn.log_softmax(logits), answer), 0.0)
 
 
 def image_embeddings(model: Model, batch: Masked) -> Float[Array, "b l m"] | None:

@@ -16,6 +16,7 @@ from dllm_jax.nn.mesh import number_modes
 from dllm_jax.nn.model import Model
 from dllm_jax.options import NonNegativeFloat, PositiveFloat, check_argument
 from dllm_jax.state import host
+from dllm_jax.state.inputs import flags
 from dllm_jax.training.advantages import finite
 from dllm_jax.training.batch import Batch, check_rows, checked
 from dllm_jax.training.estimators import draw_levels, log_probs
@@ -249,10 +250,4 @@ def _counts(counted: Any, shape: tuple[int, ...]) -> Bool[Array, "b r"]:
     if counted is None:
         return jnp.ones(shape, bool)
     array = host.array("counted", counted, "an array of booleans")
-    if array.shape != shape:
-        raise ValueError(f"counted has shape {array.shape}; expected {shape}, that of log_prob")
-    if array.dtype != bool and not jnp.issubdtype(array.dtype, jnp.integer):
-        raise ValueError(f"counted has dtype {array.dtype}; expected bool or 0/1 integers")
-    if not host.stays_on_devices(array) and not np.isin(array, (0, 1)).all():
-        raise ValueError(f"counted holds {array[~np.isin(array, (0, 1))][0]}; expected 0 or 1")
-    return jnp.asarray(array).astype(bool)
+    return jnp.asarray(flags("counted", array, shape, "log_prob"))

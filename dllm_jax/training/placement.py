@@ -22,7 +22,7 @@ from dllm_jax.nn.mask import Mask
 from dllm_jax.nn.mesh import MeshRules, ways
 from dllm_jax.nn.model import exact_layer
 from dllm_jax.nn.parameters import Params, name_of
-from dllm_jax.nn.sharding import AXES, sizes, within_layer
+from dllm_jax.nn.sharding import AXES, sharding, within_layer
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.training.batch import Checked
 
@@ -63,8 +63,7 @@ class Placement:
     def parameter(self, spec: ModelSpec, axes: str, gathered: bool = False) -> NamedSharding:
         """Sharding of an array with these axes, letters of `AXES`; whole along the width if `gathered`."""
         # A letter without a rule is not split.
-        axes = axes.replace("m", "-") if gathered else axes
-        return NamedSharding(self.automatic, self.rules.spec(self.mesh, axes, sizes(spec)))
+        return sharding(spec, axes.replace("m", "-") if gathered else axes, self.automatic, self.rules)
 
 
 def parameters(placement: Placement, spec: ModelSpec, params: Params) -> PyTree:
