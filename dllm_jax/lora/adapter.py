@@ -105,26 +105,25 @@ def attach_factors(model: Model, lora: LoRA, factors: Callable[[str, int | None]
             "experts take no updates; expected some of q, k, v, o, head"
         )
 
-    def update(name: str, base: Any, parts: Factors, stacked: bool) -> LowRankMatrix:
-        axes = (each if stacked else each.removeprefix("n") for each in factor_axes(name))
-        a, b = (_placed(model, part, letters) for part, letters in zip(parts, axes, strict=True))
+    def update(name: str, base: Any, parts: Factors) -> LowRankMatrix:
+        a, b = (_placed(model, *part) for part in zip(parts, factor_axes(name), strict=True))
         return LowRankMatrix(base, a, b, lora.alpha)
 
     def of_layer(layer: dict[str, Any], index: int) -> dict[str, Any]:
-        return layer | {name: update(name, layer[name], factors(name, index), False) for name in inner}
+        return layer | {name: update(name, layer[name], factors(name, index)) for name in inner}
 
     # The head is one matrix; the others are there in every layer, stacked or apart.
     inner = [name for name in lora.in_order if name != "head"]
     params = dict(model.params)
     if "head" in lora.matrices:
-        params["head"] = update("head", params["head"], factors("head", None), False)
+        params["head"] = update("head", params["head"], factors("head", None))
     if model.layers_are_separate:
         params["layers"] = [of_layer(layer, i) for i, layer in enumerate(params["layers"])]
     else:
         # Layer by layer, so that stacked layers get the factors that separate ones get.
         every = range(model.spec.layers)
         stack = lambda name: jax.tree.map(lambda *parts: jnp.stack(parts), *(factors(name, i) for i in every))
-        updated = {name: update(name, params["layers"][name], stack(name), True) for name in inner}
+        updated = {name: update(name, params["layers"][name], stack(name)) for name in inner}
         params["layers"] = params["layers"] | updated
     return dataclasses.replace(model, params=params)
 
@@ -154,8 +153,8 @@ def _placed(model: Model, factor: Array, axes: str) -> Array:
     if not isinstance(mesh := model.mesh, Mesh):
         return factor
 
-    # The rank's letter is in no rule, so that its axis stays whole.
-    return jax.device_put(factor, sharding(model.spec, axes, mesh, model.rules))
+    # The rank's letter is in no rule, so that its axis stays whole. A factor of one layer has no `n`.
+    return jax.device_put(factor, sharding(model.spec, axes[-factor.ndim :], mesh, model.rules))
 
 
 def trainable(params: Params) -> PyTree[bool]:
@@ -231,12 +230,10 @@ def _replaced(model: Model, of: Callable[[str, LowRankMatrix], Any]) -> Model:
 
 
 def _merged(name: str, matrix: LowRankMatrix) -> Array:
-    # Both factors have the rank at one end; stacked layers have an axis more in front.
-    letters = AXES[name]
-    if len(matrix.base.shape) < len(letters):
-        letters = letters.removeprefix("n")
-    a, b = (axes if letters.startswith("n") else axes.removeprefix("n") for axes in factor_axes(name))
-    return _sum(f"{a},{b}".replace("-", "r") + f"->{letters}", matrix)
+    # Both factors have the rank at one end; stacked layers have an axis more in front, the letter `n`.
+    held = zip((matrix.a, matrix.b, matrix.base), (*factor_axes(name), AXES[name]), strict=True)
+    a, b, whole = (axes[-array.ndim :] for array, axes in held)
+    return _sum(f"{a},{b}->{whole}".replace("-", "r", 2), matrix)
 
 
 @functools.partial(jax.jit, static_argnames="formula")

@@ -13,11 +13,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from dllm_jax.nn.layer import LayerIndex
-from dllm_jax.nn.places import Indices, distinct, indices, within
+from dllm_jax.nn.places import Indices, array_of, distinct, indices, within
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument, shown
 from dllm_jax.traced import Number
@@ -171,35 +170,33 @@ class Intervention:
         """
         # The stream has one place more than there are layers: after the last one, before the final norm.
         end = spec.layers + (self.place == "residual")
-        if self.layers is not None:
-            distinct("layers", self.layers)
-            within("layers", self.layers, end, f"{self.place} has the layers")
-        if self.positions is not None:
-            distinct("positions", self.positions)
-            within("positions", self.positions, length, "the canvas has the positions")
-            if len(self.positions) not in (1, batch):
-                shape = self.positions.shape
-                raise ValueError(f"positions have shape {shape}; expected (j,) or ({batch}, j)")
+        count = {"head_output": spec.heads, "k": spec.kv_heads, "v": spec.kv_heads}.get(self.place, 0)
+        if self.heads is not None and not count:
+            raise ValueError(
+                f"heads={shown(self.heads)}: {self.place} has no heads, which the output projection sums. "
+                'Use place="head_output" (query heads), "k" or "v" (kv heads)'
+            )
+        for name, numbers, bound, what in (
+            ("layers", self.layers, end, f"{self.place} has the layers"),
+            ("positions", self.positions, length, "the canvas has the positions"),
+            ("heads", self.heads, count, f"{self.place} has the heads"),
+        ):
+            if numbers is not None:
+                distinct(name, numbers)
+                within(name, numbers, bound, what)
+        if self.positions is not None and len(self.positions) not in (1, batch):
+            raise ValueError(f"positions have shape {self.positions.shape}; expected (j,) or ({batch}, j)")
         if self.steps is not None:
             if steps is None:
                 raise ValueError(
                     f"steps={shown(self.steps)}: a single pass has no denoising steps; leave them out"
                 )
             within("steps", self.steps, steps, "this generation has at most the steps")
-        count = {"head_output": spec.heads, "k": spec.kv_heads, "v": spec.kv_heads}.get(self.place)
-        if self.heads is not None and count is None:
-            raise ValueError(
-                f"heads={shown(self.heads)}: {self.place} has no heads, which the output projection sums. "
-                'Use place="head_output" (query heads), "k" or "v" (kv heads)'
-            )
-        if self.heads is not None and count is not None:
-            distinct("heads", self.heads)
-            within("heads", self.heads, count, f"{self.place} has the heads")
         # Each axis of the value has the full length or 1: NumPy's broadcasting, without its missing axes.
         chosen = end if self.layers is None else len(self.layers)
         across = length if self.positions is None else self.positions.shape[1]
         of_heads = count if self.heads is None else len(self.heads)
-        width = (spec.width,) if count is None else (of_heads, spec.head_dim)
+        width = (of_heads, spec.head_dim) if count else (spec.width,)
         full = chosen, batch, across, *width
         fits = self.value.ndim == len(full) and all(
             found in (1, wanted) for found, wanted in zip(self.value.shape, full, strict=True)
@@ -231,12 +228,9 @@ def _made(
 
 def _floats(name: str, value: Any) -> Float[Held, "..."]:
     """Converts a value to float32, on the host unless it is traced; raises ValueError if it is no number."""
-    try:
-        array = value if isinstance(value, Tracer) else np.asarray(value)
-    except ValueError as error:
-        raise ValueError(f"{name}={shown(value)} must be numbers") from error
+    array = array_of(value, rule := f"{name}={shown(value)} must be numbers")
     if not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
-        raise ValueError(f"{name}={shown(value)} must be numbers")
+        raise ValueError(rule)
     return array.astype(jnp.float32)
 
 

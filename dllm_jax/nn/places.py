@@ -32,10 +32,7 @@ def indices(name: str, value: Any, ndim: int = 1) -> Int[np.ndarray, "..."] | In
     """
     rule = f"{name}={shown(value)} must be whole numbers of at least 0: one, or a sequence of them"
     rule += " (or one sequence per sequence of the batch)" if ndim == 2 else ""
-    try:
-        array = value if isinstance(value, Tracer) else np.asarray(value)
-    except ValueError as error:
-        raise ValueError(rule) from error
+    array = array_of(value, rule)
     # Booleans are no integers here: a mask instead of indices would choose layers 0 and 1.
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim > ndim or not array.size:
         raise ValueError(rule)
@@ -44,6 +41,14 @@ def indices(name: str, value: Any, ndim: int = 1) -> Int[np.ndarray, "..."] | In
     if array.min() < 0:
         raise ValueError(rule)
     return np.atleast_1d(array).astype(np.int32)
+
+
+def array_of(value: Any, rule: str) -> np.ndarray | jax.Array:
+    """A user's numbers as an array, on the host unless traced; raises ValueError(rule) if they are none."""
+    try:
+        return value if isinstance(value, Tracer) else np.asarray(value)
+    except ValueError as error:
+        raise ValueError(rule) from error
 
 
 def within(name: str, array: Int[np.ndarray, "..."] | Int[Array, "..."], end: int, what: str):

@@ -185,6 +185,8 @@ def _check_masks(masks: Any, batch: Checked):
         found = getattr(masks, name)
         if not draws or jnp.shape(found) != wanted:
             raise ValueError(f"masks.{name} has shape {jnp.shape(found)}; expected {('draws', *wanted[1:])}")
+    for name in expected:
+        found = getattr(masks, name)
         kind, word = (jnp.floating, "floats") if name == "weight" else (jnp.bool_, "booleans")
         if not jnp.issubdtype(jnp.result_type(found), kind):
             raise ValueError(f"masks.{name} has dtype {jnp.result_type(found)}; expected {word}")

@@ -5,6 +5,7 @@ rope_parameters               both in one object, since transformers 5; it wins 
 """
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 from dllm_jax.checkpoint.config import Config
@@ -48,8 +49,7 @@ def read_rope(
     found = newer if "rope_type" in newer else {**older, **newer}
     where = "rope_parameters" if newer else "rope_scaling"
     if found.get(GROWTH) is not None and rope_key != "rope_parameters":
-        refused = f"{where}={shown(config.get(where))} is not supported"
-        raise ValueError(f"{config.where}: {refused}: unknown key {GROWTH}")
+        raise _refused(config, where, f"unknown key {GROWTH}")
     top = {key: value for part in (older, newer) for key, value in part.items() if key in AT_THE_TOP}
     config = dataclasses.replace(config, values=config.values | top)
     scaling = _scaling(config, where, found, positions)
@@ -69,35 +69,35 @@ def _parameters(config: Config, key: str) -> dict[str, Any]:
     Raises:
       ValueError: no object, an unknown type or an unknown key.
     """
-    given = config.get(key)
-    refused = lambda why: ValueError(f"{config.where}: {key}={shown(given)} is not supported: {why}")
-    if given is None:
+    if (given := config.get(key)) is None:
         return {}
-    if not isinstance(given, dict):
-        raise refused("it must be null or an object")
-    inner = given.get("full_attention") if given.keys() == {"full_attention"} else given  # by kind of layer
+    of_layers = isinstance(given, dict) and given.keys() == {"full_attention"}  # by kind of layer
+    inner = given["full_attention"] if of_layers else given
     if not isinstance(inner, dict):
-        raise refused("it must be null or an object")
+        raise _refused(config, key, "it must be null or an object")
     values = {name: value for name, value in inner.items() if value is not None}
     types = {name: values.pop(name) for name in ("type", "rope_type") if name in values}
     if len({*map(repr, types.values())}) > 1:
-        raise refused("type and rope_type differ")
+        raise _refused(config, key, "type and rope_type differ")
     for kind in types.values():
         if kind not in TYPES:
-            raise refused(f"rope_type={shown(kind)} is not one of {', '.join(TYPES)}")
+            raise _refused(config, key, f"rope_type={shown(kind)} is not one of {', '.join(TYPES)}")
         values["rope_type"] = kind
     if unknown := sorted(values.keys() - {"rope_type", *FIELDS, *AT_THE_TOP, *MEANINGLESS}):
-        raise refused(f"unknown key {unknown[0]}={shown(values[unknown[0]])}")
+        raise _refused(config, key, f"unknown key {unknown[0]}={shown(values[unknown[0]])}")
     return values
+
+
+def _refused(config: Config, key: str, why: object) -> ValueError:
+    """The error of an object that is not supported."""
+    return ValueError(f"{config.where}: {key}={shown(config.get(key))} is not supported: {why}")
 
 
 def _scaling(config: Config, where: str, found: dict[str, Any], positions: str) -> RopeScaling | None:
     """The scaling that an object describes; `where` is its key."""
     named = {key: value for key, value in found.items() if key in FIELDS}
     kind = found.get("rope_type", "default")
-    refused = lambda why: ValueError(
-        f"{config.where}: {where}={shown(config.get(where))} is not supported: {why}"
-    )
+    refused = functools.partial(_refused, config, where)
     # The original context alone, and a factor of 1, change no frequency.
     effective = named.keys() - {LINEAR[1], GROWTH} - ({"factor"} if named.get("factor") == 1 else set())
     unused = effective if kind == "default" else effective - {*LINEAR} if kind == "linear" else set()
