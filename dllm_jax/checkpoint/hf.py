@@ -32,62 +32,10 @@ from dllm_jax.checkpoint.names.table import (
 from dllm_jax.checkpoint.quantised import dequantised, described
 from dllm_jax.checkpoint.sharded import Ranges, Source, Stored, StoredParameter
 from dllm_jax.checkpoint.tensors import ADAPTER, Tensor, check_dtypes, tensors_in
-from dllm_jax.nn.sharding import WIDE, shape, sizes
+from dllm_jax.nn.sharding import WIDE, shape
 from dllm_jax.nn.spec import ModelSpec
 
 LOG = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Tensors:
-    """The tensors of a directory, which are known to fit its config."""
-
-    path: Path
-    spec: ModelSpec
-    stored: dict[str, Tensor]
-    names: tuple[TensorName, ...]
-
-    def parameters(self, unit: Unit) -> dict[str, StoredParameter]:
-        return {entry.leaf: self._parameter(entry) for entry in unit.entries}
-
-    def _parameter(self, entry: TensorName) -> Stored:
-        read = functools.partial(self._experts if entry.by_expert else self._part, entry)
-
-        # A file may spell a tied head out: one that is not the embedding would be lost without a word.
-        tied = [name for name in self.names if name.leaf == "head" and name.name in self.stored]
-        if self.spec.tied and entry.leaf == "embed" and tied:
-            read = functools.partial(self._tied_part, entry, tied[0])
-        own = shape(self.spec, own_axes(entry.leaf))
-        return Stored(own, self._dtype(entry, own[0]), read)
-
-    def _dtype(self, entry: TensorName, count: int) -> np.dtype:
-        """The dtype of a parameter: of `count` experts, the one that holds all of theirs."""
-        names = [entry.of_expert(expert).name for expert in range(count)] if entry.by_expert else [entry.name]
-        kinds = {SAFETENSORS[self.stored[name].dtype] for name in names}
-        return np.dtype(functools.reduce(jnp.promote_types, kinds))
-
-    def _experts(self, entry: TensorName, ranges: Ranges) -> np.ndarray:
-        """A part of a parameter that has a tensor per expert: one of them in memory besides the part."""
-        of, *rest = ranges
-        shape = tuple(part.stop - part.start for part in ranges)
-        whole = np.empty(shape, self._dtype(entry, sizes(self.spec)["e"]))
-        for row, expert in enumerate(range(of.start, of.stop)):
-            whole[row] = self._part(entry.of_expert(expert), tuple(rest))
-        return whole
-
-    def _part(self, entry: TensorName, ranges: Ranges) -> np.ndarray:
-        """A part of our parameter: a view of the part of the tensor that holds it."""
-        rows, rest = hf_ranges(self.spec, entry, ranges)
-        tensor = self.stored[entry.name].read(rows)
-        return to_ours(self.spec, entry, tensor)[rest]
-
-    def _tied_part(self, embed: TensorName, head: TensorName, ranges: Ranges) -> np.ndarray:
-        part = self._part(embed, ranges)
-        if not same_bits(part, self._part(head, ranges)):
-            raise ValueError(
-                f"{self.path}: the config ties head and embedding, yet {head.name} differs from the embedding"
-            )
-        return part
 
 
 def open_hf(path: Path, family: Family | None = None) -> Source:
@@ -113,8 +61,14 @@ def open_hf(path: Path, family: Family | None = None) -> Source:
             f"{path}: {ADAPTER} is a LoRA adapter, which load does not apply; lora.load(model, path) does",
             stacklevel=2,
         )
-    for fact in _met(spec, config, any(e.leaf == "head" and e.name in stored for e in names)):
+    head = next((entry.name for entry in names if entry.leaf == "head" and entry.name in stored), None)
+    for fact in _met(spec, config, head is not None):
         LOG.info("%s: %s", path, fact)
+    if spec.tied and head is not None:
+        embed = next(entry.name for entry in names if entry.leaf == "embed")
+        stored[embed] = _tied(
+            stored[embed], stored[head], f"{path}: the config ties head and embedding, yet {head}"
+        )
     needed = [tensor for unit in units_of(spec, family) for tensor in tensors_of(spec, unit)]
     kinds = {tensor.name: stored[tensor.name].dtype for tensor in needed}
     check_dtypes(kinds, SAFETENSORS, str(path))
@@ -122,10 +76,50 @@ def open_hf(path: Path, family: Family | None = None) -> Source:
     own = {tensor.name for tensor in needed if tensor.parts[0].leaf in WIDE}
     plain = {name: SAFETENSORS[kind] for name, kind in kinds.items() if name not in own}
     plain = {name: kind for name, kind in plain.items() if not stored[name].quantised} or plain
+
+    def parameters(unit: Unit) -> dict[str, StoredParameter]:
+        return {entry.leaf: _parameter(spec, stored, entry) for entry in unit.entries}
+
     return Source(
-        path, spec, frozenset(plain.values()), None, _Tensors(path, spec, stored, names).parameters,
-        _of_matrices(plain, stored), described(config), family,
+        path, spec, frozenset(plain.values()), None, parameters, _of_matrices(plain, stored),
+        described(config), family,
     )  # fmt: skip
+
+
+def _parameter(spec: ModelSpec, stored: dict[str, Tensor], entry: TensorName) -> Stored:
+    """A parameter where it is stored, of which each expert's part may have a tensor of its own."""
+    own = shape(spec, own_axes(entry.leaf))
+    entries = [entry.of_expert(expert) for expert in range(own[0])] if entry.by_expert else [entry]
+    # Of several dtypes, the one that holds all.
+    dtype = np.dtype(
+        functools.reduce(jnp.promote_types, {SAFETENSORS[stored[e.name].dtype] for e in entries})
+    )
+
+    def part(entry: TensorName, ranges: Ranges) -> np.ndarray:
+        rows, rest = hf_ranges(spec, entry, ranges)
+        return to_ours(spec, entry, stored[entry.name].read(rows))[rest]
+
+    def of_experts(ranges: Ranges) -> np.ndarray:
+        # One expert in memory besides the part.
+        chosen, *rest = ranges
+        whole = np.empty([each.stop - each.start for each in ranges], dtype)
+        for row, one in enumerate(entries[chosen]):
+            whole[row] = part(one, tuple(rest))
+        return whole
+
+    return Stored(own, dtype, of_experts if entry.by_expert else functools.partial(part, entry))
+
+
+def _tied(embed: Tensor, head: Tensor, beginning: str) -> Tensor:
+    """The embedding of a file that spells a tied head out: another head would be lost without a word."""
+
+    def read(ranges: Ranges) -> np.ndarray:
+        part = embed.read(ranges)
+        if not same_bits(part, head.read(ranges)):
+            raise ValueError(f"{beginning} differs from the embedding")
+        return part
+
+    return dataclasses.replace(embed, read=read)
 
 
 def _met(spec: ModelSpec, config: Config, has_head: bool) -> Iterator[str]:

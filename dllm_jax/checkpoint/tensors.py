@@ -110,25 +110,19 @@ def _header(file: Path) -> dict[str, Tensor]:
     with safetensors(file) as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
         described = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
-    reader = lambda name, shape, dtype: functools.partial(
-        _read_float8 if dtype in FLOAT8 else _read, file, name, *([shape, dtype] if dtype in FLOAT8 else [])
-    )
-    return {n: Tensor(shape, dtype, reader(n, shape, dtype)) for n, (shape, dtype) in described.items()}
+    return {name: Tensor(*of, functools.partial(_read, file, name, *of)) for name, of in described.items()}
 
 
-def _read(file: Path, name: str, ranges: Ranges) -> np.ndarray:
-    # Opened again for each part: an open file keeps every page read so far mapped, which would count as
-    # the process's memory and grow to the size of the shard.
-    with safetensors(file) as opened:
-        return opened.get_slice(name)[ranges]
-
-
-def _read_float8(file: Path, name: str, shape: tuple[int, ...], dtype: str, ranges: Ranges) -> np.ndarray:
-    """A part of a tensor of bytes; the file's header, which was checked before, tells its place."""
+def _read(file: Path, name: str, shape: tuple[int, ...], dtype: str, ranges: Ranges) -> np.ndarray:
+    """A part of a tensor in a file whose header was checked before."""
+    # Opened again for each part, or copied: an open file keeps every page read so far mapped, which would
+    # count as the process's memory and grow to the size of the shard.
+    if dtype not in FLOAT8:
+        with safetensors(file) as opened:
+            return opened.get_slice(name)[ranges]
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         start = json.loads(opened.read(size))[name]["data_offsets"][0]
-    # A copy: what stays mapped would count as the process's memory.
     return np.array(np.memmap(file, FLOAT8[dtype], "r", 8 + size + start, shape)[ranges])
 
 
