@@ -3,6 +3,7 @@
 import collections
 import functools
 import json
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -34,7 +35,8 @@ from dllm_jax.processes import by_the_first
 from dllm_jax.state import host
 
 SHARD_BYTES = 2 * 10**9
-Shard = list[tuple[str, tuple[int, ...], np.dtype]]  # name, shape and dtype of tensors in one file, in order
+CODES = {dtype: code for code, dtype in SAFETENSORS.items()}
+Shard = dict[str, dict[str, Any]]  # the tensors of one file by name, in order, as its header describes them
 
 
 class LostFilesWarning(UserWarning):
@@ -245,21 +247,6 @@ def _tensors(source: Source, advance: Callable[[], None], fused: bool = False) -
         advance()
 
 
-def _header(shard: Shard) -> bytes:
-    """The file's beginning: length of the JSON, then the JSON, padded so that data starts aligned."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    codes = {dtype: code for code, dtype in SAFETENSORS.items()}
-    start = 0
-    for name, shape, dtype in shard:
-        end = start + _size(shape, dtype)
-        entries[name] = {"dtype": codes[dtype], "shape": list(shape), "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    # Data begins at a multiple of 8 bytes, which memory maps need.
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
 def _plan(source: Source, dtype: np.dtype, limit: int, fused: bool = False) -> list[Shard]:
     """Distributes the tensors of a checkpoint, in order, over files of at most `limit` bytes.
 
@@ -270,8 +257,8 @@ def _plan(source: Source, dtype: np.dtype, limit: int, fused: bool = False) -> l
     """
     if limit < 1:
         raise ValueError(f"shard_bytes={limit} must be at least 1")
-    shards: list[Shard] = [[]]
-    filled = 0
+    shards: list[Shard] = [{}]
+    start = 0
     # In order, the next file when one is full, so that shards are read one after the other.
     for unit in units_of(source.spec, source.family):
         # Only a unit with what keeps its dtype is opened.
@@ -279,17 +266,27 @@ def _plan(source: Source, dtype: np.dtype, limit: int, fused: bool = False) -> l
         for tensor in tensors_of(source.spec, with_fused_experts(unit) if fused else unit):
             leaf = tensor.parts[0].leaf
             kind = np.dtype(stored[leaf].dtype) if leaf in WIDE else dtype
-            if shards[-1] and filled + _size(tensor.shape, kind) > limit:
-                shards.append([])
-                filled = 0
-            shards[-1].append((tensor.name, tensor.shape, kind))
-            filled += _size(tensor.shape, kind)
+            size = math.prod(tensor.shape) * kind.itemsize
+            if shards[-1] and start + size > limit:
+                shards.append({})
+                start = 0
+            place = {"dtype": CODES[kind], "shape": tensor.shape, "data_offsets": (start, start + size)}
+            shards[-1][tensor.name] = place
+            start += size
     return shards
+
+
+def _header(shard: Shard) -> bytes:
+    """The file's beginning: length of the JSON, then the JSON, padded so that data starts aligned."""
+    text = json.dumps({"__metadata__": {"format": "pt"}, **shard}, separators=(",", ":")).encode()
+    # Data begins at a multiple of 8 bytes, which memory maps need.
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _write_shards(path: Path, shards: list[Shard], tensors: Iterator[np.ndarray]):
     """Writes the files, and the index if there are several; `tensors` come in the shards' order."""
-    count, weight_map = len(shards), {}
+    count, total, weight_map = len(shards), 0, {}
     for number, shard in enumerate(shards, start=1):
         name = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
         with (path / name).open("wb") as file:
@@ -297,12 +294,7 @@ def _write_shards(path: Path, shards: list[Shard], tensors: Iterator[np.ndarray]
             for _ in shard:
                 # As bytes, since Python's buffers know no bfloat16.
                 file.write(np.ascontiguousarray(next(tensors)).view(np.uint8).data)
-        weight_map |= {tensor: name for tensor, *_ in shard}
+        weight_map |= dict.fromkeys(shard, name)
+        total += max(end for _, end in (tensor["data_offsets"] for tensor in shard.values()))
     if count > 1:
-        size = sum(_size(shape, dtype) for shard in shards for _, shape, dtype in shard)
-        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        write_object(path / INDEX, index)
-
-
-def _size(shape: tuple[int, ...], dtype: np.dtype) -> int:
-    return int(np.prod(shape)) * dtype.itemsize
+        write_object(path / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
