@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
@@ -49,13 +50,8 @@ class ModelView(nnx.Module):
             )
         found, self._structure = jax.tree_util.tree_flatten_with_path(model)
         self._paths = tuple(_names(path) for path, _ in found)
-        nested: dict[str, Any] = {}
-        for (path, leaf), names in zip(found, self._paths, strict=True):
-            *outer, last = names
-            inner = nested
-            for name in outer:
-                inner = inner.setdefault(name, {})
-            inner[last] = _variable(leaf, path[-1] in FACTORS)
+        variables = [_variable(leaf, path[-1] in FACTORS) for path, leaf in found]
+        nested = unflatten_dict(dict(zip(self._paths, variables, strict=True)))
         for name, inner in nested.items():
             setattr(self, name, _dicts(inner))
 

@@ -197,10 +197,8 @@ class Pad(Views):
 
     @override
     def merge(self, size: tuple[int, int], vision: VisionSpec) -> Merge:
-        source, weight = _features(np.arange(vision.patches))
-        if not self.newline:
-            return Merge(source, weight)
-        return _with_newlines(source[None], weight[None])
+        merge = _features(np.arange(vision.patches))
+        return _with_newlines(merge.source[None], merge.weight[None]) if self.newline else merge
 
 
 def views_of_config(aspect: Any, pinpoints: Any, where: str) -> Views:
@@ -363,7 +361,5 @@ def _features(source: Int[np.ndarray, "t"]) -> Merge:
 
 def _with_newlines(source: Int[np.ndarray, "r c 4"], weight: Float[np.ndarray, "r c 4"]) -> Merge:
     """The tokens of a map, row by row, each row with a newline after it."""
-    end = np.full((len(source), 1, 4), NEWLINE)
-    newline = np.tile(ALONE, (len(source), 1, 1))
-    source = np.concatenate([source, end], axis=1).reshape(-1, 4)
-    return Merge(source, np.concatenate([weight, newline], axis=1).reshape(-1, 4))
+    ended = lambda rows, end: np.concatenate([rows, np.broadcast_to(end, (len(rows), 1, 4))], axis=1)
+    return Merge(ended(source, NEWLINE).reshape(-1, 4), ended(weight, ALONE).reshape(-1, 4))

@@ -202,14 +202,10 @@ def spliced(
     tokens, source, weight = [], [], []
 
     # A place becomes as many ids as its image has tokens; text reads no feature, with weights of 0.
+    text = Merge(np.zeros((1, 4), np.int64), np.zeros((1, 4), np.float32))
     for i in ids:
-        if i != PLACE:
-            tokens.append([i])
-            source.append(np.zeros((1, 4), np.int64))
-            weight.append(np.zeros((1, 4), np.float32))
-            continue
-        merge, offset = next(images)
-        tokens.append([EMBEDS_PLACEHOLDER] * len(merge.source))
+        merge, offset = next(images) if i == PLACE else (text, 0)
+        tokens.append([EMBEDS_PLACEHOLDER if i == PLACE else i] * len(merge.source))
         source.append(np.where(merge.source < 0, merge.source, merge.source + offset))
         weight.append(merge.weight)
     empty = np.zeros((0, vision.image, vision.image, 3), np.uint8)
