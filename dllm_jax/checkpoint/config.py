@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 from dllm_jax.checkpoint.files import has_entry, read_object
 from dllm_jax.checkpoint.messages import listed
 from dllm_jax.nn.spec import ExpertSpec, ModelSpec
-from dllm_jax.options import PositiveInt, check_argument, shown
+from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument, shown
 
 GENERATION = "generation_config.json"
 
@@ -138,6 +138,20 @@ class Config:
         """
         kinds = get_type_hints(kind, include_extras=True)
         return {name: self.read(key, kinds[name], defaults.get(name)) for name, key in keys.items()}
+
+    def end_ids(self, values: Mapping[str, Any]) -> tuple[int, ...]:
+        """The ids at `eos_token_id` of either object, one or a list of them; none of null and false.
+
+        Raises:
+          ValueError: something else.
+        """
+        given = values.get("eos_token_id")
+        listed = given if isinstance(given, list) else [] if given is None or given is False else [given]
+        try:
+            return tuple(dict.fromkeys(check_argument("eos_token_id", i, NonNegativeInt) for i in listed))
+        except ValueError:
+            rule = "must be a whole number of at least 0, or a list of them"
+            raise ValueError(f"{self.where}: eos_token_id={shown(given)} {rule}") from None
 
     def check(self, requirements: tuple[Requirement, ...]):
         """Raises ValueError that lists every key whose value no requirement allows."""

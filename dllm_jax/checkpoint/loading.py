@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dllm_jax.checkpoint.dtypes import choose, choose_weights
 from dllm_jax.checkpoint.files import check_integrity
 from dllm_jax.checkpoint.names.family import Family
+from dllm_jax.checkpoint.names.rope import MOST_POSITIONS
 from dllm_jax.checkpoint.sharded import Source, Stored
 from dllm_jax.checkpoint.source import open_checkpoint, opened, require_finite, resized
 from dllm_jax.nn.int8 import Weights, placements
@@ -28,8 +29,6 @@ from dllm_jax.options import PositiveFloat, PositiveInt, check_argument, check_n
 from pallas_kernels import Implementation
 from pallas_kernels.choice import Evidence, check_implementation
 from pallas_kernels.evidence import asked_for, known
-
-MOST_POSITIONS = 2**31 - 1  # that int32 numbers
 
 
 @short_help

@@ -184,39 +184,41 @@ def _gptq(stored: Tensors, settings: Mapping[str, Any]) -> dict[str, Tensor]:
     kind = settings.get("checkpoint_format", "gptq")
     if kind not in ("gptq", "gptq_v2"):
         raise ValueError(f"checkpoint_format={shown(kind)[:100]} is not supported; supported: gptq, gptq_v2")
-    return _each(stored, settings.get("bits"), 1, functools.partial(_of_groups, offset=int(kind == "gptq")))
+    return _each(
+        stored, settings.get("bits"), True, functools.partial(_of_groups, offset=int(kind == "gptq"))
+    )
 
 
 def _awq(stored: Tensors, settings: Mapping[str, Any]) -> dict[str, Tensor]:
     version = settings.get("version", "gemm")
     if not isinstance(version, str) or version.lower() != "gemm":
         raise ValueError(f"version={shown(version)[:100]} is not supported; supported: gemm")
-    return _each(stored, settings.get("bits", settings.get("w_bit")), 0, _of_groups)
+    return _each(stored, settings.get("bits", settings.get("w_bit")), False, _of_groups)
 
 
-def _each(stored: Tensors, bits: Any, packed_axis: int, make: Callable[..., Tensor]) -> dict[str, Tensor]:
-    """Every `X.qweight` with its parts as `X.weight`; fields are packed along inputs (1) or outputs (0)."""
+def _each(stored: Tensors, bits: Any, by_input: bool, make: Callable[..., Tensor]) -> dict[str, Tensor]:
+    """Every `X.qweight` with its parts as `X.weight`; fields are packed along inputs, or along outputs."""
     if type(bits) is not int or bits not in BITS:
         raise ValueError(f"bits={shown(bits)[:100]} is not supported; supported: 4, 8. {DEQUANTISE}")
     found = dict(stored)
     for name in [name for name in stored if name.endswith(".qweight")]:
         stem = name.removesuffix(".qweight")
         parts = [found.pop(f"{stem}.{part}", None) for part in ("qweight", "qzeros", "scales", "g_idx")]
-        found[f"{stem}.weight"] = make(stem, bits, packed_axis, *parts)
+        found[f"{stem}.weight"] = make(stem, bits, by_input, *parts)
     return found
 
 
 def _of_groups(
     name: str,
     bits: int,
-    packed_axis: int,
+    by_input: bool,
     packed: Tensor,
     zeros: Tensor | None,
     scales: Tensor | None,
     order: Tensor | None,
     offset: int = 0,
 ) -> Tensor:
-    fields, by_input = 32 // bits, packed_axis == 1
+    fields = 32 // bits
     if zeros is None or scales is None:
         raise ValueError(f"{name} lacks one of {name}.qweight, {name}.qzeros and {name}.scales")
     _check_parts(name, (packed, zeros), scales, order)

@@ -139,11 +139,9 @@ def check_embeds(embeds: Any, shape: tuple[int, ...], name: str):
     """Raises ValueError if inputs in place of embeddings are no floats of this shape."""
     known = isinstance(embeds, jax.Array | np.ndarray) and jnp.issubdtype(embeds.dtype, jnp.floating)
     if not known or embeds.shape != shape:
-        given = f"of dtype {embeds.dtype} and shape {embeds.shape}" if hasattr(embeds, "shape") else ""
-        raise ValueError(
-            f"{name}{given and ' '}{given or f'={shown(embeds)}'} must be floats [batch, positions, width] = "
-            f"{list(shape)}"
-        )
+        is_array = hasattr(embeds, "shape")
+        given = f" of dtype {embeds.dtype} and shape {embeds.shape}" if is_array else f"={shown(embeds)}"
+        raise ValueError(f"{name}{given} must be floats [batch, positions, width] = {list(shape)}")
 
 
 # What one layer does in a full pass: `exact_layer`, or the same with constraints on where arrays lie.

@@ -7,7 +7,6 @@ same masks, so what chance does to them cancels in their ratios.
 """
 
 import functools
-import operator
 from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -244,6 +243,6 @@ def until_end(answer: Ids, eos_id: int | Sequence[int], eot_id: int | None = Non
     ends += [] if eot_id is None else [eot_id]
     with number_modes():
         answer = jnp.asarray(ids)
-        end = functools.reduce(operator.or_, (answer == i for i in ends))
+        end = jnp.isin(answer, jnp.asarray(ends, jnp.int32))
         until = (jnp.cumsum(end, axis=1) - end == 0) & (answer >= 0)
         return until if real is None else until & real

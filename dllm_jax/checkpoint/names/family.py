@@ -11,7 +11,7 @@ from dllm_jax.checkpoint.names.foreign import foreign
 from dllm_jax.checkpoint.names.rope import Key, read_rope, written_scaling
 from dllm_jax.checkpoint.names.table import TensorName
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument, shown
+from dllm_jax.options import PositiveInt, shown
 
 DENSE = Requirement("num_experts", (None,))  # a relative with experts would be read as if it had none
 BLOCK_SIZE = ("block_size", "block_length", "bd_size")  # spellings of one number
@@ -113,8 +113,8 @@ class Family:
         self, config: Config, published: Tokens
     ) -> tuple[Config, dict[str, Any], tuple[int, ...]]:
         """A config.json with one end-of-text; the tokens that it does not name, by field; other ends."""
-        ends = _ids(config, config.values)
-        more = _ids(config, config.generation)  # the file that a generation of transformers reads
+        ends = config.end_ids(config.values)
+        more = config.end_ids(config.generation)  # the file that a generation of transformers reads
         listed = ends or more
         ids = tuple(dict.fromkeys((*ends, *more)))
 
@@ -188,18 +188,3 @@ class Family:
         required = {entry.key: entry.allowed[0] for entry in self.requirements}
         given = {key: value for key, value in required.items() if value is not None}
         return given | self.template(spec) | self.written(spec)
-
-
-def _ids(config: Config, values: Mapping[str, Any]) -> tuple[int, ...]:
-    """The ids at `eos_token_id`, one or a list of them; none of null and false.
-
-    Raises:
-      ValueError: something else.
-    """
-    given = values.get("eos_token_id")
-    listed = given if isinstance(given, list) else [] if given is None or given is False else [given]
-    try:
-        return tuple(dict.fromkeys(check_argument("eos_token_id", i, NonNegativeInt) for i in listed))
-    except ValueError:
-        rule = "must be a whole number of at least 0, or a list of them"
-        raise ValueError(f"{config.where}: eos_token_id={shown(given)} {rule}") from None

@@ -72,6 +72,5 @@ def _listed(values: dict[str, Any]) -> dict[Any, Any]:
 
 def _last(config: Config, vocab: int) -> int:
     """The last id of the vocabulary that is no end of a response."""
-    given = [values.get("eos_token_id") for values in (config.values, config.generation)]
-    ends = {end for ids in given for end in (ids if isinstance(ids, list) else [ids]) if type(end) is int}
+    ends = {*config.end_ids(config.values), *config.end_ids(config.generation)}
     return next((i for i in range(vocab - 1, -1, -1) if i not in ends), vocab - 1)
