@@ -176,7 +176,7 @@ def test_policies_samplers_and_tasks_are_read_from_text_and_nothing_else_is():
     assert expressions.policy("DualCache") == policies.DualCache()
     assert expressions.policy(" PrefixCache( ) ") == policies.PrefixCache()
     assert expressions.sampler("Threshold(0.8; temperature=0.5)") == samplers.Threshold(0.8, temperature=0.5)
-    assert expressions.construct("Recall(digits=2)", tasks, tasks.Task) == tasks.Recall(digits=2)
+    assert expressions.construct("Recall(digits=2)", tasks, tasks.base.ChecksumSplit) == tasks.Recall(digits=2)
     with pytest.raises(ValueError, match="temperature=-1"):
         expressions.sampler("Confidence(temperature=-1)")
     for text, reason in (
@@ -192,7 +192,7 @@ def test_policies_samplers_and_tasks_are_read_from_text_and_nothing_else_is():
     known = "Chain, FewShot, ReadNumbers, Recall, Sorting"
     for text, hint in (("Chian", ". Did you mean Chain?"), ("Example", ""), ("Task(1)", ""), ("exact", "")):
         with pytest.raises(ValueError, match=rf"is not one of {known}{re.escape(hint)}$"):
-            expressions.construct(text, tasks, tasks.Task)
+            expressions.construct(text, tasks, tasks.base.ChecksumSplit)
     with pytest.raises(ValueError, match=r"Snap is not one of .*\. Did you mean SnapKV\?$"):
         expressions.policy("EvictPrompt(votes=Snap())")
     with pytest.raises(ValueError, match=r"'SnapKV\(\)': SnapKV is not one of D2Cache, (?!.*Votes)"):

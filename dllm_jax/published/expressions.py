@@ -7,8 +7,6 @@ from inspect import isabstract
 from types import ModuleType
 from typing import Any
 
-from typing_extensions import get_protocol_members, is_protocol
-
 from dllm_jax import eviction, policies, samplers
 from dllm_jax.options import call as call
 from dllm_jax.options import check_argument, shown
@@ -47,7 +45,7 @@ def construct(text: str, module: ModuleType, kind: Any, *parts: ModuleType) -> A
     Args:
       text: the call.
       module: Module in which its name is looked up.
-      kind: Class, protocol or union of classes that it must make.
+      kind: Class or union of classes that it must make.
       parts: Further modules with such names, and with the classes of arguments.
 
     Raises:
@@ -98,14 +96,12 @@ def _maker(called: ast.expr, known: Mapping[str, type], text: str) -> type:
 
 
 def _classes(modules: Iterable[ModuleType], kind: Any) -> dict[str, type]:
-    """Classes of a kind, a class or a protocol, that modules define and that have instances, by name."""
-    members = get_protocol_members(kind) if is_protocol(kind) else None
+    """Classes of a kind that modules define and that have instances, by name."""
     found = dict[str, type]()
     for module in modules:
         for name, value in sorted(vars(module).items()):
             if not isinstance(value, type) or not value.__module__.startswith(module.__name__):
                 continue
-            of_kind = issubclass(value, kind) if members is None else all(hasattr(value, m) for m in members)
-            if of_kind and name[0].isupper() and not isabstract(value) and not is_protocol(value):
+            if issubclass(value, kind) and name[0].isupper() and not isabstract(value):
                 found.setdefault(name, value)
     return found

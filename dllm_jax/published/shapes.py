@@ -72,19 +72,16 @@ def abstract(
     # The form and, array by array, the place that `load` chooses.
     platform = (default_device() if mesh is None else mesh.devices.flat[0]).platform
     separate_layers = parameters.form_of_layers(spec, separate_layers, platform)
-    # Shapes as the checkpoint has them, in the form and at the places that `load` gives.
-    stacked = parameters.abstract(spec, target, held)
-    params = jax.eval_shape(parameters.separate, stacked) if separate_layers else stacked
 
     def placed(path: tuple[Any, ...], leaf: Any) -> Any:
-        name = path[-1].key
-        alone = separate_layers or path[0].key != "layers"
-        where = placements(spec, name, held, mesh, platform, stacked=not alone, rules=rules)
+        stacked = not separate_layers and path[0].key == "layers"
+        where = placements(spec, path[-1].key, held, mesh, platform, stacked=stacked, rules=rules)
         put = lambda array, at: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=at)
         return jax.tree.map(put, leaf, where)
 
-    towers = parameters.abstract_vision(spec, target)
-    towers = jax.eval_shape(parameters.separate, towers) if towers and separate_layers else towers
-    put = lambda tree: jax.tree_util.tree_map_with_path(placed, tree, is_leaf=is_int8)
+    # Shapes as the checkpoint has them, in the form and at the places that `load` gives.
+    formed = lambda tree: jax.eval_shape(parameters.separate, tree) if tree and separate_layers else tree
+    put = lambda tree: jax.tree_util.tree_map_with_path(placed, formed(tree), is_leaf=is_int8)
+    params, tower = parameters.abstract(spec, target, held), parameters.abstract_vision(spec, target)
     chosen = evidence_for(mesh) if implementation is None else implementation
-    return Model(put(params), spec, chosen, rules, put(towers))
+    return Model(put(params), spec, chosen, rules, put(tower))

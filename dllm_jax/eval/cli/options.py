@@ -19,6 +19,7 @@ from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.eval.run.settings import Checkpoint, Decoding
 from dllm_jax.options import shown
 from dllm_jax.published import expressions
+from dllm_jax.tasks.base import ChecksumSplit
 
 WITHOUT_PREFIX = tyro.conf.arg(name="")
 Difficulty = Annotated[tuple[int, ...], tyro.conf.arg(name="difficulty", metavar="INT...")]
@@ -113,7 +114,7 @@ class Options:
 
 def task_of(text: str) -> tasks.Task:
     """The task of `dllm_jax.tasks` that a constructor call describes."""
-    return expressions.construct(text, tasks, tasks.Task)
+    return expressions.construct(text, tasks, ChecksumSplit)
 
 
 def part_of(text: str) -> tuple[int, int]:

@@ -159,9 +159,9 @@ class Tuned:
         shown.add_column("setting", overflow="fold")
         per_question = "forward\npasses", "computed\ntokens", "seconds"
         # Numbers are never broken: 80 columns hold them, and leave some for the setting.
-        for name in ("asked", "accuracy\nin %", "against\nexact", *per_question):
+        unit = textwrap.fill(self.unit, 9)
+        for name in ("asked", "accuracy\nin %", "against\nexact", *per_question, unit):
             shown.add_column(name, justify="right", no_wrap=True)
-        shown.add_column(textwrap.fill(self.unit, 9), justify="right", no_wrap=True)
         front, exact = self.front, self.exact.setting
         rest = [row for row in self.rows if row not in front]
         for row in (*front, *sorted(rest, key=lambda row: (-row.questions, row.rank))):
