@@ -176,7 +176,9 @@ def test_policies_samplers_and_tasks_are_read_from_text_and_nothing_else_is():
     assert expressions.policy("DualCache") == policies.DualCache()
     assert expressions.policy(" PrefixCache( ) ") == policies.PrefixCache()
     assert expressions.sampler("Threshold(0.8; temperature=0.5)") == samplers.Threshold(0.8, temperature=0.5)
-    assert expressions.construct("Recall(digits=2)", tasks, tasks.base.ChecksumSplit) == tasks.Recall(digits=2)
+    assert expressions.construct("Recall(digits=2)", tasks, tasks.base.ChecksumSplit) == tasks.Recall(
+        digits=2
+    )
     with pytest.raises(ValueError, match="temperature=-1"):
         expressions.sampler("Confidence(temperature=-1)")
     for text, reason in (

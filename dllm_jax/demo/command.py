@@ -168,11 +168,10 @@ def table(measured: list[dict[str, Any]], width: int) -> rich.table.Table:
     """
     shown = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
     shown.padding = (0, 1, 0, 0)
-    names = ["accuracy", "forward\npasses", "computed\nper token"]
-    for name in ("policy", "sampler"):
-        shown.add_column(name, no_wrap=True)
-    for name in [*names, "", "speedup"] if width >= 72 else [*names, "speedup"] if width >= 66 else names:
-        shown.add_column(name, justify="right" if name else "left", no_wrap=True)
+    names = ["policy", "sampler", "accuracy", "forward\npasses", "computed\nper token"]
+    names += ["", "speedup"] if width >= 72 else ["speedup"] if width >= 66 else []
+    for name in names:
+        shown.add_column(name, justify="left" if name in ("policy", "sampler", "") else "right", no_wrap=True)
 
     # Bars are of computed tokens, which are the same on every machine; times are not.
     most = max(row["computed"] for one in measured for row in one["rows"])

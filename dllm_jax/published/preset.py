@@ -8,8 +8,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from typing_extensions import override
-
 from dllm_jax.options import Options, PositiveInt, shown
 from dllm_jax.policies import Policy
 from dllm_jax.published import expressions
@@ -46,9 +44,9 @@ class Recipe(Options):
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments of `generate`, as far as they are published."""
-        # Of `Recipe` alone: where a preset was printed is no option of `generate`.
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(Recipe)}
-        return {name: value for name, value in values.items() if value is not None}
+        # Where a preset was printed is no option of `generate`.
+        given = {name: value for name, value in vars(self).items() if name != "source"}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,10 +60,6 @@ class Preset(Recipe):
 
     policy: Policy
     source: str
-
-    @override
-    def options(self) -> dict[str, Any]:
-        return {"policy": self.policy, **super().options()}
 
 
 def read(path: Path) -> Mapping[str, Preset]:

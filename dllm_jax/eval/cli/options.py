@@ -78,9 +78,8 @@ class Options:
         under = lambda text: dataclasses.replace(self.decoding, policy=expressions.policy(text))
         decodings = {text: under(text) for text in self.policy}
         paths = record.paths(self.out, kind, self.policy)
-        lm, progress, runners = self.checkpoint.open(), sys.stderr.isatty(), dict[str, Runner]()
-        for text, decoding in decodings.items():
-            runners[text] = ready(Runner(lm, decoding, progress))
+        lm, progress = self.checkpoint.open(), sys.stderr.isatty()
+        runners = {text: ready(Runner(lm, own, progress)) for text, own in decodings.items()}
         journal = Journal(self.out / JOURNAL)
         settings = {**settings, "tokenizer": self.checkpoint.tokenizer, "seed": self.decoding.seed}
         # A part has no result of its own: its journal goes into that of the whole.

@@ -193,14 +193,12 @@ class Tuned:
         for (name, dropped), rows in priced.items():
             i = names.index(name)
             cost, right = np.array([row.cost for row in rows]).T, np.array([row.accuracy for row in rows]).T
-            style: dict[str, Any] = {"fmt": MARKERS[i % len(MARKERS)], "elinewidth": 0.7}
+            marker, colour, label = MARKERS[i % len(MARKERS)], COLOURS[i % len(COLOURS)], name
             y, spread = 100 * right[0], (100 * abs(right[1:] - right[0]), abs(cost[1:] - cost[0]))
-            colour, label = COLOURS[i % len(COLOURS)], name
             if dropped:
                 # One entry per policy: its shape says which one a grey point is.
                 colour, label = "0.75", None if (name, False) in priced else f"{name}, dropped"
-            style |= {"color": colour, "label": label}
-            axes.errorbar(cost[0], y, *spread, **style)
+            axes.errorbar(cost[0], y, *spread, fmt=marker, elinewidth=0.7, color=colour, label=label)
 
         # The front below them, the tolerance, and a ring around the choice.
         at = lambda rows: ([row.rank[0] for row in rows], [100 * row.accuracy.value for row in rows])
