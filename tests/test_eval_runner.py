@@ -14,7 +14,7 @@ from dllm_jax import lora, policies, samplers, tasks
 from dllm_jax.decoding.chat import chat_ids
 from dllm_jax.decoding.generate import generate
 from dllm_jax.engine.stats import Stats
-from dllm_jax.eval.results.record import cost_totals, totals
+from dllm_jax.eval.results.record import totals
 from dllm_jax.eval.run import runner as runner_module
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.likelihoods import Likelihood
@@ -250,7 +250,7 @@ def test_a_pair_that_cannot_be_scored_fails_alone():
         assert (entry["error"] is None) if reason is None else (reason in entry["error"])
     alone = scorer(greedy_check=False).run(PAIRS[:1])
     assert answers(entries)[0] == pytest.approx(answers(alone)[0], abs=1e-5)
-    assert cost_totals(entries)["failed"] == 3
+    assert totals(entries, ())["failed"] == 3
 
 
 def test_costs_are_counted_without_padding():
@@ -261,7 +261,7 @@ def test_costs_are_counted_without_padding():
     assert [entry["forwards"] for entry in guided] == [2, 2, 2, 8]
     greedy = scorer().run(PAIRS)
     assert [entry["computed"] for entry in greedy] == [8, 6, 6, 4 * 3 + 2 * 3]
-    assert cost_totals(greedy)["forwards"] == 7 + 5
+    assert totals(greedy, ())["forwards"] == 7 + 5
 
     # Masks after a short answer would change it: a longer template decodes other tokens.
     one = scorer()

@@ -105,10 +105,10 @@ class Options:
                 draw = functools.partial(show.heatmap, rows, f"{lm.name}, {text}")
                 show.picture(path.with_suffix(".png"), draw)
         rich.console.Console().print(show.table(records, f"{kind}: {lm.name}"))
-        failures = show.failures(records)
-        for failure in failures:
-            show.line(failure, style="red")
-        return 1 if failures else 0
+        failed = [(text, row) for text, one in records.items() for row in one["requests"] if row["error"]]
+        for text, row in failed:
+            show.line(f"{text}: {row['group']} {row['id']} failed: {row['error']}", style="red")
+        return 1 if failed else 0
 
 
 def task_of(text: str) -> tasks.Task:

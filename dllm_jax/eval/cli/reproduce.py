@@ -125,7 +125,7 @@ def reproduce(
             f"{session.lm.name} has not the shape of {model}: its numbers are not the paper's to reproduce"
         )
     if figure is not None:
-        show.picture(figure, lambda path: draw(table, model, rows).savefig(path, dpi=150))
+        show.picture(figure, lambda: draw(table, model, rows))
     failed = sum(row["ours"]["totals"]["failed"] for row in rows)
     if failed:
         show.line(f"{failed} requests failed and scored 0", style="red")

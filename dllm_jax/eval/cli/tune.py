@@ -56,7 +56,8 @@ def run_tune(
     """
     asked_for = [named(text) for text in dict.fromkeys(policy)] or None
     under = [expressions.sampler(text) for text in dict.fromkeys(samplers)]
-    settings = dict(task=task, sizes=sizes, count=count, policy=policy, samplers=samplers)
+    settings: dict[str, Any] = dict(task=task, sizes=sizes, count=count, policy=policy, samplers=samplers)
+    settings |= {"questions": None if questions is None else str(questions)}
     settings |= {name: getattr(search, name) for name in ("objective", "accelerator", "first", "keep_all")}
     if questions is None:
         chosen, title = task_of(task), task.partition("(")[0]
@@ -70,14 +71,13 @@ def run_tune(
     toml = tuned.preset_toml(title)
     # The settings of the exact decoder as the search has filled them in.
     exact = dataclasses.replace(decoding, length=tuned.length, **vars(tuned.exact.setting))
-    settings |= {"questions": None if questions is None else str(questions)}
     about = {"format": FORMAT, "kind": "tune", "settings": settings, **record.provenance(Runner(lm, exact))}
     write_json(out / "tune.json", about | tuned.described())
     (out / "tune.toml").write_text(toml, encoding="utf-8")
     rich.console.Console().print(tuned.table())
     for suffix in ("json", "toml"):
         show.line(f"wrote {out / f'tune.{suffix}'}")
-    show.picture(out / "tune.png", lambda path: tuned.figure().savefig(path, dpi=150))
+    show.picture(out / "tune.png", tuned.figure)
     return 0
 
 

@@ -114,10 +114,8 @@ class DllmJax(TemplateLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """Provenance and costs, for lm_eval's result."""
-        totals = {
-            "generate_until": record.totals(self.entries["generate_until"]),
-            "loglikelihood": record.cost_totals(self.entries["loglikelihood"]),
-        }
+        totals = {"generate_until": record.totals(self.entries["generate_until"])}
+        totals |= {"loglikelihood": record.totals(self.entries["loglikelihood"], decoded=())}
         return {"dllm_jax": {**record.provenance(self.runner), "totals": totals}}
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:

@@ -21,6 +21,7 @@ PACKAGES = (
     *("rouge", "rouge_score", "rapidfuzz", "lm_eval"),
 )
 FORMAT = 4
+COSTS, DECODED = ("forwards", "computed", "seconds"), ("tokens", "tokens_with_eos")
 FREE = ("versions.", "model.name")  # may differ: neither changes the question, nor how it is decoded
 
 
@@ -48,20 +49,17 @@ def provenance(runner: Runner) -> Provenance:
     }
 
 
-def totals(entries: Sequence[Entry]) -> dict[str, Any]:
-    """Sums over the decoded requests that did not fail, and speeds, which are None without any."""
-    good: list[Any] = [entry for entry in entries if entry["error"] is None]
-    costs = cost_totals(entries)
-    sums = {name: sum(entry[name] for entry in good) for name in ("tokens", "tokens_with_eos")}
-    speeds = {f"{name}_per_second": n / costs["seconds"] if good else None for name, n in sums.items()}
-    return {**costs, **sums, **speeds}
+def totals(entries: Sequence[Entry], decoded: Sequence[str] = DECODED) -> dict[str, Any]:
+    """How many requests there are and failed; sums over the others, and speeds, which are None without any.
 
-
-def cost_totals(entries: Sequence[Entry]) -> dict[str, Any]:
-    """How many requests there are and failed, and sums over the others, decoded or log-likelihoods."""
+    Args:
+      entries: Entries of the requests.
+      decoded: Names of the costs that decoded requests have and log-likelihoods lack.
+    """
     good: list[Any] = [entry for entry in entries if entry["error"] is None]
-    sums = {name: sum(entry[name] for entry in good) for name in ("forwards", "computed", "seconds")}
-    return {"requests": len(entries), "failed": len(entries) - len(good), **sums}
+    sums = {name: sum(entry[name] for entry in good) for name in (*COSTS, *decoded)}
+    speeds = {f"{name}_per_second": sums[name] / sums["seconds"] if good else None for name in decoded}
+    return {"requests": len(entries), "failed": len(entries) - len(good), **sums, **speeds}
 
 
 def check_scorers(requests: Sequence[Request]):

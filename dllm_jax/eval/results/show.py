@@ -16,6 +16,7 @@ from dllm_jax.eval.results.schema import Record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 def grid(
@@ -85,32 +86,21 @@ def percent(estimated: tuple[float, float, float]) -> str:
 
 def line(text: str, style: str | None = None):
     """Prints one line of plain text, such as a path, on standard output; it is not wrapped."""
-    console = rich.console.Console()
-    console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+    rich.console.Console().print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
-def failures(records: Mapping[str, Record]) -> list[str]:
-    """A line for each failed request."""
-    return [
-        f"{name}: {row['group']} {row['id']} failed: {row['error']}"
-        for name, record in records.items()
-        for row in record["requests"]
-        if row["error"] is not None
-    ]
-
-
-def picture(path: Path, draw: Callable[[Path], object]):
-    """Draws a picture into a file, or says that it needs matplotlib and leaves it out."""
+def picture(path: Path, draw: Callable[[], "Figure"]):
+    """Writes a figure to a file, or says that it needs matplotlib and leaves it out."""
     if importlib.util.find_spec("matplotlib") is None:
         line(f"{path} is left out: it needs matplotlib, pip install '.[figures]' in a clone")
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    draw(path)
+    draw().savefig(path, dpi=150)
     line(f"wrote {path}")
 
 
-def heatmap(rows: Sequence[Mapping[str, Any]], title: str, path: Path):
-    """Writes a heat map of mean scores by length and depth, as PNG."""
+def heatmap(rows: Sequence[Mapping[str, Any]], title: str) -> "Figure":
+    """Draws a heat map of mean scores by length and depth."""
     from matplotlib.figure import Figure  # in the `eval` extra
 
     lengths, depths, scores = cells(rows)
@@ -126,7 +116,7 @@ def heatmap(rows: Sequence[Mapping[str, Any]], title: str, path: Path):
             colour = "white" if score < 0.6 else "black"  # on viridis, whose high end is light
             axes.text(j, i, f"{100 * score:.0f}", ha="center", va="center", fontsize=11, color=colour)
     figure.colorbar(image, label="score")
-    figure.savefig(path, dpi=150)
+    return figure
 
 
 def scale_costs(axes: "Axes", values: Iterable[float]):

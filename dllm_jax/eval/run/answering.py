@@ -82,8 +82,7 @@ class Answering(abc.ABC, Generic[Item]):
             if unanswered():
                 journal.claim()
             # Batches of one shape follow each other, so that each program is compiled once.
-            of_pair = lambda pair: self._shape(pair[1])
-            pairs = sorted(unanswered().items(), key=of_pair)
+            pairs = sorted(unanswered().items(), key=lambda pair: self._shape(pair[1]))
             console = rich.console.Console(stderr=True)
             hidden = not self.progress or not pairs  # of no answers a bar would be full
             with rich.progress.Progress(console=console, disable=hidden, transient=True) as bar:
