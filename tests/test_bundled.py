@@ -9,7 +9,7 @@ from dllm_jax import bundled
 from dllm_jax.decoding.placement import place
 from dllm_jax.decoding.request import prepare
 from dllm_jax.engine.widths import step_widths
-from dllm_jax.tasks import Chain, FewShot, ReadNumbers, accuracy, examples, needle, tokenizer
+from dllm_jax.tasks import Chain, FewShot, ReadNumbers, accuracy, examples, needle
 
 MODELS = Path(__file__).parent / "goldens/models"
 HELD_OUT = {  # task and size, length, least share; the full figures are on the model cards
@@ -70,7 +70,7 @@ def test_model_and_tokenizer_agree(name):
         bundled.path("huge")
     where = bundled.path(name)
     spec, read = dj.load(where).spec, AutoTokenizer.from_pretrained(where)
-    special = read.convert_tokens_to_ids([tokenizer.MASK, tokenizer.EOS, tokenizer.EOT])
+    special = read.convert_tokens_to_ids(["<|mdm_mask|>", "<|endoftext|>", "<|eot_id|>"])
     assert special == [spec.mask_id, spec.eos_id, spec.eot_id]
     assert len(read) <= spec.vocab
 

@@ -106,7 +106,7 @@ def test_a_haystack_of_text(tmp_path, monkeypatch, capsys):
     assert "needle-Policy.png is left out: it needs matplotlib" in printed
     assert "tokens/s" in printed
     assert not (tmp_path / "needle-Policy.png").exists()
-    monkeypatch.setattr("dllm_jax.eval.run.runner.generate_many", None)
+    monkeypatch.setattr("dllm_jax.generate_many", None)
     for scoring, package in (("rouge", "rouge_score.rouge_scorer"), ("keyword", "rapidfuzz.distance")):
         monkeypatch.setitem(sys.modules, package, None)
         own = dataclasses.replace(options, out=tmp_path / scoring)

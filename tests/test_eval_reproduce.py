@@ -194,7 +194,7 @@ def test_cells_are_measured_beside_what_is_printed_and_resumed(data, tmp_path, m
     assert cached["ours"]["speedup"] == pytest.approx(cached["ours"]["speed"] / exact["ours"]["speed"])
 
     # A second run decodes nothing; one with other settings, or of another model, is another run.
-    monkeypatch.setattr("dllm_jax.eval.run.runner.generate_many", None)
+    monkeypatch.setattr("dllm_jax.generate_many", None)
     assert reproduce(table, model, cells, asked, Checkpoint()) == 0
     assert cells_in(out) == [*found]
     with pytest.raises(ValueError, match="choose another --out"):

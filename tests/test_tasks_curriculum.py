@@ -4,24 +4,23 @@ import chex
 import jax
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
+import dllm_jax as dj
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.modules import initialise
-from dllm_jax.tasks import Curriculum, Example, Recall, Stage, encode_batch, tokenizer
+from dllm_jax.tasks import Curriculum, Example, Recall, Stage, encode_batch
 from tests import models, refuses
 
-IDS = tokenizer.VOCAB
-SPECIAL = {f"{n}_id": IDS[getattr(tokenizer, n.upper())] for n in ("mask", "eos", "eot")}
+TOKENIZER = dj.load_tokenizer(dj.bundled.path("tiny-llada"))
+IDS = TOKENIZER.get_vocab()
+SPECIAL = {"mask_id": IDS["<|mdm_mask|>"], "eos_id": IDS["<|endoftext|>"], "eot_id": IDS["<|eot_id|>"]}
 SPEC = models.spec("llada", vocab=len(IDS), **SPECIAL)
 PAIRS = Recall(alphabet=20, digits=1)
 
 
 @pytest.fixture(scope="module")
-def read(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("tokenizer")
-    tokenizer.save(directory)
-    return AutoTokenizer.from_pretrained(directory)
+def read():
+    return TOKENIZER
 
 
 @pytest.fixture(scope="module")

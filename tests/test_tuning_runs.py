@@ -11,7 +11,6 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
-from dllm_jax.eval.run import runner as runner_module
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.settings import identity_in_memory
 from dllm_jax.eval.tuning import Candidate, exact_match, search
@@ -44,18 +43,18 @@ def test_a_killed_run_resumes_to_the_same_result(lm, tmp_path, monkeypatch):
     # The kill left the header, 14 answers (the first round, two of the second), and half a line.
     path.write_bytes(b"".join(lines[:15]) + lines[15][:40])
     calls = []
-    generate = runner_module.generate_many
+    generate = dj.generate_many
     seen = lambda asked: calls.append(1) or asked
     spy = lambda model, prompts, **options: generate(model, map(seen, prompts), **options)
     with monkeypatch.context() as patch:
-        patch.setattr(runner_module, "generate_many", spy)
+        patch.setattr(dj, "generate_many", spy)
         assert tuned(lm, journal=path) == whole
     assert sorted(Journal(path).entries) == sorted(json.loads(line)["key"] for line in lines[1:])
     assert len(calls) == 22 + 3  # of each setting the first one twice, for its program
 
     # Nothing is answered a third time, nor by more questions or other policies of the same run.
     with monkeypatch.context() as patch:
-        patch.setattr(runner_module, "generate_many", None)
+        patch.setattr(dj, "generate_many", None)
         assert tuned(lm, journal=path) == whole
         assert tuned(lm, journal=path, policies=SETTINGS[:1]).rows == whole.rows[:2]
         with pytest.raises(ValueError, match=r"score of an answer=7\.0 must be a number in \[0, 1\]"):
@@ -146,7 +145,7 @@ def test_the_command_of_the_page_runs_as_printed(tmp_path, monkeypatch, capsys, 
     # The same questions from a file are the same requests: the journal answers them.
     lines = [json.dumps(q._asdict()) for q in examples(FewShot(), 0, 5, 16, "held_out")]
     (tmp_path / "mine.jsonl").write_text("\n".join(lines))
-    monkeypatch.setattr(runner_module, "generate_many", None)
+    monkeypatch.setattr(dj, "generate_many", None)
     # Without matplotlib the picture alone is left out.
     (tmp_path / "runs/tune/tune.png").unlink()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
