@@ -44,16 +44,26 @@ class CommonOptions(TypedDict, total=False):
     widths: tuple[int, ...] | None
 
 
-class InfillOptions(CommonOptions, total=False):
-    """Options of `infill`."""
+class DrawOptions(TypedDict, total=False):
+    """Sources of random numbers."""
 
-    token_mask: ArrayLike | None
+    key: Keys | None
+    noise: Noise | None
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Options of the tokens to choose, and of the records of their choice."""
+
     sampler: Sampler
     forbid: Iterable[int]
     logprobs: int | None
-    key: Keys | None
-    noise: Noise | None
     trace: bool
+
+
+class InfillOptions(CommonOptions, DrawOptions, SamplingOptions, total=False):
+    """Options of `infill`."""
+
+    token_mask: ArrayLike | None
     progress: bool
 
 
@@ -65,19 +75,15 @@ class ResponseOptions(CommonOptions, total=False):
     stop_at_eos: bool
 
 
-class ChatOptions(ResponseOptions, total=False):
+class ChatOptions(ResponseOptions, DrawOptions, total=False):
     """Options that `chat` passes on to `generate`: it returns no trace."""
 
-    key: Keys | None
-    noise: Noise | None
     progress: bool
 
 
-class StreamChatOptions(ResponseOptions, total=False):
+class StreamChatOptions(ResponseOptions, DrawOptions, total=False):
     """Options that `stream_chat` passes on to `stream`: its parts show the progress."""
 
-    key: Keys | None
-    noise: Noise | None
     trace: bool
 
 
@@ -89,21 +95,14 @@ class AnswerOptions(ChatOptions, total=False):
     buckets: Ladder | None
 
 
-class ManyOptions(ResponseOptions, total=False):
+class ManyOptions(ResponseOptions, SamplingOptions, total=False):
     """Options of all requests of `generate_many`."""
 
-    sampler: Sampler
-    forbid: Iterable[int]
-    logprobs: int | None
     stop: Stops
-    trace: bool
 
 
-class WarmupOptions(ManyOptions, total=False):
+class WarmupOptions(ManyOptions, DrawOptions, total=False):
     """Options of `warmup`, which takes no prompt."""
-
-    key: Keys | None
-    noise: Noise | None
 
 
 class StreamOptions(WarmupOptions, total=False):
