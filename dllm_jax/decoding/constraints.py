@@ -82,9 +82,8 @@ def allowed_tokens(
         may, own, holes, tokens = map(np.array, known)
         may[:, :, [spec.mask_id, *[spec.eos_id] * sampler.logits_eos_inf]] = False
         _none_empty(may, own, holes, layout)
-        possible = [
-            _possible_choices(one, may, own, holes, tokens, arrays.valid, layout, spec) for one in choices
-        ]
+        canvas = may, own, holes, tokens, arrays.valid, layout, spec
+        possible = [_possible_choices(one, *canvas) for one in choices]
         _choices_agree(choices, possible, layout)
     return None if allow is None and not banned else Allowed(sets, which.astype(np.int32))
 

@@ -64,10 +64,9 @@ class Slots:
     def run(self):
         """Has steps run until a sequence has ended; returns at once, while the devices work."""
         assert self._state is not None, "enter"
+        model, plan = self._run.model, self._run.plan
         with runs_on(self._run):
-            self._state, self._seen = until_one_ends(
-                self._run.model, self._inputs, self._run.plan, self._state
-            )
+            self._state, self._seen = until_one_ends(model, self._inputs, plan, self._state)
 
     def ended(self) -> Piece | None:
         """Waits for the running steps and returns their results on the host; None if nothing ran."""
@@ -83,11 +82,10 @@ class Slots:
         trace = None
         if self._run.plan.trace:
             assert self._state is not None, "enter"
-            where = not_split(self._run.model, self._run.mesh, np.asarray([slot], np.int32))
+            model, plan = self._run.model, self._run.plan
+            where = not_split(model, self._run.mesh, np.asarray([slot], np.int32))
             with runs_on(self._run):
-                trace = jax.tree.map(
-                    host.everywhere, traced(self._run.model, self._run.plan, self._state, where)
-                )
+                trace = jax.tree.map(host.everywhere, traced(model, plan, self._state, where))
         placed = self._run._replace(batch=1, extra=request.extra)
         return collect(placed, tokens, stats, trace, logprobs)
 

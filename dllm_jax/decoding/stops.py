@@ -147,9 +147,8 @@ def _byte_level(tokenizer: Any, count: int) -> Contents | None:
         return None
     shown_as_is = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = (byte for byte in range(256) if byte not in shown_as_is)
-    letters = {chr(byte): byte for byte in shown_as_is} | {
-        chr(256 + n): byte for n, byte in enumerate(others)
-    }
+    letters = {chr(byte): byte for byte in shown_as_is}
+    letters |= {chr(256 + n): byte for n, byte in enumerate(others)}
     added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()}
     read = lambda name: (
         bytes(letters[c] for c in name) if all(c in letters for c in name) else name.encode(errors="replace")
@@ -169,9 +168,8 @@ def _in_context(tokenizer: Any, count: int) -> Contents | None:
     if (anchor := next(anchors, None)) is None:
         return None
     before = decode(anchor)
-    names = (
-        tokenizer.convert_ids_to_tokens(list(range(count))) if "ByteFallback" in _decoders(tokenizer) else []
-    )
+    has_bytes = "ByteFallback" in _decoders(tokenizer)
+    names = tokenizer.convert_ids_to_tokens(list(range(count))) if has_bytes else []
     first, later = list[bytes](), list[bytes]()
     for i in range(count):
         if names and (byte := re.fullmatch(r"<0x([0-9A-F]{2})>", names[i] or "")):
@@ -196,10 +194,8 @@ def _joins(tokenizer: Any, contents: Contents, count: int) -> bool:
         ids = rng.integers(count, size=rng.integers(1, LONGEST_PROBE)).tolist()
         text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         audible = [i for i in ids if i not in contents.silent]
-        joined = b"".join(
-            [*(contents.first[i] for i in audible[:1]), *(contents.later[i] for i in audible[1:])]
-        )
-        found = joined.decode(errors="replace")
+        parts = [contents.first[i] for i in audible[:1]] + [contents.later[i] for i in audible[1:]]
+        found = b"".join(parts).decode(errors="replace")
         if merged(text) != merged(found) and not (fallback and "\ufffd" in found):
             return False
     return True
@@ -261,9 +257,8 @@ def byte_table(texts: Sequence[str]) -> Int[np.ndarray, "states 256"]:
 
 def _prefixes(stops: Sequence[bytes]) -> tuple[list[bytes], list[list[int]], list[int]]:
     """Beginnings of the stops, the longest one after each and a byte, the longest stop at each one's end."""
-    nodes = sorted(
-        {stop[:n] for stop in stops for n in range(len(stop) + 1)}, key=lambda text: (len(text), text)
-    )
+    beginnings = {stop[:n] for stop in stops for n in range(len(stop) + 1)}
+    nodes = sorted(beginnings, key=lambda text: (len(text), text))
     number = {text: i for i, text in enumerate(nodes)}
     ends = lambda text: next(number[text[i:]] for i in range(len(text) + 1) if text[i:] in number)
     used = set(b"".join(stops))

@@ -273,9 +273,8 @@ class DreamOn(UntilDone):
             )
         if not self.delete_eos:
             return grown
-        return remove(
-            grown, shortens & (grown.tokens == grown.spec.eos_id) & (grown.decoded_at == step) & grown.valid
-        )
+        new_end = shortens & (grown.tokens == grown.spec.eos_id) & (grown.decoded_at == step)
+        return remove(grown, new_end & grown.valid)
 
     @override
     def _filtered(

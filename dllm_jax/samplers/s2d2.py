@@ -207,9 +207,8 @@ class S2D2(UntilDone):
         """
         chance = jnp.where(span, self.chance(draft.logits), 1)
         expected = jnp.sum(span * jnp.cumprod(chance, axis=1), axis=1)
-        return expected - self.cost * (
-            1 if self.per == "pass" else jnp.sum(draft.score > self.threshold, axis=1)
-        )
+        units = 1 if self.per == "pass" else jnp.sum(draft.score > self.threshold, axis=1)
+        return expected - self.cost * units
 
     def chance(self, logits: Float[Array, "b c v"]) -> Float[Array, "b c"]:
         """Estimated chance that a token drawn from these logits is accepted."""
@@ -241,9 +240,8 @@ class S2D2(UntilDone):
         ratio = of_token(log_q, draft.token) - of_token(log_p, draft.token)
         accepted = jnp.log(noise.order_uniform(canvas, draft.index)) < self.gamma * ratio
 
-        residual = scores.ruled_out(
-            jnp.log(jnp.maximum(jnp.exp(log_q) - jnp.exp(log_p), 0)), canvas.spec.mask_id
-        )
+        more = jnp.log(jnp.maximum(jnp.exp(log_q) - jnp.exp(log_p), 0))
+        residual = scores.ruled_out(more, canvas.spec.mask_id)
         nothing = jnp.max(residual, axis=-1, keepdims=True) == -jnp.inf
         residual = jnp.where(nothing, scores.ruled_out(log_q, canvas.spec.mask_id), residual)
         gumbel = noise.token_gumbel(canvas, draft.index, log_q.shape[-1])

@@ -9,13 +9,7 @@ from typing import Any, NamedTuple
 
 from dllm_jax.options import shown
 
-NAMED = (
-    "bos_token",
-    "eos_token",
-    "pad_token",
-    "unk_token",
-    "chat_template",
-)  # variables that hold special tokens
+NAMED = "bos_token", "eos_token", "pad_token", "unk_token", "chat_template"  # variables with special tokens
 REFUSED = "refused"
 Stretch = tuple[int, int]  # start and end of a part of a text
 
@@ -142,9 +136,8 @@ class Disguise:
 
     def has_signs(self, text: str) -> bool:
         """Whether a text has characters that tell special tokens from words."""
-        return any(
-            chr(point) in text for point in self.table if not (chr(point).isalnum() or chr(point) in "_-")
-        )
+        signs = (sign for sign in map(chr, self.table) if not (sign.isalnum() or sign in "_-"))
+        return any(sign in text for sign in signs)
 
     def concerns(self, text: str) -> bool:
         """Whether a text may have a part in a special token."""
@@ -269,10 +262,6 @@ def with_texts(value: Any, change: Any) -> Any:
         return change(value)
     if isinstance(value, Mapping):
         return {key: with_texts(item, change) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return (
-            type(value)([with_texts(item, change) for item in value])
-            if type(value) in (list, tuple)
-            else value
-        )
+    if type(value) in (list, tuple):
+        return type(value)([with_texts(item, change) for item in value])
     return value

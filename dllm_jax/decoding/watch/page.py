@@ -92,9 +92,7 @@ def _json(data: Any) -> str:
 def _panel(panel: Panel, tokenizer: Any) -> dict[str, Any]:
     """Collects the data from which the script draws a generation; positions and token ids are numbers."""
     record = panel.recording
-    known = pieces(
-        tokenizer, np.unique(np.concatenate([record.tokens.ravel(), record.proposed.ravel()])).tolist()
-    )
+    known = pieces(tokenizer, np.union1d(record.tokens, record.proposed).tolist())
     return {
         "name": panel.name,
         "stats": {field: value if math.isfinite(value) else None for field, value in panel.stats.items()},
