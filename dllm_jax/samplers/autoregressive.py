@@ -5,13 +5,13 @@ from typing import Annotated, ClassVar
 
 import jax.numpy as jnp
 from annotated_types import Ge, Interval
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Bool, PyTree
 from typing_extensions import override
 
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Int32, refuse
 from dllm_jax.samplers.base import check_ends_unordered
-from dllm_jax.samplers.candidates import Candidates, Decision, Noise
+from dllm_jax.samplers.candidates import Candidates, Decision, Ids, Noise
 from dllm_jax.samplers.parallel import UntilDone
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
@@ -98,7 +98,7 @@ class SelfSpeculation(UntilDone):
             )
 
     @override
-    def _choose(self, logits, keep, index, canvas: Canvas, noise: Noise | None) -> Int[Array, "b c"]:
+    def _choose(self, logits, keep, index, canvas: Canvas, noise: Noise | None) -> Ids:
         """The candidate token: the most likely one in a draft, as `temperature` asks in a verification."""
         chosen = super()._choose(logits, keep, index, canvas, noise)
         if fixed_at(self.temperature, 0):

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import LARGEST, NoneMeans, NonNegativeInt, Options, PositiveInt, TracedUnlessZero
 from dllm_jax.samplers import scores
-from dllm_jax.samplers.candidates import Candidates, Decision, Noise, require_noise
+from dllm_jax.samplers.candidates import Candidates, Decision, Ids, Logits, Noise, Scores, require_noise
 from dllm_jax.samplers.early_commit import EarlyCommit
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
@@ -141,12 +141,7 @@ class Sampler(Options, abc.ABC):
         return Decision(self.transfer(candidates, canvas, noise), memory)
 
     def end_confidence(
-        self,
-        candidates: Candidates,
-        logits: Float[Array, "b c v"],
-        unconstrained: Float[Array, "b c v"],
-        canvas: Canvas,
-        at_end: bool,
+        self, candidates: Candidates, logits: Logits, unconstrained: Logits, canvas: Canvas, at_end: bool
     ) -> Float[Array, "b"]:
         """How sure the model is of the end of each answer, for samplers whose answers grow (`grows`).
 
@@ -175,13 +170,8 @@ class Sampler(Options, abc.ABC):
         return getattr(self, "alg", "prob")
 
     def confidence(
-        self,
-        logits: Float[Array, "b c v"],
-        token: Int[Array, "b c"],
-        index: Int[Array, "b c"],
-        canvas: Canvas,
-        noise: Noise | None,
-    ) -> Float[Array, "b c"]:
+        self, logits: Logits, token: Ids, index: Ids, canvas: Canvas, noise: Noise | None
+    ) -> Scores:
         """Confidence in the candidate tokens by `criterion`, float32; larger is surer.
 
         Args:
@@ -282,9 +272,7 @@ class Sampler(Options, abc.ABC):
 
     # -- the same for all samplers ---------------------------------------------------------------------------
 
-    def propose(
-        self, logits: Float[Array, "b c v"], index: Int[Array, "b c"], canvas: Canvas, noise: Noise | None
-    ) -> Candidates:
+    def propose(self, logits: Logits, index: Ids, canvas: Canvas, noise: Noise | None) -> Candidates:
         """The candidate token of each position and its confidence.
 
         Args:
@@ -324,14 +312,12 @@ class Sampler(Options, abc.ABC):
         least = smallest_score(self.criterion, canvas.spec.vocab)
         return candidates._replace(score=jnp.where(waits, jnp.minimum(score, least), score)), waits
 
-    def drawn(self, logits: Float[Array, "b c v"], canvas: Canvas) -> Float[Array, "b c v"]:
+    def drawn(self, logits: Logits, canvas: Canvas) -> Logits:
         """Logits of the distribution that tokens are drawn from, after temperature and filters."""
         _, tempered, keep = self._filtered(logits, canvas)
         return tempered if keep is None else jnp.where(keep, tempered, -jnp.inf)
 
-    def _filtered(
-        self, logits: Float[Array, "b c v"], canvas: Canvas
-    ) -> tuple[Float[Array, "b c v"], Float[Array, "b c v"], Bool[Array, "b c v"] | None]:
+    def _filtered(self, logits: Logits, canvas: Canvas) -> tuple[Logits, Logits, Bool[Array, "b c v"] | None]:
         """The logits, the tempered ones, and the survivors of the filters (None: all tokens)."""
         # The references take the softmax in bf16, float32 or float64; float32 avoids the ties that bf16
         # makes.
@@ -347,7 +333,7 @@ class Sampler(Options, abc.ABC):
         truncated = self.top_p is not None or self.top_k is not None
         return logits, tempered, scores.survivors(tempered, self.top_p, self.top_k) if truncated else None
 
-    def _choose(self, logits, keep, index, canvas: Canvas, noise: Noise | None) -> Int[Array, "b c"]:
+    def _choose(self, logits, keep, index, canvas: Canvas, noise: Noise | None) -> Ids:
         """The candidate token among the survivors `keep` of the filters (None: all tokens)."""
         # Gumbel-max: argmax(logits + T g) is a draw from softmax(logits / T).
         if not fixed_at(self.temperature, 0):

@@ -18,6 +18,11 @@ from dllm_jax.options import shown
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.changes import keep_block, revoke
 
+# Arrays of a step's candidates: b sequences, c candidates of each, v tokens.
+Logits = Float[Array, "b c v"]
+Scores = Float[Array, "b c"]
+Ids = Int[Array, "b c"]  # tokens or positions
+
 
 class Candidates(NamedTuple):
     """Positions that may be decoded, each with the token that it would get.
@@ -30,10 +35,10 @@ class Candidates(NamedTuple):
         so (`Sampler.tempered_confidence`), and -inf where filters and switches rule a token out.
     """
 
-    index: Int[Array, "b c"]
-    token: Int[Array, "b c"]
-    score: Float[Array, "b c"]
-    logits: Float[Array, "b c v"]
+    index: Ids
+    token: Ids
+    score: Scores
+    logits: Logits
 
 
 class Decision(NamedTuple):

@@ -8,12 +8,12 @@ import dataclasses
 from typing import Annotated, ClassVar, Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 from typing_extensions import override
 
 from dllm_jax.options import NoneMeans, TracedFraction, TracedPositiveInt, TracedWidth
 from dllm_jax.samplers.base import Alg, Sampler, check_ends_unordered
-from dllm_jax.samplers.candidates import Candidates, Noise, require_noise
+from dllm_jax.samplers.candidates import Candidates, Ids, Logits, Noise, Scores, require_noise
 from dllm_jax.samplers.transfer import even_schedule, linear_schedule, rounded_schedule
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
@@ -97,13 +97,8 @@ class RandomOrder(FixedSchedule):
 
     @override
     def confidence(
-        self,
-        logits: Float[Array, "b c v"],
-        token: Int[Array, "b c"],
-        index: Int[Array, "b c"],
-        canvas: Canvas,
-        noise: Noise | None,
-    ) -> Float[Array, "b c"]:
+        self, logits: Logits, token: Ids, index: Ids, canvas: Canvas, noise: Noise | None
+    ) -> Scores:
         """Uniform [0, 1) noise, drawn again at every step."""
         return require_noise(noise).order_uniform(canvas, index)
 

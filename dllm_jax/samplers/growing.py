@@ -15,7 +15,7 @@ from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt, PositiveInt, TracedFraction, refuse
 from dllm_jax.samplers import scores
 from dllm_jax.samplers.base import Alg
-from dllm_jax.samplers.candidates import Candidates, Noise
+from dllm_jax.samplers.candidates import Candidates, Logits, Noise
 from dllm_jax.samplers.dream import criterion_of
 from dllm_jax.samplers.parallel import UntilDone
 from dllm_jax.samplers.transfer import sure_or_best
@@ -86,12 +86,7 @@ class DAEDAL(UntilDone):
 
     @override
     def end_confidence(
-        self,
-        candidates: Candidates,
-        logits: Float[Array, "b c v"],
-        unconstrained: Float[Array, "b c v"],
-        canvas: Canvas,
-        at_end: bool,
+        self, candidates: Candidates, logits: Logits, unconstrained: Logits, canvas: Canvas, at_end: bool
     ) -> Float[Array, "b"]:
         """The confidence in the end of each answer.
 
@@ -233,12 +228,7 @@ class DreamOn(UntilDone):
 
     @override
     def end_confidence(
-        self,
-        candidates: Candidates,
-        logits: Float[Array, "b c v"],
-        unconstrained: Float[Array, "b c v"],
-        canvas: Canvas,
-        at_end: bool,
+        self, candidates: Candidates, logits: Logits, unconstrained: Logits, canvas: Canvas, at_end: bool
     ) -> Float[Array, "b"]:
         """0 where the mask that is next would most likely expand, if it could; else 1."""
         offered = gather(canvas.eligible, candidates.index) & (candidates.index < canvas.layout.length)
@@ -277,9 +267,7 @@ class DreamOn(UntilDone):
         return remove(grown, new_end & grown.valid)
 
     @override
-    def _filtered(
-        self, logits: Float[Array, "b c v"], canvas: Canvas
-    ) -> tuple[Float[Array, "b c v"], Float[Array, "b c v"], Bool[Array, "b c v"] | None]:
+    def _filtered(self, logits: Logits, canvas: Canvas) -> tuple[Logits, Logits, Bool[Array, "b c v"] | None]:
         """The filters, after the expand token is ruled out where there is no room for another mask."""
         ruled_out = self._is_full(canvas)[:, None, None] & (jnp.arange(logits.shape[-1]) == self.expand)
         return super()._filtered(jnp.where(ruled_out, -jnp.inf, logits.astype(jnp.float32)), canvas)

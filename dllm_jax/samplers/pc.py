@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 from typing_extensions import override
 
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Arrays, TracedNonNegativeFloat, TracedPositiveFloat, shown
-from dllm_jax.samplers.candidates import Candidates, Noise
+from dllm_jax.samplers.candidates import Candidates, Ids, Logits, Noise, Scores
 from dllm_jax.samplers.confidence import FixedSchedule
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.selection import best
@@ -141,13 +141,8 @@ class PCSampler(FixedSchedule):
 
     @override
     def confidence(
-        self,
-        logits: Float[Array, "b c v"],
-        token: Int[Array, "b c"],
-        index: Int[Array, "b c"],
-        canvas: Canvas,
-        noise: Noise | None,
-    ) -> Float[Array, "b c"]:
+        self, logits: Logits, token: Ids, index: Ids, canvas: Canvas, noise: Noise | None
+    ) -> Scores:
         """The probability of the token times its information in the corpus, clipped; in nats."""
         probability = super().confidence(logits, token, index, canvas, noise)
 

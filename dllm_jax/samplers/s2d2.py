@@ -14,7 +14,7 @@ from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NoneMeans, PositiveInt, TracedFraction, TracedPositiveFloat, refuse
 from dllm_jax.samplers import scores
 from dllm_jax.samplers.base import check_ends_unordered
-from dllm_jax.samplers.candidates import Candidates, Decision, Noise, require_noise
+from dllm_jax.samplers.candidates import Candidates, Decision, Ids, Logits, Noise, Scores, require_noise
 from dllm_jax.samplers.parallel import UntilDone, scheduled
 from dllm_jax.samplers.transfer import sure_or_best
 from dllm_jax.state.canvas import Canvas
@@ -139,7 +139,7 @@ class S2D2(UntilDone):
         )
 
     @override
-    def _choose(self, logits, keep, index, canvas: Canvas, noise: Noise | None) -> Int[Array, "b c"]:
+    def _choose(self, logits, keep, index, canvas: Canvas, noise: Noise | None) -> Ids:
         """The drafted token; where drafts are verified by draws, those come from what is left of q."""
         sampler = dataclasses.replace(self, temperature=0.0) if self.greedy_drafts else self
         return super(S2D2, sampler)._choose(logits, keep, index, canvas, noise)
@@ -210,7 +210,7 @@ class S2D2(UntilDone):
         units = 1 if self.per == "pass" else jnp.sum(draft.score > self.threshold, axis=1)
         return expected - self.cost * units
 
-    def chance(self, logits: Float[Array, "b c v"]) -> Float[Array, "b c"]:
+    def chance(self, logits: Logits) -> Scores:
         """Estimated chance that a token drawn from these logits is accepted."""
         if self.estimate == "margin":
             return scores.margin(logits, None) > GAP
@@ -223,7 +223,7 @@ class S2D2(UntilDone):
         verifier: Candidates,
         canvas: Canvas,
         noise: Noise | None,
-    ) -> tuple[Bool[Array, "b c"], Int[Array, "b c"]]:
+    ) -> tuple[Bool[Array, "b c"], Ids]:
         """Whether each drafted token is accepted, and the token in its place if it is not.
 
         Args:
