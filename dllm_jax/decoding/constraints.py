@@ -1,14 +1,15 @@
 """Reads `forbid`, `allow` and `constraints`: sets of tokens by position, on the host."""
 
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
-from dllm_jax.engine.generation import Allowed, Inputs
+from dllm_jax.decoding.checks import Case
+from dllm_jax.engine.generation import Allowed
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt, check_argument, shown
 from dllm_jax.samplers import Constraint, OneOf, Sampler
@@ -18,6 +19,8 @@ from dllm_jax.state.layout import Layout
 
 FORMS = "must be Bool[length, vocab], Bool[b, length, vocab], or a list with token ids or None per position"
 Lists = Sequence[Any]  # per position ids or None, or such a list per sequence
+Table = Int[np.ndarray, "choices width"]
+Choices = list[tuple[int, Table]]  # first position and table, of each sequence
 
 
 def constraints_of(
@@ -39,38 +42,24 @@ def constraints_of(
     return tuple(several)
 
 
-def allowed_tokens(
-    forbid: Iterable[int],
-    allow: Any,
-    constraints: tuple[Constraint, ...],
-    arrays: Inputs,
-    layout: Layout,
-    sampler: Sampler,
-    spec: ModelSpec,
-) -> Allowed | None:
+def allowed_tokens(case: Case) -> Allowed | None:
     """The sets of allowed tokens of a canvas; None if every token is allowed everywhere.
 
-    Args:
-      forbid: Ids that no position is unmasked to; those that the sampler suppresses join them.
-      allow: Allowed tokens of the response's positions, in one of the `FORMS`; None for no sets.
-      constraints: Constraints whose choices the sets must leave.
-      arrays: Canvas of the request.
-      layout: Geometry of the canvas.
-      sampler: Sampler of the request.
-      spec: Description of the model.
+    Ids that the sampler suppresses join `forbid`. The sets must leave the choices of constraints.
 
     Raises:
       ValueError: ids outside of the vocabulary, sets of another shape, a mask without an allowed token, or a
         choice that is not allowed or contradicts other choices.
     """
-    banned = [*_ids("forbid", forbid, spec), *(sampler.suppress_tokens or ())]
-    choices = [one for one in constraints if isinstance(one, OneOf)]
-    if allow is None and not banned and not choices:
+    asked, arrays, layout, spec = case.asked, case.arrays, case.layout, case.model.spec
+    banned = [*_ids("forbid", asked.forbid, spec), *(asked.sampler.suppress_tokens or ())]
+    choices = [one for one in case.constraints if isinstance(one, OneOf)]
+    if asked.allow is None and not banned and not choices:
         return None
     free = np.ones(spec.vocab, bool)
     free[banned] = False
     (batch, length), count = arrays.tokens.shape, layout.end - layout.prompt
-    sets, which = _sets(allow, arrays.valid[:, layout.prompt :][:, :count], count, spec)
+    sets, which = _sets(asked.allow, arrays.valid[:, layout.prompt :][:, :count], count, spec)
     which = host.pad(which, layout.prompt, length - layout.prompt - count, -1) + 1
     sets = host.module(sets).concatenate([np.ones((batch, 1, spec.vocab), bool), sets], axis=1) & free
 
@@ -79,13 +68,12 @@ def allowed_tokens(
     which = host.module(which, masked).where(masked, which, 0)
     known = [host.readable(array) for array in (sets, which, masked, arrays.tokens)]
     if all(array is not None for array in known):
-        may, own, holes, tokens = map(np.array, known)
-        may[:, :, [spec.mask_id, *[spec.eos_id] * sampler.logits_eos_inf]] = False
-        _none_empty(may, own, holes, layout)
-        canvas = may, own, holes, tokens, arrays.valid, layout, spec
-        possible = [_possible_choices(one, *canvas) for one in choices]
+        canvas = Canvas(*map(np.array, known))
+        canvas.may[:, :, [spec.mask_id, *[spec.eos_id] * asked.sampler.logits_eos_inf]] = False
+        _none_empty(canvas, layout)
+        possible = [_possible_choices(one, canvas, case) for one in choices]
         _choices_agree(choices, possible, layout)
-    return None if allow is None and not banned else Allowed(sets, which.astype(np.int32))
+    return None if asked.allow is None and not banned else Allowed(sets, which.astype(np.int32))
 
 
 def _sets(
@@ -163,15 +151,26 @@ def _ids(name: str, ids: Any, spec: ModelSpec) -> list[int]:
     return list(read)
 
 
-def _none_empty(
-    may: Bool[np.ndarray, "b sets v"],
-    which: Int[np.ndarray, "b l"],
-    masked: Bool[np.ndarray, "b l"],
-    layout: Layout,
-):
+class Canvas(NamedTuple):
+    """A canvas on the host.
+
+    Attributes:
+      may: Tokens of each set that positions may be unmasked to.
+      which: Set of each position.
+      masked: Whether each position is to be unmasked.
+      tokens: Token ids.
+    """
+
+    may: Bool[np.ndarray, "b sets v"]
+    which: Int[np.ndarray, "b l"]
+    masked: Bool[np.ndarray, "b l"]
+    tokens: Int[np.ndarray, "b l"]
+
+
+def _none_empty(canvas: Canvas, layout: Layout):
     """Raises ValueError if a mask has no token that it may be unmasked to."""
-    some = np.take_along_axis(may.any(axis=2), which, axis=1)
-    if (empty := np.argwhere(masked & ~some)).size:
+    some = np.take_along_axis(canvas.may.any(axis=2), canvas.which, axis=1)
+    if (empty := np.argwhere(canvas.masked & ~some)).size:
         sequence, position = empty[0]
         raise ValueError(
             f"allow and forbid leave no token to position {position - layout.prompt} of sequence "
@@ -180,35 +179,27 @@ def _none_empty(
         )
 
 
-def _possible_choices(
-    one: OneOf,
-    may: Bool[np.ndarray, "b sets v"],
-    which: Int[np.ndarray, "b l"],
-    masked: Bool[np.ndarray, "b l"],
-    tokens: Int[np.ndarray, "b l"],
-    valid: Bool[AnyArray, "b l"],
-    layout: Layout,
-    spec: ModelSpec,
-) -> list[tuple[int, Int[np.ndarray, "choices width"]]]:
+def _possible_choices(one: OneOf, canvas: Canvas, case: Case) -> Choices:
     """First position and table of the choices that agree with given text, of each sequence.
 
     Raises:
       ValueError: a choice does not fit the canvas, or holds what the sets rule out.
     """
-    table, found = one.table(spec), list[tuple[int, Int[np.ndarray, "choices width"]]]()
-    for sequence in range(len(tokens)):
-        first = layout.prompt + one.start + (0 if layout.prompt else int(np.argmax(valid[sequence])))
+    table, layout, found = one.table(case.model.spec), case.layout, list[tuple[int, Table]]()
+    for sequence, real in enumerate(case.arrays.valid):
+        first = layout.prompt + one.start + (0 if layout.prompt else int(np.argmax(real)))
         place = np.arange(first, first + table.shape[1])
         if place[-1] >= layout.end:
             raise ValueError(
                 f"start={one.start} and the longest choice, {table.shape[1]} tokens, reach beyond the last "
                 f"of {layout.end - layout.prompt} positions. Increase length"
             )
-        text, free = tokens[sequence, place], masked[sequence, place]
+        text, free = canvas.tokens[sequence, place], canvas.masked[sequence, place]
         agrees = np.all(free | (text == table), axis=1)
         if not agrees.any():
             raise ValueError(f"choices={one.choices} must agree with given text: {text.tolist()} has none")
-        wrong = agrees & np.any(free & ~may[sequence, which[sequence, place], table], axis=1)
+        sets = canvas.which[sequence, place]
+        wrong = agrees & np.any(free & ~canvas.may[sequence, sets, table], axis=1)
         if wrong.any():
             filled = table[np.argmax(wrong)].tolist()
             raise ValueError(
@@ -219,11 +210,7 @@ def _possible_choices(
     return found
 
 
-def _choices_agree(
-    constraints: list[OneOf],
-    possible: list[list[tuple[int, Int[np.ndarray, "choices width"]]]],
-    layout: Layout,
-):
+def _choices_agree(constraints: list[OneOf], possible: list[Choices], layout: Layout):
     """Raises ValueError if a choice agrees with no choice of another constraint at the positions of both.
 
     Positions are filled from left to right in each text. If every choice agrees with one of each other text,

@@ -147,8 +147,7 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: 
     plan = plan_of(case)
     plan = dataclasses.replace(plan, interventions=fitting_interventions(case, plan.step_limit))
     noise = noise_for(plan, batch, asked.key, asked.noise, spec.vocab)
-    allowed = allowed_tokens(asked.forbid, asked.allow, own, arrays, layout, asked.sampler, spec)
-    arrays = arrays._replace(noise=noise, allowed=allowed)
+    arrays = arrays._replace(noise=noise, allowed=allowed_tokens(case))
     return Request(arrays, plan, extra, asked.nonfinite, asked.progress)
 
 
