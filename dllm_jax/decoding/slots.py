@@ -180,9 +180,7 @@ def traced(model: Model, plan: Plan, state: State, slot: Int[Array, "1"]) -> Tra
 
     def of_slot(model: Model, plan: Plan, state: State, slot: Int[Array, "1"]) -> Trace | None:
         of_one = lambda copies, axis, array: constrain(gather_sequences(array, slot, axis), model.rules, "")
-        small = state._replace(
-            cache=NOTHING, need=state.canvas.valid, memory=()
-        )  # nothing of them is looked at
+        small = state._replace(cache=NOTHING, need=state.canvas.valid, memory=())  # which are not looked at
         one = map_arrays(of_one, plan, NOTHING, small)
         return final_trace(one.record, one.canvas)
 
@@ -196,10 +194,6 @@ def _axes(model: Model, inputs: Inputs, plan: Plan):
 def _split(model: Model, plan: Plan, state: State) -> State:
     """The state as a mesh splits it, whichever program made it, so that the next one is compiled once."""
     batch = len(state.need)
-    rest = map_arrays(
-        lambda copies, axis, array: constrain(array, model.rules, "n" * axis + "b"),
-        plan,
-        NOTHING,
-        state._replace(cache=NOTHING),
-    )
+    split = lambda copies, axis, array: constrain(array, model.rules, "n" * axis + "b")
+    rest = map_arrays(split, plan, NOTHING, state._replace(cache=NOTHING))
     return rest._replace(cache=split_cache(state.cache, model, batch))

@@ -200,9 +200,8 @@ def _rules(cls: type[Options]) -> dict[str, Rule]:
 def _resolved(cls: type[Options], field: dataclasses.Field) -> Any:
     """The field's annotation with names in place of strings; Any if one of them does not resolve."""
     # A field is inherited as the same object: its owner is the farthest ancestor that has it.
-    owner = [
-        base for base in cls.__mro__ if vars(base).get("__dataclass_fields__", {}).get(field.name) is field
-    ][-1]
+    known = lambda base: vars(base).get("__dataclass_fields__", {})
+    owner = [base for base in cls.__mro__ if known(base).get(field.name) is field][-1]
     holder = types.SimpleNamespace(__annotations__={field.name: field.type})
     scope = vars(sys.modules[owner.__module__]) if owner.__module__ in sys.modules else {}
     try:

@@ -91,9 +91,8 @@ class Disguise:
         special = special_tokens(tokenizer)
         used = {*map(ord, "".join([*texts, *special]))}
         # Private use first; then planes that hold no characters yet.
-        unused = (
-            point for point in range(0x10FFFD, 0x3FFFF, -1) if point not in used and point & 0xFFFE < 0xFFFE
-        )
+        points = (point for point in range(0x10FFFD, 0x3FFFF, -1) if point & 0xFFFE < 0xFFFE)
+        unused = (point for point in points if point not in used)
         letters = sorted({ord(c) for c in "".join(special) if not c.isspace()})
         return cls(special, dict(zip(letters, unused, strict=False)))
 

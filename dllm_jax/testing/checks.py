@@ -211,9 +211,8 @@ def batch_mates_change_nothing(of: Subject):
         theirs = np.where(np.arange(2)[:, None] == sequence, prompt, others)
         ours = [of_sequence(out.trace, sequence, width) for out in (of.run(theirs, mask), of.batch)]
         assert_same_run(*ours, computed=True)
-    assert bool(partial_steps(of.batch)) == of.policy.stores(of.model.spec), (
-        "every step computed every position"
-    )
+    stores = of.policy.stores(of.model.spec)
+    assert bool(partial_steps(of.batch)) == stores, "every step computed every position"
 
 
 def alone_as_in_a_batch(of: Subject):
@@ -294,11 +293,8 @@ def stopping_keeps_the_answer(of: Subject):
         answer = np.asarray(full.tokens)[sequence, width:].tolist()
         end = answer.index(spec.eos_id) + 1 if spec.eos_id in answer else len(answer)
         np.testing.assert_array_equal(stopped.tokens[sequence, width : width + end], answer[:end])
-        assert (
-            stopped.stats.answer_tokens[sequence]
-            == full.stats.answer_tokens[sequence]
-            == end - (spec.eos_id in answer)
-        )
+        count = end - (spec.eos_id in answer)
+        assert stopped.stats.answer_tokens[sequence] == full.stats.answer_tokens[sequence] == count
     assert of.sampler.draws or stopped.stats.nfe[0] < full.stats.nfe[0], "sequence 0 does not end early"
     _assert_nothing_masked(of, stopped)
 

@@ -42,9 +42,7 @@ _RND1 = dataclasses.replace(
     _SDAR, family="rnd1", block_size=0, shifted=True,
     experts=ExpertSpec(count=6, per_token=2, mlp_width=24, renormalised=True),
 )  # fmt: skip
-_SPECS = {
-    spec.family: spec for spec in (_LLADA, _DREAM, _LLADA_MOE, _SDAR, _NEMOTRON, _A2D, _RND1)
-}  # fmt: skip
+_SPECS = {spec.family: spec for spec in (_LLADA, _DREAM, _LLADA_MOE, _SDAR, _NEMOTRON, _A2D, _RND1)}
 # One family for each kind of model: full attention, shifted output head, block-causal, causal context.
 FAMILIES = ("llada", "dream", "sdar", "nemotron")
 

@@ -69,20 +69,15 @@ class Recording:
 
         # A trace that was made inside of jit has room for more steps than ran, and one of a batch has as many
         # as its slowest sequence took.
-        tokens, computed, read, proposed, score, active, widened, steps = map(values, trace[:8])
-        own = np.flatnonzero(active[: int(steps), sequence])
-        recording = cls(
-            tokens=tokens[np.concatenate([[0], own + 1]), sequence],
-            computed=computed[own, sequence],
-            read=read[own, sequence],
-            proposed=proposed[own, sequence],
-            score=score[own, sequence],
-            widened=widened[own, sequence],
-            mask_id=_mask_id(tokens, proposed, score, inserted := _inserted(trace)),
-        )
+        own = np.flatnonzero(values(trace.active)[: int(values(trace.steps)), sequence])
+        before_and_after = np.concatenate([[0], own + 1])
+        names = "computed", "read", "proposed", "score", "widened"
+        of_steps = {name: values(getattr(trace, name))[own, sequence] for name in names}
+        mask_id = _mask_id(trace, inserted := _inserted(trace))
+        recording = cls(values(trace.tokens)[before_and_after, sequence], **of_steps, mask_id=mask_id)
         if trace.end is None or inserted is None:
             return recording
-        end = values(trace.end)[np.concatenate([[0], own + 1]), sequence]
+        end = values(trace.end)[before_and_after, sequence]
         moved, removed = (values(a)[own, sequence] for a in (trace.moved, trace.removed))
         return recording.grown(end, inserted[own, sequence], moved, removed)
 
@@ -183,17 +178,18 @@ def _inserted(trace: Trace) -> Int[np.ndarray, "t b"] | None:
     return np.where(inserted < 0, -1, start + inserted)
 
 
-def _mask_id(tokens: np.ndarray, proposed: np.ndarray, score: np.ndarray, inserted: np.ndarray | None) -> int:
+def _mask_id(trace: Trace, inserted: np.ndarray | None) -> int:
     """The mask token, which an output does not name: what positions held that a step decoded.
 
     Or what became several, where the first change is that others moved. If nothing was decoded it stands
     where no candidate was proposed; NO_ID if there is no such position.
     """
+    tokens = values(trace.tokens)
     step, sequence, position = np.nonzero(tokens[1:] != tokens[:-1])
     if len(step):
         at = -1 if inserted is None else inserted[step[0], sequence[0]]
         return int(tokens[step[0], sequence[0], position[0] if at < 0 else at])
-    unscored = proposed[np.isneginf(score)]
+    unscored = values(trace.proposed)[np.isneginf(values(trace.score))]
     return int(unscored[0]) if len(unscored) else NO_ID
 
 
