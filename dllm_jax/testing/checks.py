@@ -30,16 +30,8 @@ from dllm_jax.policies import Policy
 from dllm_jax.samplers import Candidates, Confidence, KeyNoise, Noise, RandomOrder, Sampler, Threshold
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
+from dllm_jax.testing import runs
 from dllm_jax.testing.models import cast, prompts, separate, tiny
-from dllm_jax.testing.runs import (
-    assert_close_scores,
-    assert_same_run,
-    assert_same_stats,
-    compilations,
-    finite,
-    of_sequence,
-    partial_steps,
-)
 
 LENGTHS, LENGTH, BLOCK = (9, 5), 12, 6
 WIDE = (10**6,)  # no width is below the canvas: fewer kinds of steps, which compile sooner
@@ -110,12 +102,12 @@ def exact_limit(of: Subject):
     sampler = of.sampler if isinstance(of.sampler, RandomOrder) else Confidence()
     options = dict(sampler=sampler, widths=WIDE) | dict(of.limit_options)
     ours, exact = (of.run(policy=policy, **options) for policy in (of.limit, Policy()))
-    assert_same_run(ours.trace, exact.trace)
+    runs.assert_same_run(ours.trace, exact.trace)
 
     # Guards the comparison: if caching never changed anything, equality would prove nothing. With a causal
     # context finished blocks are final, so that most policies are exact everywhere.
     if of.policy.reuses and not of.model.spec.context.has_causal_passes:
-        scores = [finite(out.trace.score) for out in (of.batch, of.run(policy=Policy())) if out.trace]
+        scores = [runs.finite(out.trace.score) for out in (of.batch, of.run(policy=Policy())) if out.trace]
         apart = max(np.abs(ours - exact).max() for ours, exact in zip(*scores, strict=False))
         assert apart > 1e-5, "nor does the policy differ outside of the limit, which then proves nothing"
 
@@ -126,7 +118,7 @@ def reuse_is_exact_while_nothing_changes(of: Subject):
         return
     options = dict(length=4, block=4, steps=4, sampler=Frozen(), widths=WIDE)
     ours, exact = (of.run(policy=policy, **options) for policy in (of.lossless, Policy()))
-    assert_close_scores(ours.trace, exact.trace, atol=2e-6)
+    runs.assert_close_scores(ours.trace, exact.trace, atol=2e-6)
     if not of.model.spec.context.has_causal_passes:  # there exact decoding caches the prompt too
         assert ours.stats.computed_tokens.sum() < exact.stats.computed_tokens.sum(), "nothing was reused"
 
@@ -142,8 +134,8 @@ class Frozen(Confidence):
 def separate_layers_decode_as_stacked_ones(of: Subject):
     """A list of layers stores and computes what a stack of them does."""
     ours = of.run(model=separate(of.model), widths=WIDE)
-    assert_same_run(ours.trace, of.batch.trace, computed=True)
-    assert_same_stats(of.batch.stats, ours.stats)
+    runs.assert_same_run(ours.trace, of.batch.trace, computed=True)
+    runs.assert_same_stats(of.batch.stats, ours.stats)
 
 
 def half_precision_decodes_everything(of: Subject):
@@ -209,10 +201,10 @@ def batch_mates_change_nothing(of: Subject):
     others, _ = prompts(of.model, LENGTHS, seed=5)
     for sequence, width in enumerate(mask.sum(axis=1) + LENGTH):
         theirs = np.where(np.arange(2)[:, None] == sequence, prompt, others)
-        ours = [of_sequence(out.trace, sequence, width) for out in (of.run(theirs, mask), of.batch)]
-        assert_same_run(*ours, computed=True)
+        ours = [runs.of_sequence(out.trace, sequence, width) for out in (of.run(theirs, mask), of.batch)]
+        runs.assert_same_run(*ours, computed=True)
     stores = of.policy.stores(of.model.spec)
-    assert bool(partial_steps(of.batch)) == stores, "every step computed every position"
+    assert bool(runs.partial_steps(of.batch)) == stores, "every step computed every position"
 
 
 def alone_as_in_a_batch(of: Subject):
@@ -220,8 +212,8 @@ def alone_as_in_a_batch(of: Subject):
     prompt, _ = prompts(of.model, LENGTHS)
     # Another program, and another canvas length.
     alone = of.run(prompt[1:, -LENGTHS[1] :], keys=slice(1, 2), widths=WIDE)
-    assert_same_run(of_sequence(of.batch.trace, 1, LENGTHS[1] + LENGTH), alone.trace, computed=True)
-    assert_same_stats(of.batch.stats, alone.stats, sequence=1)
+    runs.assert_same_run(runs.of_sequence(of.batch.trace, 1, LENGTHS[1] + LENGTH), alone.trace, computed=True)
+    runs.assert_same_stats(of.batch.stats, alone.stats, sequence=1)
 
 
 def padding_is_inert(of: Subject):
@@ -235,8 +227,8 @@ def padding_is_inert(of: Subject):
     right = lambda trace: trace._replace(tokens=np.asarray(trace.tokens)[..., max(LENGTHS) :])
     assert other.trace is not None
     assert of.batch.trace is not None
-    assert_same_run(right(other.trace), right(of.batch.trace))
-    assert_close_scores(other.trace, of.batch.trace, atol=1e-6)
+    runs.assert_same_run(right(other.trace), right(of.batch.trace))
+    runs.assert_close_scores(other.trace, of.batch.trace, atol=1e-6)
 
 
 def one_program_per_setting(of: Subject):
@@ -245,7 +237,7 @@ def one_program_per_setting(of: Subject):
     assert of.batch is not None
     prompt, mask = prompts(of.model, LENGTHS, seed=3)
     same = dict(policy=copy.deepcopy(of.policy), sampler=copy.deepcopy(of.sampler))
-    with compilations() as compiled:
+    with runs.compilations() as compiled:
         of.run(prompt, mask, **same)
     assert not compiled, f"{len(compiled)} programs were compiled anew"
 
@@ -254,9 +246,9 @@ def widths_change_nothing(of: Subject):
     """Other static widths of partial steps give the same run."""
     # 2 holds few steps, 9 most; the others run over the whole canvas in place.
     other = of.run(widths=(2, 9))
-    assert_same_run(other.trace, of.batch.trace, computed=True)
-    assert_close_scores(other.trace, of.batch.trace, atol=1e-5)
-    assert_same_stats(of.batch.stats, other.stats)
+    runs.assert_same_run(other.trace, of.batch.trace, computed=True)
+    runs.assert_close_scores(other.trace, of.batch.trace, atol=1e-5)
+    runs.assert_same_stats(of.batch.stats, other.stats)
 
 
 def guidance_has_streams_of_its_own(of: Subject):
@@ -264,11 +256,11 @@ def guidance_has_streams_of_its_own(of: Subject):
     guided = lambda scale: of.run(sampler=dataclasses.replace(of.sampler, cfg_scale=scale), widths=WIDE)
     faint, strong = guided(1e-12), guided(3.0)
     # l_u + (w + 1)(l_c - l_u) at w = 0 is l_c up to rounding.
-    assert_same_run(faint.trace, of.batch.trace)
-    assert_close_scores(faint.trace, of.batch.trace, atol=1e-5)
+    runs.assert_same_run(faint.trace, of.batch.trace)
+    runs.assert_close_scores(faint.trace, of.batch.trace, atol=1e-5)
 
     # Both runs begin with the same canvas. Scores of a random order are no outputs of the model, tokens are.
-    first = lambda out: (np.asarray(out.trace.proposed)[0], finite(out.trace.score)[0])
+    first = lambda out: (np.asarray(out.trace.proposed)[0], runs.finite(out.trace.score)[0])
     differs = (a != b for a, b in zip(first(faint), first(strong), strict=True))
     assert any(map(np.any, differs)), "a strong guidance changes nothing"
 
