@@ -5,21 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dllm_jax.checkpoint.config import Config, Requirement
-from dllm_jax.checkpoint.names import (
-    a2d,
-    dream,
-    dream_reasoner,
-    fast_dllm_v2,
-    illada,
-    llada,
-    llada2_moe,
-    llada_moe,
-    llada_v,
-    nemotron,
-    rnd1,
-    sdar,
-    stable_diffcoder,
-)
+from dllm_jax.checkpoint.names import a2d, llada, llada2, llada_moe, llada_v, llama, nemotron, qwen2, qwen3
 from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.table import Unit, units
 from dllm_jax.checkpoint.refused import refuse
@@ -33,9 +19,9 @@ QUANTISED = ("quantization_config", "compression_config")  # what quantised weig
 FAMILIES = {
     family.name: family
     for family in (
-        *(llada.FAMILY, dream.FAMILY, llada_v.FAMILY, llada_moe.FAMILY, llada2_moe.FAMILY),
-        *(sdar.FAMILY, sdar.FAMILY_MOE, fast_dllm_v2.FAMILY, *a2d.FAMILIES, rnd1.FAMILY),
-        *(nemotron.FAMILY, illada.FAMILY, stable_diffcoder.FAMILY, dream_reasoner.FAMILY),
+        *(llada.FAMILY, qwen2.DREAM, llada_v.FAMILY, llada_moe.FAMILY, llada2.FAMILY),
+        *(qwen3.SDAR, qwen3.SDAR_MOE, qwen2.FAST_DLLM_V2, *a2d.FAMILIES, qwen3.RND1),
+        *(nemotron.FAMILY, llama.ILLADA, llama.STABLE_DIFFCODER, qwen3.DREAM_REASONER),
     )
 }
 

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 
 from dllm_jax.checkpoint.config import Config, Requirement
-from dllm_jax.checkpoint.names import as_llama, sdar
+from dllm_jax.checkpoint.names import as_llama, qwen3
 from dllm_jax.checkpoint.names.family import Tokens
 from dllm_jax.checkpoint.names.mask_token import with_a_mask
 
@@ -29,7 +29,7 @@ def _adjusted(published: dict[int, int], config: Config) -> Config:
 # Row i predicts token i; padding is masked as keys only. Files of block diffusion (bd3lm) look like the
 # others (mdlm): the caller says `replace_spec(block_size=32)`.
 QWEN3 = dataclasses.replace(
-    sdar.FAMILY,
+    qwen3.SDAR,
     name="a2d-qwen3",
     model_type="a2d-qwen3",
     keys=as_llama.BLOCK_KEYS | {"shifted": SHIFT},
