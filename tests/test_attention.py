@@ -8,10 +8,17 @@ import numpy as np
 import pytest
 from scipy.special import logsumexp
 
-from dllm_jax.nn.attention import attention, head_mean, received
 from dllm_jax.nn.mask import key_mask
 from pallas_kernels.attention import xla
-from pallas_kernels.attention.xla import TURNS, attention_by_sequence, length_mask, queries_at_once
+from pallas_kernels.attention.xla import (
+    TURNS,
+    attention,
+    attention_by_sequence,
+    head_mean,
+    length_mask,
+    queries_at_once,
+    received,
+)
 from pallas_kernels.attention.xla import _in_one_product as in_one_product
 from pallas_kernels.attention.xla import _in_turn as in_turn
 from pallas_kernels.attention.xla import _products as products

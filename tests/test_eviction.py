@@ -14,10 +14,10 @@ import dllm_jax as dj
 from dllm_jax import eviction, policies
 from dllm_jax.eviction.attending import attend_to_kept
 from dllm_jax.eviction.pair_store import PairStore
-from dllm_jax.nn.attention import attention
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.rope import rope_table
 from dllm_jax.state.cache import KV
+from pallas_kernels.attention.xla import attention
 from pallas_kernels.ragged_attention.xla import merge_by_lse
 from tests.models import families, generated, prompts, spec, tiny
 

@@ -7,13 +7,13 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import policies
-from dllm_jax.nn.attention import attention
 from dllm_jax.nn.layer import embed, unembed, walk
 from dllm_jax.nn.rope import rope_table
 from dllm_jax.samplers import WINO, Threshold
 from dllm_jax.testing import checks
 from dllm_jax.testing.checks import Subject
 from dllm_jax.testing.runs import assert_same_run, partial_steps
+from pallas_kernels.attention.xla import attention
 from tests import numpy_sampler as plain
 from tests.models import EXHAUSTIVE, prompts, tiny
 from tests.policy_cases import EVERY, daily, short

@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from dllm_jax.nn.attention import attention, weights
 from dllm_jax.nn.intervened import embedded, intervened
 from dllm_jax.nn.intervention import Intervention, for_sequences
 from dllm_jax.nn.layer import Layer, embed, walk
@@ -19,6 +18,7 @@ from dllm_jax.nn.mesh import constrain, current_mesh, over_mesh
 from dllm_jax.nn.model import Model, full_pass
 from dllm_jax.state.rows import gather
 from dllm_jax.xla.loops import when
+from pallas_kernels.attention.xla import attention, weights
 
 What = Literal["residual", "attention", "head_output", "attention_output", "mlp_output", "k", "v"]
 

@@ -10,7 +10,6 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
 from dllm_jax.nn.arithmetic import cosine
-from dllm_jax.nn.attention import attention
 from dllm_jax.nn.layer import Layer, embed, walk
 from dllm_jax.nn.mask import block_causal, key_mask
 from dllm_jax.nn.mesh import number_modes
@@ -18,6 +17,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.rope import rope_of
 from dllm_jax.options import PositiveInt, Profile, check_argument, local_path
 from dllm_jax.state import inputs
+from pallas_kernels.attention.xla import attention
 
 
 @jax.jit

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.nn.attention import attention
 from dllm_jax.nn.int8 import Weights, held_as
 from dllm_jax.nn.intervened import embedded, intervened
 from dllm_jax.nn.intervention import Intervention
@@ -23,6 +22,7 @@ from dllm_jax.nn.rope import Rope, rope_of
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument, shown
 from dllm_jax.xla.stacks import traced_once
+from pallas_kernels.attention.xla import attention
 from pallas_kernels.choice import Choice, check_implementation
 
 

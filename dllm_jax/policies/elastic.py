@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
-from dllm_jax.nn.attention import weights
 from dllm_jax.nn.layer import Layer, LayerIndex
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt
@@ -25,6 +24,7 @@ from dllm_jax.traced import Number, Traced
 from dllm_jax.xla.dependencies import after_on_cuda, read_before_write
 from dllm_jax.xla.reductions import count_marked
 from dllm_jax.xla.stacks import of_layer, put_of_layer
+from pallas_kernels.attention.xla import weights
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,8 +3,8 @@
 import dataclasses
 from types import MappingProxyType
 
-from dllm_jax.nn.attention import SCORE_BYTES, SCORE_BYTES_ON_CUDA
 from dllm_jax.options import Options, PositiveFloat, PositiveInt, check_argument
+from pallas_kernels.attention.xla import SCORE_BYTES, SCORE_BYTES_ON_CUDA
 
 
 @dataclasses.dataclass(frozen=True)

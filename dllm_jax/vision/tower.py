@@ -16,13 +16,13 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from dllm_jax.nn.arithmetic import einsum
-from dllm_jax.nn.attention import attention
 from dllm_jax.nn.keys import one_key
 from dllm_jax.nn.mesh import over_mesh
 from dllm_jax.nn.parameters import Params, abstract_vision
 from dllm_jax.nn.sharding import AXES, within_layer
 from dllm_jax.nn.spec import ModelSpec, VisionSpec
 from dllm_jax.vision.images import NEWLINE, normalised
+from pallas_kernels.attention.xla import attention
 
 AT_ONCE = 8  # views in one program, unless users say otherwise
 

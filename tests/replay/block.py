@@ -10,11 +10,11 @@ from jaxtyping import Array, Float, Int
 import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.nn.arithmetic import rms_norm
-from dllm_jax.nn.attention import attention
 from dllm_jax.nn.layer import Layer, embed, walk
 from dllm_jax.nn.mlp import route
 from dllm_jax.nn.model import full_pass
 from dllm_jax.nn.parameters import separate
+from pallas_kernels.attention.xla import attention
 from tests.replay.case import Case
 from tests.replay.compare import closely, exactly
 

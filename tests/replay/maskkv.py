@@ -9,12 +9,12 @@ from typing_extensions import override
 
 import dllm_jax as dj
 from dllm_jax import eviction
-from dllm_jax.nn.attention import attention
 from dllm_jax.nn.layer import embed, unembed, walk
 from dllm_jax.nn.mask import key_mask
 from dllm_jax.nn.rope import rope_table
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import full_rows
+from pallas_kernels.attention.xla import attention
 from pallas_kernels.topk_evict import topk_evict
 from tests.models import begun
 from tests.replay.case import Case

@@ -9,13 +9,13 @@ import numpy as np
 from typing_extensions import override
 
 import dllm_jax as dj
-from dllm_jax.nn.attention import attention
 from dllm_jax.nn.layer import embed, walk
 from dllm_jax.nn.rope import rope_table
 from dllm_jax.samplers.scores import probability
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows, full_rows
 from dllm_jax.state.selection import mean_query_score
+from pallas_kernels.attention.xla import attention
 from tests.models import begun
 from tests.replay.case import Case
 from tests.replay.compare import closely, compare_steps, exactly
