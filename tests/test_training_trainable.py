@@ -8,7 +8,9 @@ import optax
 import pytest
 
 from dllm_jax.nn.model import Model
+from dllm_jax.nn.sharding import OUTPUTS
 from dllm_jax.training import Batch, Batches, TrainConfig, begin, model_of, prepare, train, train_step
+from dllm_jax.training.config import MATRICES as OF_MUON
 from dllm_jax.training.config import optimiser, schedule
 from tests import refuses
 from tests.models import EXHAUSTIVE, cast, separate, tiny
@@ -193,6 +195,10 @@ def test_muon_makes_the_layers_updates_orthogonal_and_leaves_the_rest_to_adamw(f
     expected, _ = jax.jit(adamw.update)(clipped, jax.jit(adamw.init)(params), params)
     for name in ("embed", "norm"):
         np.testing.assert_allclose(updates[name], expected[name], rtol=1e-5)
+
+
+def test_muon_takes_every_matrix_of_the_layers():
+    assert OUTPUTS.keys() - {"head"} <= OF_MUON.keys()
 
 
 @pytest.mark.parametrize("muon", [None, 0.1])

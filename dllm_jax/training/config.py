@@ -30,6 +30,7 @@ WARMUP = 100
 _HEADS = {"q": ((0,), (1, 2)), "k": ((0,), (1, 2)), "v": ((0,), (1, 2)), "o": ((0, 1), (2,))}
 MATRICES = _HEADS | {f"vision_{name}": axes for name, axes in _HEADS.items()}
 MATRICES |= dict.fromkeys(("gate", "up", "down", "fc1", "fc2"), ((0,), (1,)))
+MATRICES |= dict.fromkeys(("shared_gate", "shared_up", "shared_down"), ((0,), (1,)))
 MATRICES |= dict.fromkeys(("expert_gate", "expert_up", "expert_down"), ((1,), (2,)))
 OF_THE_OPTIMISER = ("learning_rate", "muon", "warmup", "decay", "weight_decay", "beta1", "beta2", "clip")
 
