@@ -47,13 +47,8 @@ VARIANTS = {
     "monteclora_config": "it draws its updates at random (MonteCLoRA). Train a plain LoRA",
 }
 HARMLESS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")  # initialisations; W stays as it is
-CHANGING = {  # those that take something off W, or whose training began from a changed W
-    "pissa": CONVERT,
-    "olora": CONVERT,
-    "corda": CONVERT,
-    "lora_ga": CONVERT,
-    "loftq": MERGE,
-}
+# Those that take something off W, or whose training began from a changed W.
+CHANGING = dict.fromkeys(("pissa", "olora", "corda", "lora_ga"), CONVERT) | {"loftq": MERGE}
 
 
 def read_scale(config: Config) -> tuple[int, float]:

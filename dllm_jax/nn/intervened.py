@@ -104,8 +104,7 @@ def intervened(
         return layer
     # Not `dataclasses.replace`: the class changes, so that a layer without interventions has no branch at
     # all.
-    fields = {field.name: getattr(layer, field.name) for field in dataclasses.fields(Layer)}
-    return IntervenedLayer(**fields, interventions=interventions, position=position, step=step)
+    return IntervenedLayer(**vars(layer), interventions=interventions, position=position, step=step)
 
 
 def embedded(

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -98,24 +98,19 @@ def units(spec: ModelSpec, table: tuple[TensorName, ...]) -> tuple[Unit, ...]:
     layered = lambda letter: [entry for entry in entries if AXES[entry.leaf].startswith(letter)]
     rest = [entry for entry in entries if entry not in layered(("n", "N"))]
     lone = {entry.leaf: Unit(entry.leaf, None, (entry,)) for entry in rest if entry.leaf not in VISION}
-    has = lambda layer, leaf: in_layer(spec, leaf, layer)
-    decoder = (lone.pop("embed"), *_layers("layer", spec.layers, layered("n"), has), *lone.values())
+    decoder = (lone.pop("embed"), *_layers("layer", spec, spec.layers, layered("n")), *lone.values())
     if spec.vision is None:
         return decoder
     outside = Unit("vision", None, tuple(entry for entry in rest if entry.leaf in VISION), of_vision=True)
-    tower = _layers("vision", spec.vision.layers, layered("N"), lambda layer, leaf: True, of_vision=True)
+    tower = _layers("vision", spec, spec.vision.layers, layered("N"), of_vision=True)
     return (*decoder, outside, *tower)
 
 
 def _layers(
-    name: str,
-    count: int,
-    entries: list[TensorName],
-    has: Callable[[int, str], bool],
-    of_vision: bool = False,
+    name: str, spec: ModelSpec, count: int, entries: list[TensorName], of_vision: bool = False
 ) -> list[Unit]:
     numbered = lambda n, entry: dataclasses.replace(entry, name=entry.name.replace("{n}", str(n)))
-    own = lambda n: tuple(numbered(n, entry) for entry in entries if has(n, entry.leaf))
+    own = lambda n: tuple(numbered(n, entry) for entry in entries if in_layer(spec, entry.leaf, n))
     return [Unit(f"{name}_{n:03d}", n, own(n), of_vision) for n in range(count)]
 
 
