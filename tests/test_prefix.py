@@ -142,7 +142,7 @@ def test_a_conversation_computes_no_turn_twice(monkeypatch):
     console, messages, prefix = rich.console.Console(file=io.StringIO()), [], None
     for turn, text in enumerate(("bz:3;Tk:8;bq:", "Tq:")):
         messages.append({"role": "user", "content": text})
-        _, prefix = conversation.answer(console, messages, turn, prefix)
+        _, prefix = conversation.answer(console, conversation.encode(messages), turn, prefix)
         messages.append({"role": "assistant", "content": "3"})
     assert asked[1]["prefix"] is prefix
     assert asked[1]["prompt"] == [[]]

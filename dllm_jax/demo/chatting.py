@@ -24,6 +24,7 @@ from dllm_jax.published import expressions
 from dllm_jax.state.text import check_text
 
 MASK = "░"
+Encoded = tuple[np.ndarray, np.ndarray]  # a prompt and its padding mask
 PATH = "A bundled model (tiny-llada, tiny-dream, tiny-sdar, tiny-sdar-moe), a directory, or a hub id."
 
 
@@ -80,13 +81,13 @@ def main(arguments: Annotated[Arguments, tyro.conf.arg(name="")]) -> int:
     for number, text in enumerate(_typed(console), start=1):
         messages.append({"role": "user", "content": text})
         try:
-            conversation.encode(messages)
+            prompts = conversation.encode(messages)
         except ValueError as error:
             print(f"error: message {number}: {error}", file=sys.stderr)
             messages.pop()
             failed = True
             continue
-        answer, prefix = conversation.answer(console, messages, turns, prefix)
+        answer, prefix = conversation.answer(console, prompts, turns, prefix)
         messages.append({"role": "assistant", "content": answer})
         turns += 1
     return int(failed)
@@ -145,25 +146,25 @@ class Conversation:
             shared["stop"] = dj.StopTexts(lm.tokenizer, arguments.stop)
         return cls(lm, named | shared, arguments.seed)
 
-    def encode(self, messages: list[Message]) -> tuple[np.ndarray, np.ndarray]:
+    def encode(self, messages: list[Message]) -> Encoded:
         """The prompt of a conversation and its padding mask; errors are those of `chat_ids`."""
         return encode_chats(self.lm.tokenizer, [messages], self.lm.model.spec.eos_id, self.lm.template)
 
     def answer(
-        self, console: rich.console.Console, messages: list[Message], turn: int, prefix: Prefix | None
+        self, console: rich.console.Console, prompts: Encoded, turn: int, prefix: Prefix | None
     ) -> tuple[str, Prefix | None]:
         """Prints the answer to a conversation; Ctrl-C leaves it as far as it is.
 
         Args:
           console: Console to print to.
-          messages: Conversation so far.
+          prompts: Conversation so far, as `encode` returned it.
           turn: Number of the answer, from 0.
           prefix: Conversation up to the last answer, as this function returned it.
 
         Returns:
           the answer; and the computed conversation up to it, None if the model cannot reuse one.
         """
-        prompt, mask = self.encode(messages)
+        prompt, mask = prompts
         if self.reuses:
             causal, ladder = reads_causally(self.lm.model.spec, self.options["sampler"]), dj.buckets.DEFAULT
             prefix = dj.prefill(self.lm.model, prompt, prefix=prefix, causal=causal, buckets=ladder)

@@ -15,6 +15,8 @@ from dllm_jax.samplers import Sampler
 from dllm_jax.state import sliding
 from dllm_jax.state.sliding import Blocks
 
+BLOCKS = "positions (32), a schedule (Sliding(32, longest=64), AdaBlock(32, delimiters=(198,))), or None"
+
 
 def policy(text: str) -> Policy:
     """Makes a policy of its constructor call, or of its name alone with the paper's defaults."""
@@ -31,10 +33,7 @@ def block(text: str) -> Blocks | None:
     try:
         return check_argument("block", construct(text, sliding, object), Blocks | None)
     except ValueError as error:
-        forms = (
-            "positions (32), a schedule (Sliding(32, longest=64), AdaBlock(32, delimiters=(198,))), or None"
-        )
-        raise ValueError(f"block={shown(text)} must be {forms}: {error}") from error
+        raise ValueError(f"block={shown(text)} must be {BLOCKS}: {error}") from error
 
 
 def construct(text: str, module: ModuleType, kind: Any, *parts: ModuleType) -> Any:

@@ -47,9 +47,8 @@ GIB = 2.0**30
 
 def _tpu(name: str, flops: float, bandwidth: float, capacity: float, page: str) -> Hardware:
     """float32 at the highest precision is taken as six bfloat16 products: no vendor's figure."""
-    return Hardware(
-        name, flops, bandwidth, capacity, f"{_TPU}/{page}; float32: a sixth", flops / 6, SCORE_BYTES
-    )
+    source = f"{_TPU}/{page}; float32: a sixth"
+    return Hardware(name, flops, bandwidth, capacity, source, flops / 6, SCORE_BYTES)
 
 
 HARDWARE = MappingProxyType(

@@ -221,7 +221,6 @@ def run_compare(
     found = compare(record.read(a), record.read(b), confidence, seed=seed)
     for table in show.compared(found, (str(a), str(b)), confidence):
         console.print(table)
-    console.print(
-        f"{found.same:.1%} of the answers are the same; {found.unpaired} requests without a partner"
-    )
+    same = f"{found.same:.1%} of the answers are the same"
+    console.print(f"{same}; {found.unpaired} requests without a partner")
     return 0

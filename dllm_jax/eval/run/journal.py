@@ -206,12 +206,8 @@ class Journal:
         if not isinstance(then, dict):
             reason = "does not begin with the device and versions of its answers"
             raise ValueError(f"{self.path}: {reason}; choose another file or --out, or delete it")
-        now = origin()
-        changed = [
-            f"{name} {shown(then.get(name))} (now {now[name]!r})"
-            for name in now
-            if then.get(name) != now[name]
-        ]
+        differing = [(name, now) for name, now in origin().items() if then.get(name) != now]
+        changed = [f"{name} {shown(then.get(name))} (now {now!r})" for name, now in differing]
         if changed:
             reason = f"its answers were made with {', '.join(changed)}"
             raise ValueError(f"{self.path}: {reason}; choose another file or --out")

@@ -144,10 +144,8 @@ class Search(Options):
         for setting in settings:
             setting.check(lm.model, exact, width)
         objective = objectives.objective_for(self.objective, self.accelerator, lm.model, exact)
-        runners = {
-            setting: Runner(lm, dataclasses.replace(exact, **vars(setting)), progress)
-            for setting in (Candidate().filled(exact), *settings)
-        }
+        under = lambda setting: Runner(lm, dataclasses.replace(exact, **vars(setting)), progress)
+        runners = {setting: under(setting) for setting in (Candidate().filled(exact), *settings)}
         with contextlib.closing(journal) if journal else contextlib.nullcontext():
             rows = self.walk(requests, runners, objective, journal)
         within, confidence = self.accuracy_within, self.confidence
