@@ -7,6 +7,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import policies
 from dllm_jax.decoding.report import LengthWarning
+from dllm_jax.decoding.request import prepare
 from dllm_jax.decoding.watch.recording import ABSENT, Recording
 from dllm_jax.samplers import DAEDAL, Confidence, DreamOn, FreeDave, Threshold
 from dllm_jax.testing.runs import assert_same_run, assert_same_stats, of_sequence
@@ -220,7 +221,7 @@ def test_options_that_daedal_cannot_have_are_refused():
 
 
 def test_steps_are_as_wide_as_the_answers_have_become():
-    """Steps of `DualCache` that compute all of a short answer run a quarter or half of the canvas."""
+    """Steps that compute all of a short answer run a quarter or half of the canvas."""
     model, sampler = tiny("llada"), DAEDAL(high=0.0, expansion=60, checked=2, insert_below=0.0)
     options = dict(length=60, max_length=600, block=60, sampler=sampler, policy=policies.DualCache())
     whole = dj.generate(model, [[1, 2, 3]], widths=(60,), **options)
@@ -230,8 +231,19 @@ def test_steps_are_as_wide_as_the_answers_have_become():
     assert counts[:4].tolist() == [63, 123, 183, 243]
     ran = [next(width for width in (153, 303, 603) if count <= width) for count in counts]
     assert out.stats.executed_tokens.tolist() == [sum(ran)]
-    exact = dj.generate(model, [[1, 2, 3]], **options | dict(policy=policies.Policy()))
-    assert exact.stats.executed_tokens.tolist() == [603 * len(ran)], "the whole canvas in every step"
+
+    # Exact decoding computes everything that exists, `PrefixCache` does when a block begins.
+    for policy in (policies.Policy(), policies.PrefixCache()):
+        own = options | dict(policy=policy)
+        out = dj.generate(model, [[1, 2, 3]], trace=True, **own)
+        whole = dj.generate(model, [[1, 2, 3]], widths=(), **own)
+        np.testing.assert_array_equal(out.tokens, whole.tokens)
+        assert whole.stats.executed_tokens.tolist() == [603 * int(whole.stats.nfe[0])]
+        counts = np.asarray(out.trace.computed).sum((1, 2))
+        widths = (*prepare(model, [[1, 2, 3]], **own).plan.widths, 603)
+        assert {153, 303} < set(widths)
+        ran = [next(width for width in widths if count <= width) for count in counts]
+        assert out.stats.executed_tokens.tolist() == [sum(ran)]
 
 
 IDS = {"llada": (8, 11), "dream": (11, 21)}  # end-of-text and expand token: those that tiny models predict

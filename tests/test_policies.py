@@ -17,7 +17,7 @@ from dllm_jax.engine.widths import Variant, exceeds, step_widths
 from dllm_jax.testing import POLICY_CHECKS, SAMPLER_CHECKS, check_policy, check_sampler, checks
 from dllm_jax.testing.checks import SEVERAL_AT_ONCE, Subject, cache_copies_in_loops
 from dllm_jax.testing.runs import assert_same_run
-from tests.models import FAMILIES, generated, prompts, tiny
+from tests.models import FAMILIES, canvas, generated, prompts, tiny
 from tests.policy_cases import CASES, EVERY, EXHAUSTIVE, KEY, SAMPLER_CASES, leaves_out, matrix, short, suited
 
 p = policies
@@ -204,7 +204,7 @@ def test_the_bucket_changes_nothing(policy, family):
 
 def test_positions_at_the_end_are_computed_there_and_all_others_in_a_full_step():
     need = jnp.asarray([[0, 0, 0, 1, 1], [0, 0, 1, 0, 0], [0, 0, 0, 0, 0]], bool)
-    plain, in_blocks = tiny("llada").spec, tiny("sdar").spec
+    plain, in_blocks = canvas(np.asarray(need)), canvas(np.asarray(need), family="sdar")
     assert computed_rows(need, Variant(2), plain, policies.DLLMCache()).index.tolist() == [
         [3, 4],
         [5, 5],

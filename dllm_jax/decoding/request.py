@@ -27,7 +27,7 @@ from dllm_jax.engine.drafting import drafting_widths
 from dllm_jax.engine.generation import Inputs, Plan
 from dllm_jax.engine.nonfinite import NonFinite
 from dllm_jax.engine.stops import StopIds, StopTable
-from dllm_jax.engine.widths import at_end, step_widths
+from dllm_jax.engine.widths import step_widths
 from dllm_jax.nn.keys import Keys, typed_key
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
@@ -182,8 +182,7 @@ def widths_of(case: Case) -> tuple[int, ...]:
         widths.add(asked.prefix.stored.first_width(policy, spec, layout))
     if asked.drafting is not None:
         widths |= drafting_widths(policy, spec, layout, asked.drafting)
-    grows = layout.initial is not None
-    if grows and asked.widths is None and policy.stores(spec) and not at_end(policy, spec):
+    if asked.widths is None and layout.initial is not None:
         widths |= growing_widths(layout, spec)
     return tuple(sorted(widths))
 

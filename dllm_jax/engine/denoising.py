@@ -89,7 +89,7 @@ def run_forward(generation: Generation, variant: Variant, state: State, read: Ca
     """
     plan = generation.plan
     streams = repeat(read, plan.streams)
-    rows = computed_rows(state.need, variant, streams.spec, plan.policy)
+    rows = computed_rows(state.need, variant, streams, plan.policy)
     shadow = shadow_of(plan.sampler, streams)
     hidden, cache = network(generation, network_inputs(plan, streams), streams, rows, state.cache, shadow)
     return Forward(streams, rows, hidden, cache)

@@ -53,7 +53,7 @@ def needs_full(plan: Plan, state: State) -> Bool[Array, "b"]:
     need = one_stream(state.need, 0, plan.streams)
     if not plan.widths:
         return jnp.ones(len(need), bool)
-    return exceeds(plan.widths[-1], need, plan.policy, state.canvas.spec)
+    return exceeds(plan.widths[-1], need, plan.policy, state.canvas)
 
 
 def next_variant(plan: Plan, state: State) -> Int[Array, ""]:
@@ -66,7 +66,7 @@ def next_variant(plan: Plan, state: State) -> Int[Array, ""]:
     active, whole = state.canvas.active, needs_full(plan, state)
     partial = active & ~whole
     need = one_stream(state.need, 0, plan.streams) & partial[:, None]
-    width = narrowest(plan.widths[:-1], need, plan.policy, state.canvas.spec)
+    width = narrowest(plan.widths[:-1], need, plan.policy, state.canvas)
     streams, taking = repeat(state.canvas, plan.streams), repeat(partial, plan.streams)
     phase = last_phase(plan.phases, state.cache, streams, taking, plan.policy)
     full = ~jnp.any(partial)

@@ -17,7 +17,6 @@ from dllm_jax.nn.layer import Layer, LayerIndex, embed, layer_at, walk
 from dllm_jax.nn.low_rank import acting_in
 from dllm_jax.nn.parameters import Params
 from dllm_jax.nn.rope import Rope
-from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
 from dllm_jax.state.cache import Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
@@ -28,7 +27,7 @@ from dllm_jax.xla.stacks import traced_once
 Carry = tuple[Any, Cache]  # residual stream, with branches a pair of them, and the cache
 
 
-def computed_rows(need: Bool[Array, "b l"], variant: Variant, spec: ModelSpec, policy: Policy) -> Rows:
+def computed_rows(need: Bool[Array, "b l"], variant: Variant, canvas: Canvas, policy: Policy) -> Rows:
     """The rows of one step: in place on the canvas, or of the variant's width, which holds them all.
 
     These are gathered, unless the policy's selections lie at the end of the canvas (`Policy._at_end`).
@@ -36,11 +35,11 @@ def computed_rows(need: Bool[Array, "b l"], variant: Variant, spec: ModelSpec, p
     width, phase = variant
     if width is None:
         return full_rows(need)
-    if at_end(policy, spec):
+    if at_end(policy, canvas):
         return dataclasses.replace(last_rows(need, width), phase=phase)
 
     # A step that computes a finished block computes all of it, and more than that (`Canvas.without_final`).
-    one_block = spec.context.in_one_block(width)
+    one_block = canvas.spec.context.in_one_block(width)
     return dataclasses.replace(compact_rows(need, width), in_one_block=one_block, phase=phase)
 
 

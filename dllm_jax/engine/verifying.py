@@ -67,7 +67,7 @@ def verify_drafts(
     drafts = draft(drafting, generation, canvas, state.memory, count)
 
     # The network runs over the canvas and, at the same positions, over the drafts.
-    rows = computed_rows(state.need, variant, canvas.spec, plan.policy)
+    rows = computed_rows(state.need, variant, canvas, plan.policy)
     widest = drafted_width(plan.policy, canvas.spec, plan.layout, drafting)
     others = branch_rows(rows, state.need, drafts, widest)
     tokens = jax.vmap(others.take, 1, 1)(drafts.tokens()[:, 1:])

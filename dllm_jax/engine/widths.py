@@ -115,27 +115,29 @@ def own_widths(policy: Policy, spec: ModelSpec, layout: Layout) -> tuple[int, ..
     return layout.fitted(spec).context.widths(own, layout.length, infilled=not layout.prompt)
 
 
-def at_end(policy: Policy, spec: ModelSpec) -> bool:
+def at_end(policy: Policy, canvas: Canvas) -> bool:
     """Whether partial steps compute the last positions of the canvas (`Policy._at_end`), in place.
 
-    The engine adds blocks to the selections on block-causal models.
+    The engine adds blocks to the selections on block-causal models, and the last positions of an answer that
+    grows do not exist yet.
     """
-    return policy._at_end and not spec.context.has_blocks
+    grows = canvas.layout.initial is not None
+    return policy._at_end and not canvas.spec.context.has_blocks and not grows
 
 
-def exceeds(width: int, need: Bool[Array, "b l"], policy: Policy, spec: ModelSpec) -> Bool[Array, "b"]:
+def exceeds(width: int, need: Bool[Array, "b l"], policy: Policy, canvas: Canvas) -> Bool[Array, "b"]:
     """Sequences that need more than a width holds: so many positions, or the last ones of the canvas."""
-    if at_end(policy, spec):
+    if at_end(policy, canvas):
         before = jnp.arange(need.shape[1]) < need.shape[1] - width
         return any_marked(need & before)
     return count_marked(need) > width
 
 
 def narrowest(
-    widths: tuple[int, ...], need: Bool[Array, "b l"], policy: Policy, spec: ModelSpec
+    widths: tuple[int, ...], need: Bool[Array, "b l"], policy: Policy, canvas: Canvas
 ) -> Int[Array, ""]:
     """The index of the narrowest width that holds what every sequence needs, their number if none does."""
-    too_narrow = (jnp.any(exceeds(width, need, policy, spec)) for width in widths)
+    too_narrow = (jnp.any(exceeds(width, need, policy, canvas)) for width in widths)
     return sum((narrow.astype(jnp.int32) for narrow in too_narrow), start=jnp.int32(0))
 
 

@@ -153,7 +153,7 @@ class Policy(Options):
 
     _at_end: ClassVar[bool] = False
     """Whether partial steps select the last positions of the canvas, which are then computed in place. A
-    selection of others makes a full step."""
+    selection of others makes a full step. Answers that grow have them gathered instead."""
 
     _phases_by_positions: ClassVar[bool] = True
     """Whether phases differ in the positions that layers compute, and not in the pairs that they read."""

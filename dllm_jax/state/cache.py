@@ -207,19 +207,20 @@ class LayerCache(NamedTuple):
         """Builds the attention mask of the rows, for keys in the order of the canvas [b #h #q l].
 
         None where these are all positions: nothing is padding, and the policy reads everything. So programs
-        of policies without a set of their own hold no mask.
+        of policies without a set of their own hold no mask. Of a policy that stores nothing, the keys are
+        those of the rows.
         """
-        return canvas.attends(rows, self.readable)
+        mask = canvas.attends(rows, self.readable)
+        return mask if self._stores or rows.full else rows.keys(mask)
 
     def update(self, rows: Rows, new: PyTree) -> tuple["LayerCache", PyTree]:
         """Writes new values [b q ...] of every array over the stored ones.
 
         Returns:
           the changed cache, and this layer after the write: [b s ...], new where computed, stored elsewhere.
-          A policy that stores nothing computes everything, and gets the new values back.
+          A policy that stores nothing computes everything that exists, and gets the new values back.
         """
-        # The exact decoder stores nothing: what it has just computed is all there is.
-        if not jax.tree.leaves(self.storage.layers):
+        if not self._stores:
             return self, new
 
         # What was written is read back: a read before the write would need `read_before_write`.
@@ -269,6 +270,11 @@ class LayerCache(NamedTuple):
             return storage._replace(**written)
 
         return self._changed(change, rows, ahead)
+
+    @property
+    def _stores(self) -> bool:
+        """Whether there are arrays: the exact decoder has none, what it has just computed is all there is."""
+        return bool(jax.tree.leaves(self.storage.layers))
 
     def _changed(
         self,

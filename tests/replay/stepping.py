@@ -120,7 +120,7 @@ def trace_of(ran: list[State]) -> Trace:
 @functools.partial(jax.jit, static_argnames="variant")
 def _logits(model: dj.Model, inputs: Inputs, plan: Plan, variant: Variant, state: State):
     canvas = state.canvas
-    rows = computed_rows(state.need, variant, canvas.spec, plan.policy)
+    rows = computed_rows(state.need, variant, canvas, plan.policy)
     hidden, cache = network(Generation.of(model, inputs, plan), canvas.tokens, canvas, rows, state.cache)
     return scatter(jnp.zeros((*canvas.tokens.shape, model.spec.vocab)), rows.index,
                    unembed(model.params, model.spec, hidden)), cache  # fmt: skip
