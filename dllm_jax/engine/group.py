@@ -34,8 +34,8 @@ def group_size(policy: Policy, spec: ModelSpec, layout: Layout, platform: str) -
     """How many sequences a full step runs: as many as it takes to saturate the device.
 
     Args:
-      policy: without stored KV pairs every step is a full one, so that groups are never short of sequences,
-        and more of them read the weights once.
+      policy: without stored KV pairs every step is a full one unless answers grow, so that groups are never
+        short of sequences, and more of them read the weights once.
       spec: Spec of the model.
       layout: the geometry.
       platform: Platform of the devices, as jax calls it.
@@ -43,7 +43,7 @@ def group_size(policy: Policy, spec: ModelSpec, layout: Layout, platform: str) -
     # Positions from which on arithmetic limits a step rather than reading weights: peak FLOP/s over bytes/s
     # of bfloat16 are 295 on an H100, 560 on a v6e, some tens on the cores of a CPU.
     reusing, not_reusing = (32, 512) if platform == "cpu" else (512, 2048)
-    if policy.stores(spec):
+    if policy.stores(spec) or layout.initial is not None:
         return -(-reusing // layout.length)
     return max(4, -(-not_reusing // layout.length))
 
