@@ -182,7 +182,7 @@ def widths_of(case: Case) -> tuple[int, ...]:
         widths.add(asked.prefix.stored.first_width(policy, spec, layout))
     if asked.drafting is not None:
         widths |= drafting_widths(policy, spec, layout, asked.drafting)
-    if asked.widths is None and layout.initial is not None:
+    if asked.widths is None:
         widths |= growing_widths(layout, spec)
     return tuple(sorted(widths))
 
