@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
 from dllm_jax.nn import int8, sharding
-from dllm_jax.nn.int8 import Weights, held_as, is_int8
+from dllm_jax.nn.int8 import Weights, is_int8
 from dllm_jax.nn.low_rank import adapted, is_low_rank
 from dllm_jax.nn.sharding import AXES, VISION, shape
 from dllm_jax.nn.spec import ModelSpec
@@ -152,14 +152,12 @@ def describe(params: Any) -> list[str]:
         else:
             shapes = _shape(group)
         lines.append(f"{name:<8}{shapes}")
-    if held_as(params):
-        names = dict.fromkeys(name_of(path) for path, leaf in paths if is_int8(leaf))
-        lines.append(f"int8    {', '.join(_ordered(names, tuple(AXES)))}; a float32 scale per output channel")
-    if matrices := adapted(params):
-        found = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_low_rank)
-        names = dict.fromkeys(name_of(path) for path, leaf in found if is_low_rank(leaf))
-        ranks = ", ".join(sorted({f"rank {m.rank}, alpha {m.alpha:g}" for m in matrices}))
-        lines.append(f"LoRA    {', '.join(_ordered(names, tuple(AXES)))}; {ranks}")
+    ranks = ", ".join(sorted({f"rank {m.rank}, alpha {m.alpha:g}" for m in adapted(params)}))
+    kinds = ("int8", is_int8, "a float32 scale per output channel"), ("LoRA", is_low_rank, ranks)
+    for title, is_kind, what in kinds:
+        found = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_kind)
+        if names := dict.fromkeys(name_of(path) for path, leaf in found if is_kind(leaf)):
+            lines.append(f"{title:<8}{', '.join(_ordered(names, tuple(AXES)))}; {what}")
     return lines + _mesh_line(leaves)
 
 

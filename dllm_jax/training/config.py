@@ -24,6 +24,7 @@ from dllm_jax.options import (
     Seed,
 )
 
+Blocks = Annotated[tuple[PositiveInt, ...], MinLen(1)]
 DecayRate = Annotated[float, Interval(ge=0, lt=1)]
 WARMUP = 100
 # Of the layers' matrices: the axes that they reduce, and those that they produce. Each expert is a matrix.
@@ -83,7 +84,7 @@ class TrainConfig(Options):
     accumulate: PositiveInt = 1
     remat: bool = False
     prompt_isolation: Fraction = 0.0
-    blocks: Annotated[Annotated[tuple[PositiveInt, ...], MinLen(1)] | None, NoneMeans("whole answers")] = None
+    blocks: Annotated[Blocks | None, NoneMeans("whole answers")] = None
     causal_weight: NonNegativeFloat = 0.0
     master_weights: bool = True
     seed: Seed = 0

@@ -4,11 +4,10 @@ For block-causal models it is the block-diffusion objective (arXiv:2503.09573): 
 """
 
 import functools
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from annotated_types import MinLen
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
@@ -19,11 +18,11 @@ from dllm_jax.nn.mask import Mask, require_full_attention
 from dllm_jax.nn.mesh import number_modes, over_mesh
 from dllm_jax.nn.model import LayerPass, Model
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import Fraction, NonNegativeFloat, PositiveInt, check_argument
+from dllm_jax.options import Fraction, NonNegativeFloat, check_argument
 from dllm_jax.training.batch import T_MIN, Batch, Checked, checked
+from dllm_jax.training.config import Blocks
 from dllm_jax.vision.tower import PromptImages, prompt_embeddings
 
-Blocks = Annotated[tuple[PositiveInt, ...], MinLen(1)]
 ISOLATION, BLOCKS = 2, 3  # what a batch's key is folded with to draw `prompt_isolation` and `blocks`
 
 
