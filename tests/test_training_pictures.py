@@ -11,7 +11,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax.nn.parameters import separate
 from dllm_jax.tasks import ReadNumbers, encode_batch, examples
-from dllm_jax.training import Batches, TrainConfig, masked_diffusion_loss, train
+from dllm_jax.training import Batches, TrainConfig, masked_diffusion_loss, train, vrpo_loss
 from dllm_jax.training.batch import checked
 from dllm_jax.training.loss import draw
 from dllm_jax.vision import Processor, tower
@@ -112,3 +112,7 @@ def test_a_tower_from_nothing_has_the_published_shapes_and_its_signal_neither_di
     features = tower.view_embeddings(vision, spec.vision, pixels, 2)
     assert 0.1 < float(jnp.std(features)) < 3
     refuses("has no vision tower", tower.initialise, tiny("llada").spec, jax.random.key(0))
+
+
+def test_preferences_between_answers_about_images_are_refused(model, batch):
+    refuses("images are not supported", vrpo_loss, model, model, batch, batch, jax.random.key(0))

@@ -104,7 +104,7 @@ def checked(batch: Any, spec: ModelSpec | None, name: str = "batch") -> Checked:
     count there either.
 
     Args:
-      batch: the user's.
+      batch: the user's; one that was checked is returned as it is.
       spec: the model; None where it is not known, and ids are not compared with its vocabulary.
       name: the argument's name in messages.
 
@@ -112,6 +112,8 @@ def checked(batch: Any, spec: ModelSpec | None, name: str = "batch") -> Checked:
       ValueError: ids outside of the vocabulary, mask ids, masks that are no padding masks, arrays that do not
         fit together, or what is no batch.
     """
+    if isinstance(batch, Checked):
+        return batch
     check_argument(name, batch, Batch, "(prompt, answer, ..)")
     prefix = "" if name == "batch" else f"{name}."
     images = check_argument(f"{prefix}images", batch.images, PromptImages | None)

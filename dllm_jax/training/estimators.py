@@ -71,7 +71,9 @@ def one_step_masks(key: Key[Array, ""], batch: Batch, prompt_masking: float = 0.
         return Masks(prompt, ours.learnt[None], jnp.ones((1, len(ours.answer)), jnp.float32))
 
 
-def elbo_masks(key: Key[Array, ""], batch: Batch, draws: int = 8, masks_per_level: int = 1) -> Masks:
+def elbo_masks(
+    key: Key[Array, ""], batch: Batch | Checked, draws: int = 8, masks_per_level: int = 1
+) -> Masks:
     """Draws for the ELBO of log p(answer | prompt), as VRPO takes them (LLaDA 1.5, arXiv:2505.19223).
 
     With n_t noise levels and n_y masks at each, the estimate is
@@ -97,16 +99,12 @@ def elbo_masks(key: Key[Array, ""], batch: Batch, draws: int = 8, masks_per_leve
     Raises:
       ValueError: no batch, no key, or draws that do not divide.
     """
-    return draw_levels(one_key(key), checked(batch, None), draws, masks_per_level)
-
-
-def draw_levels(key: Key[Array, ""], batch: Checked, draws: int, masks_per_level: int) -> Masks:
-    """`elbo_masks` of a batch that was checked."""
+    key, ours = one_key(key), checked(batch, None)
     check_argument("draws", draws, PositiveInt)
     check_argument("masks_per_level", masks_per_level, PositiveInt)
     if draws % masks_per_level:
         raise ValueError(f"draws={draws} must be a multiple of masks_per_level={masks_per_level}")
-    return _elbo_masks(key, batch.learnt, draws, masks_per_level)
+    return _elbo_masks(key, ours.learnt, draws, masks_per_level)
 
 
 @functools.partial(jax.jit, static_argnames=("draws", "masks_per_level"))
@@ -129,7 +127,7 @@ def _elbo_masks(key: Key[Array, ""], learnt: Bool[Array, "b r"], draws: int, mas
 
 
 def response_log_probs(
-    model: Model, batch: Batch, masks: Masks, *, chunk: int = 1, remat: bool = False
+    model: Model, batch: Batch | Checked, masks: Masks, *, chunk: int = 1, remat: bool = False
 ) -> Float[Array, "b r"]:
     """The estimate of each answer token's log-probability over the draws; differentiable in the model.
 
@@ -159,17 +157,9 @@ def response_log_probs(
     if ours.images is not None:
         raise ValueError("batch.images are not supported by response_log_probs: it reads text alone")
     _check_masks(masks, ours)
-    return log_probs(model, ours, masks, chunk=chunk, remat=remat)
-
-
-def log_probs(
-    model: Model, batch: Checked, masks: Masks, *, chunk: int = 1, remat: bool = False
-) -> Float[Array, "b r"]:
-    """`response_log_probs` of a batch and masks that were checked."""
-    check_argument("model", model, Model, ", such as dj.load(path)")
     check_argument("chunk", chunk, PositiveInt)
     check_argument("remat", remat, bool)
-    return _mean(model, batch._replace(t_min=0.0), masks, chunk, remat)
+    return _mean(model, ours._replace(t_min=0.0), masks, chunk, remat)
 
 
 def _check_masks(masks: Any, batch: Checked):

@@ -19,7 +19,7 @@ from dllm_jax.state import host
 from dllm_jax.state.inputs import flags
 from dllm_jax.training.advantages import finite
 from dllm_jax.training.batch import Batch, check_rows, checked
-from dllm_jax.training.estimators import draw_levels, log_probs
+from dllm_jax.training.estimators import elbo_masks, response_log_probs
 
 ClipRange = Annotated[float, Interval(gt=0, lt=1)]
 
@@ -145,9 +145,9 @@ def vrpo_loss(
     fixed = jax.lax.stop_gradient(reference)
     pairs = []
     for batch, own in zip(ours, jax.random.split(one_key(key)), strict=True):
-        masks = draw_levels(own, batch, draws, masks_per_level)
+        masks = elbo_masks(own, batch, draws, masks_per_level)
         elbo = [
-            jnp.sum(log_probs(each, batch, masks, chunk=chunk, remat=remat), axis=1)
+            jnp.sum(response_log_probs(each, batch, masks, chunk=chunk, remat=remat), axis=1)
             for each in (model, fixed)
         ]
         pairs.append(elbo)
