@@ -414,6 +414,8 @@ def test_former_names_of_arguments_warn_and_act(lm, unannotated):
             pytest.raises(ValueError, match=f"{name}=0"),
         ):
             dj.tune(**asked, **{former: 0})
+        with pytest.warns(match=f"use {name}="), pytest.raises(TypeError, match=f"{name}=3 and its former"):
+            dj.tune(**asked, **{former: 2, name: 3})
 
 
 def test_a_question_that_the_exact_decoder_cannot_answer_is_named(lm):

@@ -350,12 +350,14 @@ def tune(
         answers are of another device.
       RuntimeError: the exact decoder failed to answer.
     """
-    known = inspect.signature(tune).parameters.keys() - {"old"}
-    check_names("tune", {name: old[name] for name in old.keys() - FORMER}, known)
-    if old:
-        for name in old:
-            renamed.warn(f"tune({name}=...)", f"{FORMER[name]}=...")
-        first_round, slots = old.get("first", first_round), old.get("batch", slots)
+    own = inspect.signature(tune).parameters
+    check_names("tune", {name: old[name] for name in old.keys() - FORMER}, own.keys() - {"old"})
+    for name in old:
+        new, given = FORMER[name], {"first_round": first_round, "slots": slots}
+        renamed.warn(f"tune({name}=...)", f"{new}=...")
+        if given[new] != own[new].default:
+            raise TypeError(f"tune() got {new}={given[new]} and its former name {name}=: leave out {name}=")
+    first_round, slots = old.get("first", first_round), old.get("batch", slots)
     check_argument("model", model, dj.Model, ", such as dj.load(path)")
     check_tokenizer(tokenizer)
     check_argument("slots", slots, PositiveInt)
