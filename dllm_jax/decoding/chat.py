@@ -5,7 +5,7 @@ import functools
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn, Protocol, Unpack, cast, runtime_checkable
 
 import jinja2
@@ -16,23 +16,22 @@ from jaxtyping import Bool, Int
 from dllm_jax.decoding.answers import decode_answers
 from dllm_jax.decoding.buckets import Ladder, check_ladder
 from dllm_jax.decoding.generate import generate
-from dllm_jax.decoding.options import ChatOptions, GenerateOptions, shows
+from dllm_jax.decoding.options import AskedConversation, ChatOptions, ConversationOptions, shows
 from dllm_jax.decoding.stops import StopTexts
 from dllm_jax.decoding.watch import recording
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument, check_names, shown
 from dllm_jax.options.hints import NOTHING
-from dllm_jax.samplers import Confidence, Sampler
 from dllm_jax.state import host
 from dllm_jax.state.host import AnyArray
 from dllm_jax.state.inputs import Prompts, padded_together
 from dllm_jax.state.text import NAMED, Disguise, Rendered, check_texts, encode_rendered, texts_of, with_texts
 
 Message = dict[str, Any]
+Messages = list[Message] | list[list[Message]]
 PARTS = "role", "content"
 PICTURES = {"images", "image", "videos", "video"}  # keys of messages that a processor reads
-OWN = ("stop", "enable_thinking", "template", "sampler", "buckets", "forbid")
 LITERALS = re.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\"""")  # words in a template
 WITHOUT_THINKING = "a2d-qwen3", "a2d-qwen2", "a2d-llama"  # an empty think block stands before their answers
 NO_SYSTEM = "system role not supported"  # words by which templates refuse it, in lower case
@@ -58,20 +57,8 @@ class Processor(Protocol):
         ...
 
 
-@shows(ChatOptions)
-def chat(
-    model: Model,
-    tokenizer: Any,
-    messages: list[Message] | list[list[Message]],
-    *,
-    stop: Sequence[str] = (),
-    enable_thinking: bool | None = None,
-    template: Mapping[str, Any] = NOTHING,
-    sampler: Sampler = Confidence(),
-    forbid: Iterable[int] = (),
-    buckets: Ladder | None = None,
-    **options: Unpack[ChatOptions],
-) -> str | list[str]:
+@shows(ChatOptions, AskedConversation)
+def chat(model: Model, tokenizer: Any, messages: Messages, **options: Unpack[ChatOptions]) -> str | list[str]:
     """Answers a conversation, or a batch of conversations.
 
     Args:
@@ -107,11 +94,9 @@ def chat(
       '211'
     """
     text_alone = {"trace": "The answer is text alone. Use dj.generate(.., trace=True)."}
-    check_names("chat", options, (*ChatOptions.__annotations__, *OWN), text_alone)
-    how = enable_thinking, template, sampler, forbid, buckets
-    asked = prepare_chat(model, tokenizer, messages, stop, *how)
-    given: dict[str, Any] = {**asked.options, **options}
-    out = generate(model, asked.prompt, **given)
+    check_names("chat", options, ChatOptions.__annotations__, text_alone)
+    asked = prepare_chat(model, tokenizer, messages, options)
+    out = generate(model, asked.prompt, **asked.options)
     responses = host.everywhere(out.tokens)[:, asked.prompt.shape[1] :]
     answers = decode_answers(model, asked.tokenizer, responses, asked.stops)
     return answers[0] if asked.single else answers
@@ -122,65 +107,52 @@ class AskedChat(NamedTuple):
 
     Attributes:
       prompt: Prompts, left-padded.
-      options: Options of `generate` that follow from the conversations.
+      options: Options of `generate`: those that were given, and those that follow from the conversations.
       tokenizer: Tokenizer of the answers.
       stops: Stop texts; None if there are none.
       single: Whether there is one conversation, which is no batch.
     """
 
     prompt: AnyArray
-    options: GenerateOptions
+    options: dict[str, Any]
     tokenizer: Any
     stops: StopTexts | None
     single: bool
 
 
-def prepare_chat(
-    model: Model,
-    tokenizer: Any,
-    messages: list[Message] | list[list[Message]],
-    stop: Sequence[str] = (),
-    enable_thinking: bool | None = None,
-    template: Mapping[str, Any] = NOTHING,
-    sampler: Sampler = Confidence(),
-    forbid: Iterable[int] = (),
-    buckets: Ladder | None = None,
-) -> AskedChat:
+def prepare_chat(model: Model, tokenizer: Any, messages: Messages, options: ConversationOptions) -> AskedChat:
     """Encodes conversations; arguments and errors are those of `chat`."""
     check_argument("model", model, Model, ", such as dj.load(path)")
-    check_argument("sampler", sampler, Sampler, ", such as dj.samplers.Confidence()")
+    asked = AskedConversation(**options)
     processor = tokenizer if isinstance(tokenizer, Processor) and not isinstance(tokenizer, type) else None
     tokenizer = tokenizer if processor is None else processor.tokenizer
     check_tokenizer(tokenizer)
     if not isinstance(messages, list | tuple):
         raise ValueError(f"messages={shown(messages)} {RULE}")
+    stop = asked.stop
     stop = stop if isinstance(stop, str) or not isinstance(stop, Iterable) else tuple(stop)
     stops = None if stop == () else StopTexts(tokenizer, stop)
     single = bool(messages) and isinstance(messages[0], dict)
     conversations = cast(list[list[Message]], [messages] if single else messages)
     if not conversations:
         raise ValueError("messages are empty: there is no conversation to answer")
-    thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-    variables = {**template, **thinking} if isinstance(template, Mapping) else template
+    thinking = {} if asked.enable_thinking is None else {"enable_thinking": asked.enable_thinking}
+    variables: Any = NOTHING if asked.template is None else asked.template
+    variables = {**variables, **thinking} if isinstance(variables, Mapping) else variables
     if processor is None:
         variables = with_defaults(variables, model.spec)
         prompts = Prompts(*encode_chats(tokenizer, conversations, model.spec.eos_id, variables), None)
     elif variables:
         raise ValueError(f"template={shown(variables)} is not supported with images: their template is fixed")
     else:
-        if buckets is not None:
-            check_ladder("buckets", buckets)
-        prompts = processor.encode(model, conversations, buckets)
-        forbid = (*forbid, *processor.suppress_tokens)
-    options = GenerateOptions(
-        prompt_mask=prompts.mask,
-        prompt_embeds=prompts.embeds,
-        stop=stops or (),
-        sampler=sampler,
-        forbid=forbid,
-        buckets=buckets,
-    )
-    return AskedChat(prompts.ids, options, tokenizer, stops, single)
+        if asked.buckets is not None:
+            check_ladder("buckets", asked.buckets)
+        prompts = processor.encode(model, conversations, asked.buckets)
+    passed = {name: value for name, value in options.items() if name not in ("enable_thinking", "template")}
+    passed |= dict(prompt_mask=prompts.mask, prompt_embeds=prompts.embeds, stop=stops or ())
+    if processor is not None:
+        passed["forbid"] = (*asked.forbid, *processor.suppress_tokens)
+    return AskedChat(prompts.ids, passed, tokenizer, stops, single)
 
 
 def encode_chats(

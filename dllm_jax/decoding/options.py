@@ -6,7 +6,7 @@ group that they take.
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar
 
 from jax.typing import ArrayLike
@@ -25,6 +25,7 @@ from dllm_jax.state import inputs
 from dllm_jax.state.sliding import BlockSchedule
 
 Stops = Sequence[Sequence[int]] | StopTexts
+ADVANCED = "group", "widths"  # which signatures show last
 Allow = ArrayLike | Sequence[Any]  # Bool[length, vocab], or ids or None per position
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -75,24 +76,27 @@ class ResponseOptions(CommonOptions, total=False):
     stop_at_eos: bool
 
 
-class ChatOptions(ResponseOptions, DrawOptions, total=False):
-    """Options that `chat` passes on to `generate`: it returns no trace."""
+class ConversationOptions(ResponseOptions, DrawOptions, total=False):
+    """Options of conversations."""
+
+    stop: Sequence[str]
+    enable_thinking: bool | None
+    template: Mapping[str, Any] | None
+    sampler: Sampler
+    forbid: Iterable[int]
+    buckets: Ladder | None
+
+
+class ChatOptions(ConversationOptions, total=False):
+    """Options of `chat`, which returns no trace."""
 
     progress: bool
 
 
-class StreamChatOptions(ResponseOptions, DrawOptions, total=False):
-    """Options that `stream_chat` passes on to `stream`: its parts show the progress."""
+class StreamChatOptions(ConversationOptions, total=False):
+    """Options of `stream_chat`, whose parts show the progress."""
 
     trace: bool
-
-
-class AnswerOptions(ChatOptions, total=False):
-    """Options of functions that answer with `chat`."""
-
-    sampler: Sampler
-    forbid: Iterable[int]
-    buckets: Ladder | None
 
 
 class ManyOptions(ResponseOptions, SamplingOptions, total=False):
@@ -168,6 +172,15 @@ class Asked:
             object.__setattr__(self, "sampler", wrapper.sampler)
 
 
+@dataclasses.dataclass(frozen=True)
+class AskedConversation(Asked):
+    """The options of conversations with their defaults, checked."""
+
+    stop: Any = ()
+    enable_thinking: bool | None = None
+    template: Mapping[str, Any] | None = None
+
+
 def shows(options: type, defaults: type = Asked) -> Callable[[Function], Function]:
     """Shows a group of options with their defaults in a function's signature, for `help` and completion."""
 
@@ -176,7 +189,7 @@ def shows(options: type, defaults: type = Asked) -> Callable[[Function], Functio
         own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         taken = [
             inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type)
-            for f in dataclasses.fields(defaults)
+            for f in sorted(dataclasses.fields(defaults), key=lambda f: f.name in ADVANCED)
             if f.name in options.__annotations__
         ]
         returned = signature.return_annotation

@@ -1,20 +1,17 @@
 """A chat that is watched while it runs: the text that stays, and what may still change."""
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator
 from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
 from dllm_jax.decoding.answers import before_end, decode_answers
-from dllm_jax.decoding.buckets import Ladder
-from dllm_jax.decoding.chat import OWN, AskedChat, Message, prepare_chat
-from dllm_jax.decoding.options import StreamChatOptions, shows
+from dllm_jax.decoding.chat import AskedChat, Messages, prepare_chat
+from dllm_jax.decoding.options import AskedConversation, StreamChatOptions, shows
 from dllm_jax.decoding.stops import StopTexts
 from dllm_jax.decoding.stream import Snapshot, stream
 from dllm_jax.nn.model import Model
 from dllm_jax.options import check_names
-from dllm_jax.options.hints import NOTHING
-from dllm_jax.samplers import Confidence, Sampler
 
 MASK = "░"  # instead of a mask
 HALF = "\ufffd"  # what a part of a character decodes to
@@ -36,19 +33,13 @@ class ChatSnapshot(NamedTuple):
     snapshot: Snapshot
 
 
-@shows(StreamChatOptions)
+@shows(StreamChatOptions, AskedConversation)
 def stream_chat(
     model: Model,
     tokenizer: Any,
-    messages: list[Message] | list[list[Message]],
+    messages: Messages,
     *,
     every: int | None = None,
-    stop: Sequence[str] = (),
-    enable_thinking: bool | None = None,
-    template: Mapping[str, Any] = NOTHING,
-    sampler: Sampler = Confidence(),
-    forbid: Iterable[int] = (),
-    buckets: Ladder | None = None,
     **options: Unpack[StreamChatOptions],
 ) -> Generator[ChatSnapshot, None, None]:
     """Answers like `chat`, and yields the answer so far after every block or every few denoising steps.
@@ -77,11 +68,9 @@ def stream_chat(
       ValueError: Invalid arguments (`chat`, `stream`).
     """
     parts = {"progress": "The parts show the progress. Use dj.chat(.., progress=True)."}
-    check_names("stream_chat", options, (*StreamChatOptions.__annotations__, *OWN, "every"), parts)
-    how = enable_thinking, template, sampler, forbid, buckets
-    asked = prepare_chat(model, tokenizer, messages, stop, *how)
-    given: dict[str, Any] = {**asked.options, **options}
-    return _parts(model, asked, stream(model, asked.prompt, every=every, **given))
+    check_names("stream_chat", options, (*StreamChatOptions.__annotations__, "every"), parts)
+    asked = prepare_chat(model, tokenizer, messages, options)
+    return _parts(model, asked, stream(model, asked.prompt, every=every, **asked.options))
 
 
 def _parts(

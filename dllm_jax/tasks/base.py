@@ -10,7 +10,7 @@ from annotated_types import Interval
 from jaxtyping import UInt8
 
 from dllm_jax.decoding.chat import chat, encode_chats
-from dllm_jax.decoding.options import AnswerOptions
+from dllm_jax.decoding.options import ChatOptions
 from dllm_jax.nn.model import Model
 from dllm_jax.options import Options
 
@@ -146,7 +146,7 @@ def prompt_arrays(tokenizer: Any, examples: list[Example], pad_id: int) -> tuple
 
 
 def answers(
-    model: Model, tokenizer: Any, examples: list[Example], batch: int = 64, **options: Unpack[AnswerOptions]
+    model: Model, tokenizer: Any, examples: list[Example], batch: int = 64, **options: Unpack[ChatOptions]
 ) -> list[str]:
     """Decodes the model's answers to examples.
 
@@ -165,7 +165,7 @@ def answers(
 
 
 def accuracy(
-    model: Model, tokenizer: Any, examples: list[Example], batch: int = 64, **options: Unpack[AnswerOptions]
+    model: Model, tokenizer: Any, examples: list[Example], batch: int = 64, **options: Unpack[ChatOptions]
 ) -> float:
     """Fraction of exactly right answers, in [0, 1]; the arguments are those of `answers`."""
     return float(np.mean(exact(answers(model, tokenizer, examples, batch, **options), examples)))
