@@ -20,6 +20,12 @@ from dllm_jax.options import PositiveInt, call, check_argument, check_names, sho
 from dllm_jax.policies.base import Policy
 from dllm_jax.state import host, inputs
 
+COLUMNS = {  # title, and what a row and its MiB of memory have there
+    "policy": "{0.name}", "equal": "{0.equal:.0%}", "nfe": "{0.nfe:.1f}", "computed": "{0.computed:.0f}",
+    "seconds": "{0.seconds:.3f}", "speed-up": "{0.speed_up:.2f}", "compile s": "{0.compile_seconds:.1f}",
+    "memory MiB": "{1:.1f}",
+}  # fmt: skip
+
 
 class Compared(NamedTuple):
     """One row of a comparison; of a batch, means over its sequences.
@@ -60,21 +66,10 @@ class Comparison:
     rows: tuple[Compared, ...]
 
     def __str__(self) -> str:
-        header = "policy", "equal", "nfe", "computed", "seconds", "speed-up", "compile s", "memory MiB"
         cells = [
-            (
-                row.name,
-                f"{row.equal:.0%}",
-                f"{row.nfe:.1f}",
-                f"{row.computed:.0f}",
-                f"{row.seconds:.3f}",
-                f"{row.speed_up:.2f}",
-                f"{row.compile_seconds:.1f}",
-                f"{row.memory / 2**20:.1f}",
-            )
-            for row in self.rows
+            [written.format(row, row.memory / 2**20) for written in COLUMNS.values()] for row in self.rows
         ]
-        return text_table([header, *cells])
+        return text_table([[*COLUMNS], *cells])
 
 
 @shows(StreamOptions)

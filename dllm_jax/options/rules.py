@@ -167,12 +167,9 @@ def _numbers(kind: type[float] | type[int], marks: list[Any]) -> Rule:
     whole = kind is int
     odd, int32 = (any(isinstance(mark, kind) for mark in marks) for kind in (Odd, Int32 | Traced))
     # Bounds with whether they are excluded or included: the order of tuples tells the narrowest.
-    lows: list[Any] = [
-        (m.ge, False) if isinstance(m, Ge) else (m.gt, True) for m in marks if isinstance(m, Ge | Gt)
-    ]
-    highs: list[Any] = [
-        (m.le, True) if isinstance(m, Le) else (m.lt, False) for m in marks if isinstance(m, Le | Lt)
-    ]
+    bounds = lambda kind, name, flag: [(getattr(m, name), flag) for m in marks if isinstance(m, kind)]
+    lows = bounds(Ge, "ge", False) + bounds(Gt, "gt", True)
+    highs = bounds(Le, "le", True) + bounds(Lt, "lt", False)
     low, excluded = max(lows, default=(-math.inf, True))
     high, included = min(highs, default=(math.inf, False))
     if whole:

@@ -109,18 +109,12 @@ def of_sequence(trace: Trace | None, sequence: int, length: int | np.integer) ->
     # After its last step nothing happens to it.
     active = np.asarray(trace.active)[:, sequence]
     ours: Any = jax.tree_util.tree_map(np.asarray, trace)
-    pick = lambda a: a[active][:, sequence : sequence + 1, -length:]
-    tokens: Any = np.concatenate([ours.tokens[:1], ours.tokens[1:][active]])
-    return Trace(
-        tokens=tokens[:, sequence : sequence + 1, -length:],
-        computed=pick(ours.computed),
-        read=pick(ours.read),
-        proposed=pick(ours.proposed),
-        score=pick(ours.score),
-        active=ours.active[active][:, sequence : sequence + 1],
-        widened=ours.widened[active][:, sequence : sequence + 1],
-        steps=active.sum(),
-    )
+    own = np.s_[:, sequence : sequence + 1]
+    tokens: Any = np.concatenate([ours.tokens[:1], ours.tokens[1:][active]])[own][..., -length:]
+    cut = {name: getattr(ours, name)[active][own] for name in ("active", "widened")}
+    for name in ("computed", "read", "proposed", "score"):
+        cut[name] = getattr(ours, name)[active][own][..., -length:]
+    return Trace(tokens=tokens, **cut, steps=active.sum())
 
 
 def refusal(model: Model, template: Sequence[int] = (), **options: Any) -> str:
