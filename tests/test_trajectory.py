@@ -155,7 +155,7 @@ def test_bad_input_is_refused():
         (dict(temperature=0.0), "temperature=0.0 must be"), (dict(chunk=0), "chunk=0 must be"),
         (dict(most_per_step=0), "most_per_step=0 must be"), (dict(remat=1), "remat=1 must be True or False"),
         (dict(model=3), "model=3 must be"),
-        (dict(prompt_mask=np.ones((2, 99))), "prompt_mask has 99 positions, the run has 13"),
+        (dict(prompt_mask=np.ones((2, 99))), "prompt_mask has 99 positions; the canvas has 13"),
         (dict(prompt_mask=np.ones((3, 5))), r"prompt_mask has shape \(3, 5\); expected \(2, 5\)"),
         (dict(model=small, run=foreign), "run.tokens holds id 60"),
     ):  # fmt: skip

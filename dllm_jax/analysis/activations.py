@@ -275,15 +275,5 @@ def _all(model: Model, source: Any) -> tuple[Int[np.ndarray, "t b l"], Int[np.nd
 
 def _valid(prompt_mask: ArrayLike | None, batch: int, length: int) -> Bool[np.ndarray, "b l"] | None:
     """Marks canvas positions that are not padding; None if nothing is padded."""
-    if prompt_mask is None:
-        return None
-    shape = np.shape(prompt_mask)[-1:]
-    if shape and shape[0] > length:
-        raise ValueError(f"prompt_mask has {shape[0]} positions; the canvas has {length}")
-    mask = inputs.padding(prompt_mask, (batch, *shape), "prompt_mask")
-    if mask is None:
-        return None
-
-    # The mask is the prompt's; nothing after it is padding.
-    known = host.everywhere(mask)
-    return np.pad(known, ((0, 0), (0, length - known.shape[1])), constant_values=True)
+    mask = inputs.canvas_padding(prompt_mask, batch, length)
+    return None if mask is None else host.everywhere(mask)

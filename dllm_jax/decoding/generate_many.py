@@ -135,15 +135,11 @@ def generate_many(
     of_all: dict[str, Any] = {**options, "buckets": buckets, "prefix": prefix}
     # What no request could ask for is refused here, by the shortest of prompts.
     _check_common(model, of_all, "length" in options)
-    return Answers(
-        model,
-        iter(prompts),
-        check_argument("slots", slots, PositiveInt),
-        check_argument("errors", errors, Errors),
-        None if key is None else one_key(key),
-        of_all,
-        _bar(prompts) if check_argument("progress", progress, bool) else None,
-    )
+    slots = check_argument("slots", slots, PositiveInt)
+    check_argument("errors", errors, Errors)
+    key = None if key is None else one_key(key)
+    bar = _bar(prompts) if check_argument("progress", progress, bool) else None
+    return Answers(model, iter(prompts), slots, errors, key, of_all, bar)
 
 
 def _check_common(model: Model, options: dict[str, Any], has_length: bool):

@@ -171,6 +171,10 @@ class Asked:
             object.__setattr__(self, "drafting", wrapper.drafting)
             object.__setattr__(self, "sampler", wrapper.sampler)
 
+    def gives(self, *names: str) -> bool:
+        """Whether any of these options has another value than its default, an empty tuple or None."""
+        return any(getattr(self, name) is not getattr(Asked, name) for name in names)
+
 
 @dataclasses.dataclass(frozen=True)
 class AskedConversation(Asked):

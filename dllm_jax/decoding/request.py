@@ -141,13 +141,18 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: 
       ValueError: they do not go together.
     """
     spec, batch = model.spec, arrays.tokens.shape[0]
-    own = constraints_of(asked.constraints, asked.sampler, spec, layout)
+    given = asked.gives("constraints")
+    own = constraints_of(asked.constraints, asked.sampler, spec, layout) if given else ()
     case = Case(asked, model, for_model(asked.policy, spec), own, layout, arrays, extra)
     check_request(case)
     plan = plan_of(case)
-    plan = dataclasses.replace(plan, interventions=fitting_interventions(case, plan.step_limit))
-    noise = noise_for(plan, batch, asked.key, asked.noise, spec.vocab)
-    arrays = arrays._replace(noise=noise, allowed=allowed_tokens(case))
+    if asked.gives("interventions"):
+        plan = dataclasses.replace(plan, interventions=fitting_interventions(case, plan.step_limit))
+    if asked.sampler.draws or asked.gives("key", "noise"):
+        noise = noise_for(plan, batch, asked.key, asked.noise, spec.vocab)
+        arrays = arrays._replace(noise=noise)
+    if own or asked.gives("forbid", "allow") or asked.sampler.suppress_tokens:
+        arrays = arrays._replace(allowed=allowed_tokens(case))
     return Request(arrays, plan, extra, asked.nonfinite, asked.progress)
 
 
@@ -166,7 +171,7 @@ def plan_of(case: Case) -> Plan:
         stop_at_eos=asked.stop_at_eos,
         trace=asked.trace,
         constants=read,
-        stop=stop_of(asked.stop, spec),
+        stop=stop_of(asked.stop, spec) if asked.gives("stop") else None,
         constraints=case.constraints,
         logprobs=asked.logprobs,
         prefix=None if asked.prefix is None else asked.prefix.stored,

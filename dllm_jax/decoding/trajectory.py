@@ -95,7 +95,7 @@ def trajectory_log_probs(
     check_argument("remat", remat, bool)
     bound = Annotated[PositiveInt | None, NoneMeans("the number that was decoded")]
     check_argument("most_per_step", most_per_step, bound)
-    padding = _padding(prompt_mask, trace)
+    padding = inputs.canvas_padding(prompt_mask, *trace.tokens.shape[1:])
     _check_whole_blocks(model, trace, padding)
     inputs.token_ids(trace.tokens.reshape(-1, trace.tokens.shape[-1]), model.spec, "run.tokens")
     mesh = current_mesh((model.params, trace.tokens))
@@ -122,18 +122,6 @@ def _trace_of(run: Any) -> Trace:
             "run has answers that grew, whose tokens moved from step to step. Use generate(..., logprobs=0)"
         )
     return trace
-
-
-def _padding(mask: ArrayLike | None, trace: Trace) -> Bool[AnyArray, "b l"] | None:
-    """Marks positions that are not padding; None if nothing is padded."""
-    batch, length = trace.tokens.shape[1:]
-    if mask is None:
-        return None
-    width = jnp.shape(mask)[-1] if jnp.ndim(mask) else 0
-    if width > length:
-        raise ValueError(f"prompt_mask has {width} positions, the run has {length}")
-    mask = inputs.padding(mask, (batch, width), "prompt_mask")
-    return None if mask is None else host.pad(mask, 0, length - width, True)
 
 
 def _check_whole_blocks(model: Model, trace: Trace, padding: Bool[AnyArray, "b l"] | None):

@@ -117,7 +117,9 @@ def padded_ids(
             no_empty(tokens, name)
         tokens, mask = padded_together(tokens, 0 if spec is None else spec.eos_id, side=side)
     ids = token_ids(tokens, spec, name, least)
-    return ids, padding(mask, ids.shape, f"{name.removesuffix('s')}_mask", side, empty)
+    if mask is not None:
+        mask = padding(mask, ids.shape, f"{name.removesuffix('s')}_mask", side, empty)
+    return ids, mask
 
 
 def _encoded(tokens: Any, mask: Any, name: str) -> tuple[Any, Any]:
@@ -239,7 +241,7 @@ def no_masks(
 
 
 def padding(
-    mask: ArrayLike | None, shape: tuple[int, ...], name: str, side: Side = "left", empty: bool = False
+    mask: ArrayLike, shape: tuple[int, ...], name: str, side: Side = "left", empty: bool = False
 ) -> Bool[AnyArray, "b p"] | None:
     """A padding mask as Bool[b p], or None if nothing is padded.
 
@@ -253,8 +255,6 @@ def padding(
     Raises:
       ValueError: wrong shape or dtype, a sequence without any token, or padding that is not on its side.
     """
-    if mask is None:
-        return None
     mask = host.array(name, mask, "a mask [batch, positions]")
     mask = flags(name, mask[None] if mask.ndim == 1 else mask, shape, "the tokens")
     if (known := host.readable(mask)) is not None:
@@ -284,6 +284,21 @@ def flags(name: str, array: AnyArray, shape: tuple[int, ...], of: str) -> Bool[A
     if (known := host.readable(array)) is not None and not np.isin(known, (0, 1)).all():
         raise ValueError(f"{name} holds {known[~np.isin(known, (0, 1))][0]}; expected 0 or 1")
     return array.astype(bool)
+
+
+def canvas_padding(mask: ArrayLike | None, batch: int, length: int) -> Bool[AnyArray, "b l"] | None:
+    """Marks positions of a canvas that are no padding, by the mask of its prompts; None if nothing is padded.
+
+    Raises:
+      ValueError: as `padding`, or a mask longer than the canvas.
+    """
+    if mask is None:
+        return None
+    width = jnp.shape(mask)[-1] if jnp.ndim(mask) else 0
+    if width > length:
+        raise ValueError(f"prompt_mask has {width} positions; the canvas has {length}")
+    known = padding(mask, (batch, width), "prompt_mask")
+    return None if known is None else host.pad(known, 0, length - width, True)
 
 
 def _check_padding(mask: np.ndarray, name: str, side: Side, empty: bool):
