@@ -113,7 +113,7 @@ NO_KEYS = jax.random.split(jax.random.key(0), 3)
         (lambda m: dj.forward(m, [[1, 2], [3]], [[True] * 2] * 2), "bring their padding: pass no valid"),
         (lambda m: dj.hidden_states(m, [[1, -1]]), "tokens holds id -1, outside the vocabulary"),
         (lambda m: dj.capture(m, [[1], [2, 99]]), "source holds id 99, outside the vocabulary"),
-        (lambda m: dj.forward(m, np.array([[99]])), r"tokens hold id 99, outside the vocabulary \[0, 61\)"),
+        (lambda m: dj.forward(m, np.array([[99]])), r"tokens holds id 99, outside the vocabulary \[0, 61\)"),
         (lambda m: dj.explain_kernels(m, 1, (4, 4)), r"layout=\(4, 4\) must be a Layout, such as"),
         (lambda m: dj.load("x", rope_factor="x"), r"rope_factor='x' must be a number in \(0, inf\)"),
         (lambda m: dj.load("x", mesh="x"), "mesh='x' must be a Mesh, such as .*, or None"),

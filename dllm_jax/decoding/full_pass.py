@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.nn.intervened import embedded, intervened
@@ -87,14 +86,9 @@ def _inputs(model: Any, tokens: Any, valid: Any, embeds: Any) -> tuple[Int[AnyAr
         raise ValueError(f"valid has shape {valid.shape}; expected {tokens.shape}, that of tokens")
     if embeds is not None:
         check_embeds(embeds, (*tokens.shape, model.spec.width), "embeds")
-    # Ids are looked at last, as they may have to come from a device; traced ones and those of other processes
-    # cannot be. -1 stands for an embedding only where there are some.
-    if isinstance(tokens, Tracer) or (isinstance(tokens, jax.Array) and not tokens.is_fully_addressable):
-        return tokens, valid
-    ids = np.asarray(jax.device_get(tokens))
-    outside = (ids < least) | (ids >= model.spec.vocab)
-    if outside.any():
-        raise ValueError(f"tokens hold id {ids[outside][0]}, outside the vocabulary [0, {model.spec.vocab})")
+    # Ids are looked at last, as they may have to come from a device. -1 stands for an embedding only where
+    # there are some.
+    inputs.check_ids("tokens", tokens, model.spec, least)
     return tokens, valid
 
 

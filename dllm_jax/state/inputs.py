@@ -211,16 +211,21 @@ def token_ids(tokens: Ids, spec: ModelSpec | None, name: str, least: int = 0) ->
         raise ValueError(f"{name} has shape {tokens.shape}: it holds no tokens")
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"{name} has dtype {tokens.dtype}; token ids must be integers")
-
-    # Of traced ids nothing is known: inside of jit only shapes and dtypes are checked.
-    if (known := host.readable(tokens)) is not None:
-        vocab = 2**31 if spec is None else spec.vocab
-        outside = (known < least) | (known >= vocab)
-        if outside.any():
-            found = known[outside][0]
-            hint = HINTS.get(int(found), "")
-            raise ValueError(f"{name} holds id {found}, outside the vocabulary [0, {vocab}){hint}")
+    check_ids(name, tokens, spec, least)
     return tokens.astype(np.int32)
+
+
+def check_ids(name: str, tokens: Int[AnyArray, "b p"], spec: ModelSpec | None, least: int):
+    """Raises ValueError for ids outside of the vocabulary, or below `least`."""
+    # Of traced ids nothing is known: inside of jit only shapes and dtypes are checked.
+    if (known := host.readable(tokens)) is None:
+        return
+    vocab = 2**31 if spec is None else spec.vocab
+    outside = (known < least) | (known >= vocab)
+    if outside.any():
+        found = known[outside][0]
+        hint = HINTS.get(int(found), "")
+        raise ValueError(f"{name} holds id {found}, outside the vocabulary [0, {vocab}){hint}")
 
 
 def no_masks(
