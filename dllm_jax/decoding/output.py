@@ -9,12 +9,13 @@ from jaxtyping import Array, Int
 
 from dllm_jax.decoding.watch.grid import grid
 from dllm_jax.decoding.watch.page import Page, Panel, page
-from dllm_jax.decoding.watch.recording import Recording, values
+from dllm_jax.decoding.watch.recording import Recording
 from dllm_jax.encoding import encodable
 from dllm_jax.engine.logprobs import LogProbs
 from dllm_jax.engine.stats import Stats
 from dllm_jax.engine.trace import Trace
 from dllm_jax.options import check_argument, shown
+from dllm_jax.state import host
 
 if TYPE_CHECKING:
     import rich.console
@@ -98,7 +99,7 @@ def side_by_side(outputs: Mapping[str, Output], tokenizer: Any = None, *, sequen
         check_argument(f"outputs[{name!r}]", output, Output, ", which dj.generate returns")
         recording = Recording.of(output.trace, sequence)
         counted = {field: array for field, array in output.stats._asdict().items() if array is not None}
-        stats = {field: values(array)[sequence] for field, array in counted.items()}
+        stats = {field: host.everywhere(array)[sequence] for field, array in counted.items()}
         panels.append(Panel(str(name), recording, {field: value.item() for field, value in stats.items()}))
     return page(panels, tokenizer)
 

@@ -70,7 +70,7 @@ def readable(array: ArrayLike) -> np.ndarray | None:
     return np.concatenate([values(parts[start]) for start in sorted(parts)])
 
 
-def everywhere(array: AnyArray) -> np.ndarray:
+def everywhere(array: Any) -> np.ndarray:
     """The values of an array on every process, whoever holds them; all processes must call this."""
     return values(whole(array) if is_global(array) else array)
 

@@ -5,14 +5,13 @@ import operator
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Bool, Float, Int
 
 from dllm_jax.engine.trace import Trace
 from dllm_jax.options import shown
-from dllm_jax.state import host
+from dllm_jax.state.host import everywhere
 from dllm_jax.state.inputs import EMBEDS_PLACEHOLDER
 
 ABSENT = -3  # shown for a token that an answer does not have yet (`Trace.length`)
@@ -69,16 +68,16 @@ class Recording:
 
         # A trace that was made inside of jit has room for more steps than ran, and one of a batch has as many
         # as its slowest sequence took.
-        own = np.flatnonzero(values(trace.active)[: int(values(trace.steps)), sequence])
+        own = np.flatnonzero(everywhere(trace.active)[: int(everywhere(trace.steps)), sequence])
         before_and_after = np.concatenate([[0], own + 1])
         names = "computed", "read", "proposed", "score", "widened"
-        of_steps = {name: values(getattr(trace, name))[own, sequence] for name in names}
+        of_steps = {name: everywhere(getattr(trace, name))[own, sequence] for name in names}
         mask_id = _mask_id(trace, inserted := _inserted(trace))
-        recording = cls(values(trace.tokens)[before_and_after, sequence], **of_steps, mask_id=mask_id)
+        recording = cls(everywhere(trace.tokens)[before_and_after, sequence], **of_steps, mask_id=mask_id)
         if trace.end is None or inserted is None:
             return recording
-        end = values(trace.end)[before_and_after, sequence]
-        moved, removed = (values(a)[own, sequence] for a in (trace.moved, trace.removed))
+        end = everywhere(trace.end)[before_and_after, sequence]
+        moved, removed = (everywhere(a)[own, sequence] for a in (trace.moved, trace.removed))
         return recording.grown(end, inserted[own, sequence], moved, removed)
 
     def grown(
@@ -165,16 +164,11 @@ class Recording:
         return np.where(last < 0, -1, step - last)
 
 
-def values(array: Any) -> np.ndarray:
-    """The values of a result, which may lie on devices of several processes, or be on the host already."""
-    return host.everywhere(array) if isinstance(array, jax.Array) else np.asarray(array)
-
-
 def _inserted(trace: Trace) -> Int[np.ndarray, "t b"] | None:
     """Position of the mask that became several in each step, -1 where none did; None if no answer grew."""
     if trace.end is None or trace.length is None:
         return None
-    start, inserted = values(trace.end)[0] - values(trace.length)[0], values(trace.inserted)
+    start, inserted = everywhere(trace.end)[0] - everywhere(trace.length)[0], everywhere(trace.inserted)
     return np.where(inserted < 0, -1, start + inserted)
 
 
@@ -184,12 +178,12 @@ def _mask_id(trace: Trace, inserted: np.ndarray | None) -> int:
     Or what became several, where the first change is that others moved. If nothing was decoded it stands
     where no candidate was proposed; NO_ID if there is no such position.
     """
-    tokens = values(trace.tokens)
+    tokens = everywhere(trace.tokens)
     step, sequence, position = np.nonzero(tokens[1:] != tokens[:-1])
     if len(step):
         at = -1 if inserted is None else inserted[step[0], sequence[0]]
         return int(tokens[step[0], sequence[0], position[0] if at < 0 else at])
-    unscored = values(trace.proposed)[np.isneginf(values(trace.score))]
+    unscored = everywhere(trace.proposed)[np.isneginf(everywhere(trace.score))]
     return int(unscored[0]) if len(unscored) else NO_ID
 
 
