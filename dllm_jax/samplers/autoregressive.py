@@ -21,7 +21,18 @@ from dllm_jax.traced import Number, Traced, fixed_at
 
 
 @dataclasses.dataclass(frozen=True)
-class Autoregressive(UntilDone):
+class LeftToRight(UntilDone):
+    """Base of samplers that decode from left to right, whose positions have no order by confidence."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_ends_unordered(self, type(self).__name__)
+        reason = "it decodes from left to right, and no masks"
+        refuse(self, {"early_commit": reason, "allow_mask_token": reason})
+
+
+@dataclasses.dataclass(frozen=True)
+class Autoregressive(LeftToRight):
     """Decodes one token at a time from left to right, each after all tokens before it.
 
     Works on block-causal models, in blocks of one token, with `Policy()`. In a causal context
@@ -29,10 +40,6 @@ class Autoregressive(UntilDone):
     Elsewhere (SDAR, LLaDA2) a mask attends to all tokens before it; these models were trained with longer
     blocks.
     """
-
-    def __post_init__(self):
-        super().__post_init__()
-        _check_options(self)
 
     @property
     @override
@@ -55,7 +62,7 @@ class Autoregressive(UntilDone):
 
 
 @dataclasses.dataclass(frozen=True)
-class SelfSpeculation(UntilDone):
+class SelfSpeculation(LeftToRight):
     """Drafts a block by denoising it, and keeps what a causal pass would have decoded (arXiv:2607.05722).
 
     A draft begins with the last token that is known. A causal pass over it accepts its longest prefix that
@@ -78,10 +85,6 @@ class SelfSpeculation(UntilDone):
     draft_adapter: bool = False  # pyright: ignore[reportIncompatibleVariableOverride]
 
     drafts: ClassVar[bool] = True
-
-    def __post_init__(self):
-        super().__post_init__()
-        _check_options(self)
 
     @property
     @override
@@ -139,11 +142,3 @@ class SelfSpeculation(UntilDone):
         """A prompt's pass, then a draft and its verification for each token at worst."""
         drafting = 1 if fixed_at(self.threshold, 0) else self.block - 1
         return 1 + (layout.end - layout.prompt) * (drafting + 1)
-
-
-def _check_options(sampler: UntilDone):
-    """Raises ValueError for options without a meaning where tokens are decoded from left to right."""
-    name = type(sampler).__name__
-    check_ends_unordered(sampler, name)
-    reason = "it decodes from left to right, and no masks"
-    refuse(sampler, {"early_commit": reason, "allow_mask_token": reason})
