@@ -2,7 +2,7 @@
 
 import dataclasses
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -102,14 +102,12 @@ class Work:
         """Times at the full rates of the hardware."""
         # Time is a sum over kinds of steps, each bound by memory or by compute on its own: a bound of the
         # sums would let the idle bandwidth of one step serve another.
-        total = _seconds(self.steps, hardware)
-        waiting = _seconds([kind for kind in self.steps if kind.cost.memory_bound(hardware)], hardware)
+        costs = [(kind.count, kind.cost) for kind in self.steps]
         # The tower runs once, before the loop, and counts in `seconds` but in no step.
-        images = 0.0
-        if self.tower is not None:
-            images = self.tower.seconds(hardware)
-            total += images
-            waiting += images if self.tower.memory_bound(hardware) else 0
+        costs += [] if self.tower is None else [(1, self.tower)]
+        total = sum(count * cost.seconds(hardware) for count, cost in costs)
+        waiting = sum(count * cost.seconds(hardware) for count, cost in costs if cost.memory_bound(hardware))
+        images = 0.0 if self.tower is None else self.tower.seconds(hardware)
         full = _mean_ms([kind for kind in self.steps if kind.step.full], hardware)
         partial = _mean_ms([kind for kind in self.steps if not kind.step.full], hardware)
         assert full is not None, "every generation begins with a full step"
@@ -189,15 +187,11 @@ def memory(
     )
 
 
-def _seconds(kinds: Iterable[StepCount], hardware: Hardware) -> float:
-    """Seconds of all steps of these kinds."""
-    return sum(kind.count * kind.cost.seconds(hardware) for kind in kinds)
-
-
 def _mean_ms(kinds: list[StepCount], hardware: Hardware) -> float | None:
     """Milliseconds of the average step of these kinds, None if there is none."""
     count = sum(kind.count for kind in kinds)
-    return 1e3 * _seconds(kinds, hardware) / count if count else None
+    total = sum(kind.count * kind.cost.seconds(hardware) for kind in kinds)
+    return 1e3 * total / count if count else None
 
 
 class Throughput(NamedTuple):

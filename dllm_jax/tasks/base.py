@@ -141,8 +141,7 @@ def exact(answers: list[str], wanted: list[Example]) -> list[bool]:
 
 def prompt_arrays(tokenizer: Any, examples: list[Example], pad_id: int) -> tuple[np.ndarray, np.ndarray]:
     """Encodes prompts by the chat template: ids int32 [b p], left-padded, and their mask bool [b p]."""
-    ids, mask = encode_chats(tokenizer, [example.messages for example in examples], pad_id)
-    return np.asarray(ids), np.asarray(mask)
+    return encode_chats(tokenizer, [example.messages for example in examples], pad_id)
 
 
 def answers(

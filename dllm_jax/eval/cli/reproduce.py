@@ -99,7 +99,8 @@ def reproduce(
     session = Session(asked, model, checkpoint.open(), dj.Journal(asked.out / JOURNAL), manager)
     path = asked.out / f"reproduce-{table.name.replace('/', '-')}-{model}.json"
     about = record.provenance(session.runner(next(iter(cells.values())).settings()[0]))
-    document = {"kind": "reproduce", "table": table.source, "rows_of": model, "settings": asked.settings()}
+    document = {"kind": "reproduce", "table": table.source, "rows_of": model}
+    document |= {"settings": {name: getattr(asked, name) for name in ("limit", "truncate_to", "batch")}}
     document |= {name: about[name] for name in ("model", "device", "versions", "date")}
     if path.exists():
         # Its cells would be mixed with those of another question, or of another model.

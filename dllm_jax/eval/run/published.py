@@ -104,10 +104,6 @@ class Asked(Options):
                     return f"{absent[0]} does not exist"
         return None
 
-    def settings(self) -> dict[str, Any]:
-        """Returns the settings of a measured cell, except for table, model and checkpoint."""
-        return {name: getattr(self, name) for name in ("limit", "truncate_to", "batch")}
-
 
 @dataclasses.dataclass(frozen=True)
 class Session:
