@@ -1,7 +1,6 @@
 """Samplers that order positions by confidence or at random, most by a fixed schedule.
 
-LLaDA's low-confidence and random remasking (arXiv:2502.09992, section 2.4), and d2Cache's decoding by a
-certainty prior (arXiv:2509.23094, section 4.1).
+LLaDA's low-confidence and random remasking, and d2Cache's decoding by a certainty prior.
 """
 
 import dataclasses
@@ -74,6 +73,8 @@ class FixedSchedule(Sampler):
 class Confidence(FixedSchedule):
     """Unmasks the most confident positions first ("low-confidence remasking" of LLaDA).
 
+    The method is that of arXiv:2502.09992, section 2.4.
+
     Attributes:
       alg: Measure of confidence: "prob" is the probability of the selected token, "margin" the best minus the
         second best probability, "entropy" the negative entropy. Computed without temperature in float32.
@@ -84,7 +85,10 @@ class Confidence(FixedSchedule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomOrder(FixedSchedule):
-    """Unmasks positions in random order ("random remasking" of LLaDA); the confidence is a uniform draw."""
+    """Unmasks positions in random order ("random remasking" of LLaDA); the confidence is a uniform draw.
+
+    The method is that of arXiv:2502.09992, section 2.4.
+    """
 
     def __post_init__(self):
         super().__post_init__()
@@ -115,6 +119,8 @@ class RandomOrder(FixedSchedule):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CertaintyPrior(Sampler):
     """Orders positions by confidence times the density of known tokens around them (d2Cache).
+
+    The method is that of arXiv:2509.23094, section 4.1.
 
     Attributes:
       sigma: Width of the Gaussian, in positions.

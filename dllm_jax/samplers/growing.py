@@ -1,4 +1,4 @@
-"""Answers that find their own length: DAEDAL (arXiv:2508.00819) and DreamOn (arXiv:2602.01326).
+"""Answers that find their own length: DAEDAL and DreamOn.
 
 DAEDAL goes by how sure the model is of the end, DreamOn's infilling by two tokens of the model.
 """
@@ -31,6 +31,8 @@ from dllm_jax.xla.reductions import argmax
 @dataclasses.dataclass(frozen=True)
 class DAEDAL(UntilDone):
     """Unmasks every position above a threshold; the answer grows until the model is sure of its end (DAEDAL).
+
+    The method is that of arXiv:2508.00819.
 
     Use it where answers differ in length: `generate(length=64, max_length=1024, block=32, sampler=DAEDAL())`.
     The answer begins with `length` masks. While the confidence in its end is below `grow_below`, masks are
@@ -159,6 +161,8 @@ class DAEDAL(UntilDone):
 @dataclasses.dataclass(frozen=True)
 class DreamOn(UntilDone):
     """Unmasks the most confident mask of a template; its token may expand the answer or end it (DreamOn).
+
+    The method is that of arXiv:2602.01326.
 
     Use it with DreamOn's weights, where the number of missing tokens is not known:
     `infill(model, prefix + 8 * [mask] + suffix, max_length=64, sampler=DreamOn())`.

@@ -1,8 +1,7 @@
 """Parallel decoding: samplers that unmask all tokens that are sure enough, until a block is done.
 
-Fast-dLLM's threshold and factor (arXiv:2505.22618, section 3.3). LocalLeap, a lower threshold for the
-neighbours of sure tokens (arXiv:2510.07081). EB-Sampler, entropy-bounded unmasking (arXiv:2505.24857). The
-schedules of the block-causal models SDAR (arXiv:2510.06303) and LLaDA2.0 (arXiv:2512.15745).
+Fast-dLLM's threshold and factor; LocalLeap, a lower threshold for the neighbours of sure tokens; EB-Sampler,
+entropy-bounded unmasking; and the schedules of the block-causal models SDAR and LLaDA2.0.
 """
 
 import abc
@@ -60,7 +59,8 @@ class UntilDone(Sampler, abc.ABC):
 class Threshold(UntilDone):
     """Unmasks every position whose confidence reaches the threshold, and always the most confident one.
 
-    Use it first for parallel decoding. The number of steps depends on the text.
+    Use it first for parallel decoding. The number of steps depends on the text. The
+    method is Fast-dLLM's (arXiv:2505.22618, section 3.3).
 
     Attributes:
       threshold: Minimum confidence, in [0, 1]; the paper uses 0.9. With alg="entropy", the maximum entropy in
@@ -86,7 +86,8 @@ class Threshold(UntilDone):
 class Factor(UntilDone):
     """Unmasks the n most confident positions for the largest n with (n + 1)(1 - c_n) < factor, at least one.
 
-    This is the paper's rule (theorem 1); both released versions are off by one at its edge.
+    This is the rule of Fast-dLLM's paper (arXiv:2505.22618, theorem 1); both released versions are off by one
+    at its edge.
 
     Attributes:
       factor: Positive factor; larger values unmask more tokens per step.
@@ -106,9 +107,9 @@ class Factor(UntilDone):
 class LocalLeap(UntilDone):
     """Unmasks every position that reaches a threshold (an anchor), and by a lower one those near an anchor.
 
-    Use it where `Threshold` is: it unmasks the same tokens in a step, and more of their neighbours. Anchors
-    are candidates of the step itself, never tokens of earlier steps. The most confident position is unmasked
-    in any case.
+    Use it where `Threshold` is: it unmasks the same tokens in a step, and more of their neighbours
+    (LocalLeap, arXiv:2510.07081). Anchors are candidates of the step itself, never tokens of earlier steps.
+    The most confident position is unmasked in any case.
 
     Equals `Threshold(threshold)` when: radius=0, or relaxed=threshold.
 
@@ -152,6 +153,8 @@ class LocalLeap(UntilDone):
 @dataclasses.dataclass(frozen=True)
 class EBSampler(UntilDone):
     """Unmasks the n most confident positions for the largest n whose entropies H have sum H - max H <= gamma.
+
+    The method is EB-Sampler, arXiv:2505.24857.
 
     The sum without the largest entropy bounds the mutual information of tokens that are unmasked together. At
     least one position is unmasked per step.
@@ -202,8 +205,9 @@ def bounded_prefix(
 class Dynamic(UntilDone):
     """Unmasks all confident positions if there are as many as scheduled, otherwise the scheduled number.
 
-    SDAR's "low-confidence dynamic" decoding, and with threshold=1 its "static" one; also LLaDA2.0's. The
-    schedule spreads a whole block over its steps, so a block that a prompt's end shares finishes early.
+    SDAR's "low-confidence dynamic" decoding (arXiv:2510.06303), and with threshold=1 its "static" one; also
+    LLaDA2.0's (arXiv:2512.15745). The schedule spreads a whole block over its steps, so a block that a
+    prompt's end shares finishes early.
 
     Differences: If fewer masks are left than scheduled, SDAR's reference implementation overwrites prompt
     tokens.
@@ -224,7 +228,10 @@ class Dynamic(UntilDone):
 
 @dataclasses.dataclass(frozen=True)
 class Sequential(UntilDone):
-    """Unmasks from left to right, as many positions per step as a whole block's schedule sets (SDAR)."""
+    """Unmasks from left to right, as many positions per step as a whole block's schedule sets (SDAR).
+
+    The method is that of arXiv:2510.06303; LLaDA2.0's schedule is arXiv:2512.15745.
+    """
 
     by_score: ClassVar[bool] = True
 

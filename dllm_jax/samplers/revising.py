@@ -1,7 +1,6 @@
 """Samplers that revise: they take back or replace tokens that earlier steps of the block decoded.
 
-WINO, wide in and narrow out (arXiv:2507.18578), takes back what it doubts. LLaDA2.1's editing
-(arXiv:2512.15745) replaces tokens.
+WINO, wide in and narrow out, takes back what it doubts. LLaDA2.1's editing replaces tokens.
 """
 
 import dataclasses
@@ -27,6 +26,8 @@ from dllm_jax.state.selection import best, fraction_of
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WINO(UntilDone):
     """Unmasks tokens with a low threshold, verifies them with a high one, and remasks those that fail (WINO).
+
+    The method is that of arXiv:2507.18578.
 
     Each step also computes a shadow block (`dllm_jax.engine.branches`): the block's positions as if they were
     masked, each blind to the token that it verifies. Statistics do not count it. A token of an earlier step
@@ -104,6 +105,8 @@ class WINO(UntilDone):
 @dataclasses.dataclass(frozen=True)
 class Edit(UntilDone):
     """Unmasks confident tokens, and replaces tokens of the block when another one is confident (LLaDA2.1).
+
+    The method is that of arXiv:2512.15745.
 
     A block without masks continues until a step changes nothing, or for `most_steps` steps. Only tokens of
     the current block that an earlier step unmasked are replaced.
