@@ -14,11 +14,11 @@ from jaxtyping import TypeCheckError
 
 import dllm_jax as dj
 from dllm_jax.decoding.explain import Explanation
-from dllm_jax.nn import attention
 from dllm_jax.nn.kernels import Kernels
 from dllm_jax.nn.mesh import over_mesh
 from pallas_kernels import OPERATIONS
 from pallas_kernels import attention as operations
+from pallas_kernels.attention import xla as attention
 from tests.kernel_cases import some
 from tests.models import tiny
 from tests.replay.case import Case, find
