@@ -200,3 +200,9 @@ def test_a_bar_counts_tokens_and_changes_nothing(capsys):
     assert_same(filled, dj.infill(model, template))
     np.testing.assert_array_equal(template[0], [3, 3, *[model.spec.mask_id] * 4])  # it is the caller's
     assert "4/4" in capsys.readouterr().err
+
+    # An answer that grows has more tokens than masks at the beginning.
+    sampler = samplers.DAEDAL(high=0.0, expansion=6, insert_below=0.0)
+    growing = dict(length=6, max_length=30, block=6, sampler=sampler, nonfinite="ignore", progress=True)
+    assert dj.generate(model, [[1, 2, 3]], **growing).stats.length.tolist() == [30]
+    assert "30/30" in capsys.readouterr().err

@@ -154,14 +154,14 @@ def _seen(piece: Piece, before: Int[np.ndarray, "b l"], own: tuple[slice, slice]
 
 def watched(placed: Placed) -> Output:
     """Answers a request, with a bar of decoded tokens on standard error; errors are those of `snapshots`."""
-    # A sampler may need fewer steps than its schedule: the bar counts tokens.
-    pieces = snapshots(placed, math.ceil(placed.plan.layout.steps / UPDATES))
-    tokens, valid = host.everywhere(placed.inputs.tokens), host.everywhere(placed.inputs.valid)
-    total = int(np.sum((tokens == placed.model.spec.mask_id) & valid))
+    # A sampler may need fewer steps than its schedule: the bar counts tokens, of answers as long as they are.
+    pieces, decoded = snapshots(placed, math.ceil(placed.plan.layout.steps / UPDATES)), 0
     with progress_bar("denoising", "tokens, {task.fields[steps]} steps") as bar:
-        task = bar.add_task("", total=total, steps=0)
+        task = bar.add_task("", total=None, steps=0)
         for snapshot in pieces:
-            bar.update(task, advance=int(snapshot.decoded.sum()), steps=int(snapshot.steps.max()))
+            decoded += int(snapshot.decoded.sum())
+            masks = int(np.sum(snapshot.tokens == placed.model.spec.mask_id))
+            bar.update(task, completed=decoded, total=decoded + masks, steps=int(snapshot.steps.max()))
     assert snapshot.output is not None, "the last snapshot"
     return snapshot.output
 
