@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval, MinLen
 
-from dllm_jax.nn.context import Context
+from dllm_jax.nn.context import BlockCausal, CausalContext, Context
 from dllm_jax.options import (
     NoneMeans,
     NonNegativeFloat,
@@ -312,9 +312,9 @@ class ModelSpec(Options):
         """How far positions attend, and what becomes final: a plain `Context` if all attend to all."""
         if not self.block_size:
             return Context()
+        kind = CausalContext if self.causal_context else BlockCausal
         from_response = self.blocks_from == "response"
-        completed = self.completes_blocks and not from_response
-        return Context(self.block_size, from_response, completed, self.causal_context)
+        return kind(self.block_size, from_response, self.completes_blocks and not from_response)
 
     @property
     def rotated(self) -> int:
