@@ -43,7 +43,7 @@ def group_size(policy: Policy, spec: ModelSpec, layout: Layout, platform: str) -
     # Positions from which on arithmetic limits a step rather than reading weights: peak FLOP/s over bytes/s
     # of bfloat16 are 295 on an H100, 560 on a v6e, some tens on the cores of a CPU.
     reusing, not_reusing = (32, 512) if platform == "cpu" else (512, 2048)
-    if policy.stores(spec) or layout.initial is not None:
+    if policy.stores(spec) or layout.initial:
         return -(-reusing // layout.length)
     return max(4, -(-not_reusing // layout.length))
 

@@ -121,8 +121,7 @@ def at_end(policy: Policy, canvas: Canvas) -> bool:
     The engine adds blocks to the selections on block-causal models, and the last positions of an answer that
     grows do not exist yet.
     """
-    grows = canvas.layout.initial is not None
-    return policy._at_end and not canvas.spec.context.has_blocks and not grows
+    return policy._at_end and not (canvas.spec.context.has_blocks or canvas.layout.initial)
 
 
 def exceeds(width: int, need: Bool[Array, "b l"], policy: Policy, canvas: Canvas) -> Bool[Array, "b"]:
