@@ -229,8 +229,8 @@ def check_growth(most: int, block: int | BlockSchedule | None, steps: int | None
 def growing_widths(layout: Layout, spec: ModelSpec) -> set[int]:
     """Widths of steps that compute all of an answer while it is short: a quarter and half of the largest.
 
-    Without them such a step runs the whole canvas. None where compiling them takes longer
-    than they save.
+    Without them such a step runs the whole canvas. None where answers do not grow, or where compiling them
+    takes longer than they save.
     """
     if layout.initial is None or layout.compiles_longer_than_it_runs(spec):
         return set()
