@@ -240,10 +240,8 @@ class Sampler(Options, abc.ABC):
         the schedule; one that revises tokens has something to do without masks.
         """
         cls = type(self)
-        methods = cls.finished, cls.transfer, cls.decide
-        modules = ((getattr(method, "__module__", None) or "") for method in methods)
-        finishes, *decides = (module.partition(".")[0] == "dllm_jax" for module in modules)
-        return finishes and not (all(decides) or self.revises)
+        ours = lambda method: (getattr(method, "__module__", None) or "").partition(".")[0] == "dllm_jax"
+        return ours(cls.finished) and not (ours(cls.transfer) and ours(cls.decide)) and not self.revises
 
     @property
     def draws(self) -> bool:
