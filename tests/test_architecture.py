@@ -128,9 +128,16 @@ def test_the_package_shows_public_names_and_packages_only():
     assert dj.__version__.count(".") == 2
 
 
-def test_the_policy_interface_has_at_most_ten_members():
-    ours = {name for name in vars(dj.policies.Policy) if not name.startswith("_")}
-    assert len(ours - {"reuses", "stores", "only_sets", "readable"}) <= 10
+def test_the_policy_interface_has_at_most_24_members():
+    """What a subclass may override, whether or not its name has an underscore."""
+    plain = {"promises", "__module__", "__doc__"} | {
+        name for name in vars(dj.policies.Policy) if "__" in name
+    }
+    members = {
+        n: m for n, m in vars(dj.policies.Policy).items() if n not in plain and not n.startswith("_abc")
+    }
+    sealed = {n for n, m in members.items() if getattr(getattr(m, "fget", m), "__final__", False)}
+    assert len(members.keys() - sealed) <= 24, sorted(members.keys() - sealed)
 
 
 PLAIN = {"Rules", "partitioned_over"}  # of `dllm_jax.xla`, which say nothing to a compiler

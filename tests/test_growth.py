@@ -21,6 +21,13 @@ SHAPE = dict(length=6, max_length=30, block=5, sampler=SAMPLER)
 pytestmark = pytest.mark.filterwarnings("ignore::dllm_jax.decoding.report.LengthWarning")
 
 
+class Lazy(policies.DualCache):
+    """Is full at the first step only: positions that come later are never computed outside of their block."""
+
+    def select(self, cache, canvas):
+        return canvas.first_step | canvas.predicting_positions(canvas.block)
+
+
 def model_of(family: str) -> dj.Model:
     return tiny(family).replace_spec(eos_id=EOS[family])
 
@@ -196,6 +203,7 @@ def test_an_answer_that_was_to_grow_beyond_its_maximum_says_so():
             dict(policy=policies.SparseDLLM()),
             "max_length=30 is not supported by SparseDLLM: what it has stored",
         ),
+        (dict(policy=Lazy()), "max_length=30 is not supported by Lazy: what it has stored"),
         (dict(policy=policies.SubBlockCache()), "max_length=30 is not supported by SubBlockCache: what it"),
         (dict(policy=policies.DKVDecode()), "max_length=30 is not supported by DKVDecode: what it"),
     ],

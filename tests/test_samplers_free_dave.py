@@ -10,6 +10,15 @@ from dllm_jax import samplers as S
 from tests.models import EXHAUSTIVE, frequencies, prompts, tiny
 
 WARM = S.Confidence(temperature=0.7)
+
+
+class Refreshing(P.DualCache):
+    """Renews what it stores within blocks, too, which its base promises not to do."""
+
+    def select(self, cache, canvas):
+        return canvas.every_n_steps(2) | super().select(cache, canvas)
+
+
 # Family, policy, sampler, block, options of FreeDave.
 CASES = {
     "dual": ("llada", P.DualCache(), S.Confidence(), 6, {}),
@@ -87,6 +96,7 @@ def test_samplers_that_cannot_be_drafted_are_refused(make, message):
     [
         ("llada", dict(policy=P.DKVDecode()), r"policy=DKVDecode\(.*\) is not supported by FreeDave: drafts"),
         ("sdar", dict(policy=P.SparseDLLM()), r"policy=SparseDLLM\(.*\) is not supported by FreeDave"),
+        ("llada", dict(policy=Refreshing()), r"policy=Refreshing\(\) is not supported by FreeDave"),
         ("sdar", dict(policy=P.SubBlockCache()), r"policy=SubBlockCache\(\) is not supported by FreeDave"),
         ("llada", dict(block=dj.Sliding(6)), "block=Sliding.* is not supported by FreeDave: drafts share"),
         ("llada", dict(eager=True), "eager=True is not supported by llada: it attends to later blocks"),

@@ -218,7 +218,7 @@ def check_growth(most: int, block: int | BlockSchedule | None, steps: int | None
             f"block={shown(block)} is not supported with max_length={most}: blocks have one length. Use an "
             "integer block."
         )
-    if policy._void_when_moved is None:
+    if not policy.fixed_within_blocks:
         raise ValueError(
             f"max_length={most} is not supported by {type(policy).__name__}: what it has stored of "
             "positions, or chosen by their age, is void once they move. Use DualCache(), PrefixCache() or "

@@ -13,10 +13,8 @@ from jaxtyping import Array, Bool, Float, Int
 from dllm_jax.engine.generation import Plan
 from dllm_jax.options import shown
 from dllm_jax.policies.base import Policy
-from dllm_jax.policies.fast_dllm import DualCache, PrefixCache
 from dllm_jax.samplers import scores
 from dllm_jax.samplers.base import Sampler
-from dllm_jax.samplers.parallel import UntilDone
 from dllm_jax.state.canvas import Canvas, masks_in_block
 from dllm_jax.state.changes import end, revoke
 from dllm_jax.state.ends import first_eos
@@ -199,12 +197,12 @@ def delimited_end(
 def check_adaptive(layout: Layout, policy: Policy, sampler: Sampler):
     """Raises ValueError if blocks end at delimiters and the policy, or the sampler, needs to know where."""
     name = f"block={shown(layout.adaptive)} is not supported by"
-    if type(policy) is not Policy and not isinstance(policy, PrefixCache | DualCache):
+    if not policy.fixed_within_blocks:
         raise ValueError(
             f"{name} {type(policy).__name__}: the first step of a block must predict every position that may "
             "end it. Use Policy(), PrefixCache() or DualCache()."
         )
-    if not isinstance(sampler, UntilDone) or sampler.revises:
+    if not sampler.until_done or sampler.revises:
         raise ValueError(
             f"{name} {type(sampler).__name__}: it needs to know how many positions a block has, or revises "
             "them. Use Threshold(), or another sampler that stays until nothing in the block is masked."

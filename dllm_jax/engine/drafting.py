@@ -23,7 +23,6 @@ from dllm_jax.engine.logprobs import LogProbs
 from dllm_jax.engine.widths import Variant
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
-from dllm_jax.policies.fast_dllm import DualCache, PrefixCache, SubBlockCache
 from dllm_jax.samplers.candidates import Candidates
 from dllm_jax.samplers.free_dave import Drafting
 from dllm_jax.state.canvas import Canvas
@@ -244,11 +243,10 @@ def by_branch(array: Array, branches: int) -> Array:
 
 def check_drafting(drafting: Drafting, policy: Policy, spec: ModelSpec, layout: Layout):
     """Raises ValueError for a run whose steps cannot be drafted, or not over further blocks."""
-    by_block = isinstance(policy, PrefixCache | DualCache) and not isinstance(policy, SubBlockCache)
-    if type(policy) is not Policy and not by_block:
+    if not policy.fixed_within_blocks:
         raise ValueError(
             f"policy={policy!r} is not supported by FreeDave: drafts share keys and values that change only "
-            "when a block begins. Use Policy(), PrefixCache() or DualCache()."
+            "when a block begins (Policy.fixed_within_blocks). Use Policy(), PrefixCache() or DualCache()."
         )
     if layout.schedule:
         raise ValueError(

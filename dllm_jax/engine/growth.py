@@ -2,7 +2,7 @@
 
 A step may change the canvas after its tokens are written, by the rule of the sampler (`Sampler.resize`):
 the end moves, a mask becomes several, positions are removed. What is stored of positions that move is void,
-by the rule of the policy (`Policy._void_when_moved`).
+by the rule of the policy (`Policy.fixed_within_blocks`).
 """
 
 import dataclasses

@@ -37,6 +37,10 @@ class Options:
       TypeError: at construction, if a mark does not apply to the kind of its field.
     """
 
+    promises: ClassVar[Mapping[str, tuple[str, ...]]] = NOTHING
+    """Class attributes that state what methods do, and those methods: a subclass that overrides one of them
+    does not inherit the statement. It is False there, unless the subclass states it itself."""
+
     def __new__(cls, *args: Any, **fields: Any):
         """Raises TypeError for a field that the class does not have, with a hint."""
         known = {f.name for f in dataclasses.fields(cls) if f.init}
@@ -51,6 +55,10 @@ class Options:
 
     def __init_subclass__(cls, **arguments):
         super().__init_subclass__(**arguments)
+        for name, methods in cls.promises.items():
+            stated = next(base for base in cls.__mro__ if name in vars(base))
+            if any(getattr(cls, method) is not getattr(stated, method) for method in methods):
+                setattr(cls, name, False)
 
         # JAX knows nodes by their exact class: each derived one has to be registered by itself.
         jax.tree_util.register_pytree_with_keys(cls, split, functools.partial(joined, cls))

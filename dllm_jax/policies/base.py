@@ -1,6 +1,7 @@
 """The exact decoder, which is also the interface of all cache policies."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, final
 
 import jax.numpy as jnp
@@ -128,16 +129,20 @@ class Policy(Options):
         """
         return canvas.eligible
 
-    @property
-    def _void_when_moved(self) -> Literal["nothing", "everything"] | None:
-        """States what is void of what is stored when an answer grows and its positions move (`DAEDAL`).
+    # -- promises, which a subclass with another step does not inherit --------------------------------
 
-        "nothing": Nothing is stored between steps. "everything": Whatever is stored is computed again by a
-        full step when a block begins; the engine lets the block begin again. None refuses such answers: what
-        is stored of positions, or chosen by their age, would belong to others. It is the default of policies
-        that leave positions out.
-        """
-        return None if self.reuses else "nothing"
+    fixed_within_blocks: ClassVar[bool] = True
+    """Whether the first step of each block is a full one, and later steps attend to what it stored outside of
+    what they compute. Drafts can then share it (`FreeDave`), a block can end where its first step says
+    (`AdaBlock`), and positions can move when a block begins again (`DAEDAL`). Of `Policy`, which stores
+    nothing, it holds."""
+
+    promises: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "fixed_within_blocks": (
+            "before_first_step", "select", "reads", "before_layers", "layer", "observe", "eligible", "_exit"
+        ),
+        "_at_end": ("select",),
+    }  # fmt: skip
 
     # -- speed --------------------------------------------------------------------------------------
 

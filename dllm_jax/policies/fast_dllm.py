@@ -1,7 +1,7 @@
 """Fast-dLLM's block-wise approximate KV cache (arXiv:2505.22618, section 3.2)."""
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
@@ -32,17 +32,13 @@ class PrefixCache(Policy):
       predict the suffix are recomputed, where the reference unmasks each block's first token unconditionally.
     """
 
+    fixed_within_blocks: ClassVar[bool] = True
     _at_end: ClassVar[bool] = True
 
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Everything in a block's first step, then the positions that predict the block and all after it."""
         return canvas.block_begins | canvas.predicting_positions(canvas.suffix)
-
-    @property
-    @override
-    def _void_when_moved(self) -> Literal["everything"]:
-        return "everything"
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
@@ -67,15 +63,12 @@ class DualCache(Policy):
     Differences: As for `PrefixCache`. Batches also work; the reference's dual cache crashes.
     """
 
+    fixed_within_blocks: ClassVar[bool] = True
+
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Everything in a block's first step, then the positions that predict the block."""
         return canvas.block_begins | canvas.predicting_positions(canvas.block)
-
-    @property
-    @override
-    def _void_when_moved(self) -> Literal["everything"] | None:
-        return "everything"
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
@@ -99,13 +92,8 @@ class SubBlockCache(DualCache):
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Everything while the block's first position is masked, then the block."""
+        # A sub-block whose first token is known begins without a full step, which `DualCache` promises.
         # Its first token is known by then: what would predict it, with a shifted head, is not needed.
         first = canvas.position == canvas.block_start[:, None]
         undecided = jnp.any(canvas.masked & first, axis=1, keepdims=True)
         return canvas.first_step | undecided | canvas.block
-
-    @property
-    @override
-    def _void_when_moved(self) -> None:
-        """Refuses answers that grow: a sub-block whose first token is known begins without a full step."""
-        return None

@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 import jax.numpy as jnp
@@ -91,8 +92,21 @@ class Sampler(Options, abc.ABC):
     follows the draft (`engine.branches`), or with a shifted head of the token before it."""
 
     by_score: ClassVar[bool] = False
-    """Whether `transfer` decides by the candidates' positions, tokens and scores, the canvas and the noise
-    alone, not by their logits, and nothing is remembered: `FreeDave` can then draft its steps."""
+    """Promises that `transfer` decides by the candidates' positions, tokens and scores, the canvas and the
+    noise alone, not by their logits, and nothing is remembered: `FreeDave` can then draft its steps."""
+
+    counts_no_steps: ClassVar[bool] = False
+    """Promises that `transfer` and `finished` look at nothing that counts steps: a draft of `FreeDave` may
+    then skip some."""
+
+    until_done: ClassVar[bool] = False
+    """Promises that a sequence stays in its block until nothing in it is masked, however long it is."""
+
+    promises: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "by_score": ("transfer", "decide", "init"),
+        "counts_no_steps": ("transfer", "decide", "finished"),
+        "until_done": ("finished", "max_steps", "whole_blocks"),
+    }
 
     grows: ClassVar[bool] = False
     """Whether answers may become longer (`generate(max_length=)`), by `resize`."""

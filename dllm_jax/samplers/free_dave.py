@@ -10,7 +10,6 @@ from dllm_jax.options import PositiveInt
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.samplers.candidates import Candidates, Noise
 from dllm_jax.samplers.confidence import Confidence
-from dllm_jax.samplers.parallel import Factor, Threshold
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.traced import fixed_at
@@ -83,8 +82,7 @@ class FreeDave(Sampler):
     def _check_sampler(self):
         """Raises ValueError for a sampler whose steps cannot be drafted."""
         inner, reason = self.sampler, None
-        plain = type(inner).decide is Sampler.decide and type(inner).init is Sampler.init
-        if not (inner.by_score and plain):
+        if not inner.by_score:
             reason = (
                 "its decisions do not follow from tokens and scores of one forward pass alone. Use "
                 "Confidence() or Threshold()"
@@ -109,8 +107,8 @@ class FreeDave(Sampler):
                     f"{field.name}={value!r} is not an option of FreeDave: its sampler decodes. Use "
                     f"FreeDave({type(self.sampler).__name__}({field.name}={value!r}))."
                 )
-        # Steps of the threshold rules look at nothing that counts steps, unless they draw.
-        skips = isinstance(self.sampler, Threshold | Factor) and not self.sampler.draws
+        # Draws differ between steps.
+        skips = self.sampler.counts_no_steps and not self.sampler.draws
         return Drafting(self.branches, self.eager, self.agreement == "subset", skips)
 
     # -- the sampler's own answers, for those who ask before the engine runs it ------------------------

@@ -32,6 +32,8 @@ class UntilDone(Sampler, abc.ABC):
     Every step unmasks at least one position. `steps` of the layout is not used.
     """
 
+    until_done: ClassVar[bool] = True
+
     @override
     def finished(self, canvas: Canvas) -> Bool[Array, "b"]:
         """A sequence has finished the block when none of its positions is eligible any more."""
@@ -72,6 +74,7 @@ class Threshold(UntilDone):
     alg: Alg = dataclasses.field(default="prob", kw_only=True)
 
     by_score: ClassVar[bool] = True
+    counts_no_steps: ClassVar[bool] = True
 
     @override
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
@@ -96,6 +99,7 @@ class Factor(UntilDone):
     factor: TracedPositiveFloat = 1.0
 
     by_score: ClassVar[bool] = True
+    counts_no_steps: ClassVar[bool] = True
 
     @override
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:

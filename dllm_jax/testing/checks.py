@@ -27,11 +27,21 @@ from dllm_jax.engine.loop import denoise
 from dllm_jax.engine.widths import step_widths
 from dllm_jax.nn.model import Model
 from dllm_jax.policies import Policy
-from dllm_jax.samplers import Candidates, Confidence, KeyNoise, Noise, RandomOrder, Sampler, Threshold
+from dllm_jax.samplers import (
+    Candidates,
+    Confidence,
+    FreeDave,
+    KeyNoise,
+    Noise,
+    RandomOrder,
+    Sampler,
+    Threshold,
+)
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.testing import runs
 from dllm_jax.testing.models import cast, prompts, separate, tiny
+from dllm_jax.traced import fixed_at
 
 LENGTHS, LENGTH, BLOCK = (9, 5), 12, 6
 WIDE = (10**6,)  # no width is below the canvas: fewer kinds of steps, which compile sooner
@@ -291,6 +301,15 @@ def stopping_keeps_the_answer(of: Subject):
     _assert_nothing_masked(of, stopped)
 
 
+def drafts_change_nothing(of: Subject):
+    """Policies that promise `fixed_within_blocks` decode samplers that promise `by_score` as drafts do."""
+    sampler, draftable = of.sampler, fixed_at(of.sampler.cfg_scale, 0) and of.sampler.early_commit is None
+    if not (of.policy.fixed_within_blocks and sampler.by_score and draftable):
+        return
+    drafted = of.run(sampler=FreeDave(sampler), trace=False, widths=WIDE)
+    np.testing.assert_array_equal(drafted.tokens, of.batch.tokens)
+
+
 def infilling_fills_the_masks_and_nothing_else(of: Subject):
     """Masks anywhere in a template are filled, by a schedule that does not divide them."""
     if of.model.spec.context.has_causal_passes:  # blocks follow a prompt: `infill` raises ValueError
@@ -338,6 +357,7 @@ _OF_BOTH = (
     widths_change_nothing,
     guidance_has_streams_of_its_own,
     stopping_keeps_the_answer,
+    drafts_change_nothing,
     infilling_fills_the_masks_and_nothing_else,
 )
 POLICY_CHECKS: tuple[Check, ...] = (
