@@ -119,7 +119,8 @@ def compare(
     seconds = np.median(turns, axis=0)
     outputs = [output for _, output in first]
     for run, output in zip(runs, outputs, strict=True):
-        report(output.stats, run.placed.plan.sampler, run.placed.nonfinite, stacklevel=2)
+        plan = run.placed.plan
+        report(output.stats, plan.policy, plan.sampler, run.placed.nonfinite, stacklevel=2)
     mean = lambda array: float(np.mean(host.everywhere(array)))
     return Comparison(
         tuple(

@@ -88,8 +88,8 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
 
     Warns:
       dllm_jax.engine.nonfinite.NonFiniteWarning: Logits held NaN or infinity, with nonfinite="warn".
-      dllm_jax.decoding.report.UnfilledWarning: Constraints left masks without an allowed token, unless
-        nonfinite="ignore".
+      dllm_jax.decoding.report.UnfilledWarning: Masks are left, by constraints without an allowed token or by
+        a policy or sampler of yours, unless nonfinite="ignore".
       dllm_jax.decoding.report.LengthWarning: Answers were to grow beyond `max_length`, unless
         nonfinite="ignore".
       dllm_jax.state.inputs.PositionsWarning: Prompt and response exceed the model's context length.
@@ -164,5 +164,6 @@ def _answered(model: Model, request: Request, given: inputs.Ids) -> Output:
         with uninterrupted():  # while XLA may be compiling
             ended = denoise(placed.model, placed.inputs, placed.plan)
         output = collect(placed, *ended)
-    report(output.stats, request.plan.sampler, request.nonfinite, stacklevel=3)
+    plan = request.plan
+    report(output.stats, plan.policy, plan.sampler, request.nonfinite, stacklevel=3)
     return output

@@ -178,7 +178,7 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
         self._model, self._prompts, self._count = model, prompts, slots
         self._errors, self._key, self._options, self._bar = errors, key, options, bar
         asked = Asked(**options)
-        self._sampler = asked.sampler
+        self._policy, self._sampler = asked.policy, asked.sampler
         self._nonfinite: NonFinite = asked.nonfinite
         self._read, self._item = 0, NONE  # requests made, and the prompt of which the next one is
 
@@ -198,7 +198,7 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
         index, answer = next(iter(self._answered.items()))
         if isinstance(answer, Output):
             try:
-                report(answer.stats, self._sampler, self._nonfinite, stacklevel=2)
+                report(answer.stats, self._policy, self._sampler, self._nonfinite, stacklevel=2)
             except FloatingPointError as error:
                 answer = error
             except Warning:  # where the user's program makes errors of them: this one is told once

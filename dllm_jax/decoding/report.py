@@ -7,26 +7,33 @@ from jax.core import Tracer
 
 from dllm_jax.engine.nonfinite import NonFinite, NonFiniteWarning
 from dllm_jax.engine.stats import Stats
+from dllm_jax.options.returned import users_own
+from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.state import host
 from dllm_jax.state.inputs import IdleStepsWarning
 
+COVER = (
+    "Let `select` cover canvas.predicting_positions(canvas.block) in every step (docs/writing-a-policy.md)"
+)
+
 
 class UnfilledWarning(UserWarning):
-    """Constraints left masks of a generation without an allowed token."""
+    """A generation left masks: constraints, a policy or a sampler of the user's never unmasked them."""
 
 
 class LengthWarning(UserWarning):
     """Answers of a generation reached their maximum length, and were to grow further."""
 
 
-def report(stats: Stats, sampler: Sampler, how: NonFinite, stacklevel: int):
+def report(stats: Stats, policy: Policy, sampler: Sampler, how: NonFinite, stacklevel: int):
     """Tells of a generation by its statistics; waits for it unless `how` is ignore.
 
     Nothing is told inside of a traced program, whose values are not known.
 
     Args:
       stats: Statistics of the generation. All processes must call this if they are global.
+      policy: Policy of the generation.
       sampler: Sampler of the generation.
       how: warn, raise, or say nothing.
       stacklevel: Stack level of a warning, as `warnings.warn` counts from here.
@@ -36,21 +43,17 @@ def report(stats: Stats, sampler: Sampler, how: NonFinite, stacklevel: int):
 
     Warns:
       NonFiniteWarning: there are such sequences, and `how` is to warn.
-      IdleStepsWarning: a sampler of the user's let steps run that had nothing to decode.
-      UnfilledWarning: constraints left masks without an allowed token.
+      IdleStepsWarning: a sampler or a policy of the user's let steps run that had nothing to decode.
+      UnfilledWarning: masks are left, by constraints without an allowed token, or by policy or sampler.
       LengthWarning: answers ended at their maximum length although they were to grow.
     """
     if how == "ignore" or isinstance(stats.finite, Tracer):
         return
-    if stats.idle is not None and (idle := host.everywhere(stats.idle)).any():
-        most = int(np.argmax(idle))
-        message = (
-            f"sampler={type(sampler).__name__}(..) idles: {idle[most]} of "
-            f"{host.everywhere(stats.nfe)[most]} forward passes of a sequence had no mask left to decode in "
-            "its block, which waited for the steps of its schedule. Derive the sampler from "
-            "dj.samplers.UntilDone (docs/writing-a-sampler.md), or pass fewer steps"
-        )
-        warnings.warn(message, IdleStepsWarning, stacklevel=stacklevel + 1)
+    if stats.masked_tokens is not None and (masked := host.everywhere(stats.masked_tokens)).any():
+        message = _masked(masked, stats, policy, sampler)
+        warnings.warn(message, UnfilledWarning, stacklevel=stacklevel + 1)
+    elif stats.idle is not None and host.everywhere(stats.idle).any():
+        warnings.warn(_idle(stats, policy, sampler), IdleStepsWarning, stacklevel=stacklevel + 1)
     if stats.unfilled_tokens is not None and (unfilled := host.everywhere(stats.unfilled_tokens)).any():
         message = (
             f"constraints= allow no token to {unfilled.sum()} masks of sequences "
@@ -75,3 +78,40 @@ def report(stats: Stats, sampler: Sampler, how: NonFinite, stacklevel: int):
     if how == "raise":
         raise FloatingPointError(message)
     warnings.warn(message, NonFiniteWarning, stacklevel=stacklevel + 1)
+
+
+def _idle(stats: Stats, policy: Policy, sampler: Sampler) -> str:
+    """Says that steps could unmask nothing, for want of masks or of what predicts them."""
+    idle = host.everywhere(stats.idle)
+    most = int(np.argmax(idle))
+    passes = f"{idle[most]} of {host.everywhere(stats.nfe)[most]} forward passes of a sequence"
+    if not sampler.may_idle:
+        return (
+            f"policy={type(policy).__name__}(..) idles: {passes} computed no position that predicts a mask "
+            f"of the block, and could unmask nothing. {COVER}"
+        )
+    return (
+        f"sampler={type(sampler).__name__}(..) idles: {passes} had no mask left to decode in its block, "
+        "which waited for the steps of its schedule. Derive the sampler from dj.samplers.UntilDone "
+        "(docs/writing-a-sampler.md), or pass fewer steps"
+    )
+
+
+def _masked(masked: np.ndarray, stats: Stats, policy: Policy, sampler: Sampler) -> str:
+    """Says how many masks are left, of which sequences, and which class leaves them."""
+    names = f"policy={type(policy).__name__}(..)", f"sampler={type(sampler).__name__}(..)"
+    missed = stats.idle is not None and not sampler.may_idle and bool(host.everywhere(stats.idle).any())
+    of_policy = users_own(policy, "select", "eligible", "reads", "layer")
+    of_sampler = users_own(sampler, "transfer", "decide", "finished", "max_steps")
+    if missed or (of_policy and not of_sampler):
+        most = int(np.argmax(masked))
+        passes, idle = (0 if a is None else host.everywhere(a)[most] for a in (stats.nfe, stats.idle))
+        who, why = names[0], f"{idle} of {passes} forward passes of a sequence predict none of them. {COVER}"
+    elif of_sampler and not of_policy:
+        who, why = names[1], "its `transfer` did not select them. Select at least one candidate in every step"
+    else:
+        who, why = " and ".join(names), "they were not computed, or not selected"
+    return (
+        f"{masked.sum()} masks of sequences {np.flatnonzero(masked).tolist()} of {len(masked)} are left at "
+        f"the end (stats.masked_tokens), by {who}: {why}"
+    )

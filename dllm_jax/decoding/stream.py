@@ -94,7 +94,8 @@ def stream(
 def _reported(pieces: Generator[Snapshot, None, None], placed: Placed) -> Generator[Snapshot, None, None]:
     for snapshot in pieces:
         if snapshot.output is not None:
-            report(snapshot.output.stats, placed.plan.sampler, placed.nonfinite, stacklevel=2)
+            plan = placed.plan
+            report(snapshot.output.stats, plan.policy, plan.sampler, placed.nonfinite, stacklevel=2)
         yield snapshot
 
 

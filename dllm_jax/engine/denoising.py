@@ -18,6 +18,7 @@ from dllm_jax.engine.network import computed_rows, network, network_inputs
 from dllm_jax.engine.recorders import Taken
 from dllm_jax.engine.trace import attended
 from dllm_jax.engine.widths import Variant
+from dllm_jax.options.returned import like
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows, one_stream, repeat
@@ -53,6 +54,7 @@ def denoise_once(
     # The policy sees what was proposed before the canvas moves on.
     proposal = repeat(decided.proposal, plan.streams)
     cache = plan.policy.observe(forward.cache, forward.canvas, forward.rows, proposal)
+    cache = like(plan.policy, "observe", cache, state.cache, "as before the step")
     after = apply(plan, canvas, decided)
     extra, cache = cache.take_extra_positions(canvas, plan.streams)
     left = after

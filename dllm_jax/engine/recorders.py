@@ -17,6 +17,8 @@ from dllm_jax.engine.logprobs import LogProbs, changed_by
 from dllm_jax.engine.prefix import reused_of
 from dllm_jax.engine.stats import Record
 from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options.returned import users_own
+from dllm_jax.policies.base import Policy
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.ends import answer_end
 from dllm_jax.state.proposal import Proposal
@@ -90,12 +92,13 @@ def recorders_of(plan: Plan, spec: ModelSpec) -> dict[str, Recorder]:
     """The recorders of a run, by name."""
     offered = (
         ("counts", Counts(), True),
-        ("idle", IdleSteps(), plan.sampler.may_idle),
+        ("idle", IdleSteps(_may_miss(plan)), plan.sampler.may_idle or _may_miss(plan)),
         ("causal_passes", CausalPasses(), spec.context.has_causal_passes),
         ("accepted_tokens", AcceptedTokens(), plan.layout.drafts),
         ("reused", ReusedPrefix(), bool(plan.prefix)),
         ("branches", DraftedSteps(), bool(plan.drafting)),
         ("unfilled_tokens", UnfilledTokens(), bool(plan.constraints)),
+        ("masked_tokens", MaskedTokens(plan), not (plan.constraints or plan.sampler.allow_mask_token)),
         ("lengths", Lengths(), plan.sampler.grows),
         ("confidence", Confidences(), plan.confidence),
         ("logprobs", TokenLogProbs(plan.logprobs or 0), plan.logprobs is not None),
@@ -200,8 +203,15 @@ class Counter(Recorder):
         raise NotImplementedError
 
 
+@dataclasses.dataclass(frozen=True)
 class IdleSteps(Counter):
-    """Counts the steps that had nothing to decode although the block had masks for them."""
+    """Counts the steps that had nothing to decode although the block had masks for them.
+
+    Attributes:
+      may_miss: Whether the policy may compute no position that predicts a mask.
+    """
+
+    may_miss: bool
 
     name = "idle"
 
@@ -209,7 +219,17 @@ class IdleSteps(Counter):
         """A block with fewer masks than steps, as templates have, is idle under every schedule."""
         before = taken.before
         had_masks = before.schedule_step < before.block_masks
-        return before.active & ~jnp.any(before.unanswered, axis=1) & had_masks
+        masks = jnp.any(before.unanswered, axis=1)
+        idle = before.active & ~masks & had_masks
+        if not self.may_miss:
+            return idle
+        missed = masks & ~jnp.any(taken.proposal.score > -jnp.inf, axis=1) & ~before.causal[:, 0]
+        return idle | (before.active & missed)
+
+
+def _may_miss(plan: Plan) -> bool:
+    """Whether the policy is a user's, whose sets may leave out what predicts the masks."""
+    return users_own(plan.policy, "select", "eligible") and not (plan.constraints or plan.sampler.revises)
 
 
 class CausalPasses(Counter):
@@ -264,6 +284,25 @@ class UnfilledTokens(Recorder):
         left = (tokens == canvas.spec.mask_id) & canvas.valid & canvas.response
         left &= (canvas.position < canvas.layout.end) & record["counts"].finite[:, None]
         return {"unfilled_tokens": jnp.sum(left, axis=1, dtype=jnp.int32)}
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedTokens(Recorder):
+    """Counts the masks that are left although nothing explains them.
+
+    Attributes:
+      plan: Options of the run.
+    """
+
+    plan: Plan
+
+    def finish(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> dict[str, Array]:
+        """Those of the answer; a policy with eligible positions of its own may leave what follows its end."""
+        left = (tokens == canvas.spec.mask_id) & canvas.valid & canvas.response
+        left &= (canvas.position < canvas.layout.end) & record["counts"].finite[:, None]
+        if canvas.layout.prompt and type(self.plan.policy).eligible is not Policy.eligible:
+            left &= canvas.position < answer_end(canvas)[:, None]
+        return {"masked_tokens": jnp.sum(left, axis=1, dtype=jnp.int32)}
 
 
 class Lengths(Recorder):

@@ -28,8 +28,9 @@ class Stats(NamedTuple):
         of a stop text; of `infill`, those of the template too.
       finite: False if the sequence ended early because a step's logits held NaN or infinity. Tokens that were
         masked at that step stay masked. Other sequences in the batch are not affected.
-      idle: Forward passes with nothing left to unmask in a block that had masks for one more each; None
-        unless the sampler may have them (`Sampler.may_idle`).
+      idle: Forward passes that could unmask nothing: the block had masks for one more each and none left, or
+        a policy of yours computed no position that predicts a mask. None unless sampler
+        (`Sampler.may_idle`) or policy may have them.
       causal_passes: Forward passes with causal attention, which store the prompt and finished blocks or
         verify drafts; the others denoise. None unless the model has a causal context.
       accepted_tokens: Tokens that verifications of drafts accepted, one more than agreed in each. None unless
@@ -42,6 +43,10 @@ class Stats(NamedTuple):
         `computed_tokens` counts the first. None unless steps are drafted.
       unfilled_tokens: Response tokens that are still masked although the logits were finite, as constraints
         allowed them no token. None without `constraints`.
+      masked_tokens: Tokens of the answer, or masks of the template, that are left masked although the logits
+        were finite, no end-of-text or stop precedes them, and no constraint forbids all tokens. 0 unless a
+        policy does not compute what predicts them, or a sampler does not unmask them. None with
+        `constraints` or `allow_mask_token`.
       length: Tokens of the answer, without the end-of-text after it; of `infill`, of the template. None
         unless answers grow (`max_length`).
       insertions: Masks that became several; None unless answers grow.
@@ -67,6 +72,7 @@ class Stats(NamedTuple):
     sampler_steps: Int[Array, "b"] | None = None
     branches: Int[Array, "b"] | None = None
     unfilled_tokens: Int[Array, "b"] | None = None
+    masked_tokens: Int[Array, "b"] | None = None
     length: Int[Array, "b"] | None = None
     insertions: Int[Array, "b"] | None = None
     growth_steps: Int[Array, "b"] | None = None

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import inspect
 import sys
 import types
 import typing
@@ -16,6 +17,7 @@ from jax.core import Tracer
 from dllm_jax.options.help import describe_inherited
 from dllm_jax.options.hints import NOTHING, unknown_arguments
 from dllm_jax.options.renamed import old_names
+from dllm_jax.options.returned import Returns, check_methods
 from dllm_jax.options.rules import Rule, rule_of, shown
 from dllm_jax.traced import fixed_at
 
@@ -41,8 +43,12 @@ class Options:
     """Class attributes that state what methods do, and those methods: a subclass that overrides one of them
     does not inherit the statement. It is False there, unless the subclass states it itself."""
 
+    _returns: ClassVar[Mapping[str, Returns]] = NOTHING
+    """What methods must return that users may write, by their names (`options.returned`)."""
+
     def __new__(cls, *args: Any, **fields: Any):
-        """Raises TypeError for a field that the class does not have, with a hint."""
+        """Raises TypeError for a field that the class does not have, with a hint, and for a class of none."""
+        _check_is_dataclass(cls)
         known = {f.name for f in dataclasses.fields(cls) if f.init}
         if not fields.keys() <= known:
             check_names(cls.__name__, fields, known | old_names(cls))
@@ -63,6 +69,23 @@ class Options:
         # JAX knows nodes by their exact class: each derived one has to be registered by itself.
         jax.tree_util.register_pytree_with_keys(cls, split, functools.partial(joined, cls))
         describe_inherited(cls)
+        check_methods(cls, cls._returns)
+
+
+@functools.cache
+def _check_is_dataclass(cls: type[Options]):
+    """Raises TypeError for a class that annotates fields, or sets some in `__init__`, and is no dataclass."""
+    for base in cls.__mro__[: cls.__mro__.index(Options)]:
+        if not issubclass(base, Options) or "__dataclass_fields__" in vars(base):
+            continue
+        fields = [name for name, kind in inspect.get_annotations(base).items() if "ClassVar" not in str(kind)]
+        what = f"the field {fields[0]!r}" if fields else "an __init__" if "__init__" in vars(base) else ""
+        if what:
+            raise TypeError(
+                f"{base.__name__} has {what} but is no dataclass, which its options are fields of. Write "
+                "@dataclasses.dataclass(frozen=True) above the class, and `name: kind = default` for each "
+                "option in place of __init__; an attribute that is no option is a ClassVar"
+            )
 
 
 class Arrays:

@@ -11,6 +11,7 @@ from dllm_jax.nn.layer import Layer, LayerIndex
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Options
+from dllm_jax.policies.returns import RETURNS
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
@@ -29,6 +30,8 @@ class Policy(Options):
     are pure and traced once; state between steps is in the `Cache`. The members follow in the order in which
     a generation uses them.
     """
+
+    _returns = RETURNS
 
     # -- what is stored -----------------------------------------------------------------------------
 

@@ -12,9 +12,11 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import LARGEST, NoneMeans, NonNegativeInt, Options, PositiveInt, TracedUnlessZero
+from dllm_jax.options.returned import users_own
 from dllm_jax.samplers import scores
 from dllm_jax.samplers.candidates import Candidates, Decision, Ids, Logits, Noise, Scores, require_noise
 from dllm_jax.samplers.early_commit import EarlyCommit
+from dllm_jax.samplers.returns import OF_SAMPLER
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.proposal import Proposal
@@ -67,6 +69,7 @@ class Sampler(Options, abc.ABC):
     suppress_tokens: Annotated[tuple[NonNegativeInt, ...] | None, MinLen(1), NoneMeans("no ids")] = None
     early_commit: Annotated[EarlyCommit | None, NoneMeans("never")] = None
 
+    _returns = OF_SAMPLER
     tempered_confidence: ClassVar[bool] = False  # the score sees logits / temperature
     scored: ClassVar[Literal["block", "response", "answer"]] = "block"
     """Masks that get logits, a candidate token and a score if they can be predicted, as `Policy.scored`:
@@ -253,9 +256,8 @@ class Sampler(Options, abc.ABC):
         They are where a decision of yours meets the library's `finished`. The library's own decisions follow
         the schedule; one that revises tokens has something to do without masks.
         """
-        cls = type(self)
-        ours = lambda method: (getattr(method, "__module__", None) or "").partition(".")[0] == "dllm_jax"
-        return ours(cls.finished) and not (ours(cls.transfer) and ours(cls.decide)) and not self.revises
+        decides = users_own(self, "transfer", "decide")
+        return decides and not users_own(self, "finished") and not self.revises
 
     @property
     def draws(self) -> bool:

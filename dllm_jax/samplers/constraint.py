@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt, Options
+from dllm_jax.samplers.returns import OF_CONSTRAINT
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import gather
@@ -24,6 +25,8 @@ class Constraint(Options, abc.ABC):
     Use it where the allowed tokens depend on tokens that are unmasked already. Fixed sets are `forbid` and
     `allow` of `generate`, which need no new program for other sets.
     """
+
+    _returns = OF_CONSTRAINT
 
     @abc.abstractmethod
     def allowed(self, canvas: Canvas, index: Int[Array, "b c"]) -> Bool[Array, "b c v"]:

@@ -280,6 +280,8 @@ def stopping_keeps_the_answer(of: Subject):
     # A token of the first block changes places with the end-of-text: in the weights, so no program changes.
     # Best one that is decoded before a position on its left, which the end must wait for.
     assert of.batch.trace is not None
+    if not of.sampler.allow_mask_token:
+        _assert_nothing_masked(of, of.batch)
     spec, width = of.model.spec, max(LENGTHS)
     masked = np.asarray(of.batch.trace.tokens)[:, 0, width : width + BLOCK] == spec.mask_id
     waits = masked.sum(axis=0) < np.maximum.accumulate(masked.sum(axis=0))
