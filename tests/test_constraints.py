@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tokenizers import decoders
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
@@ -23,6 +24,7 @@ from tests import examples, run_blocks
 from tests.models import FAMILIES, WIDE, frequencies, generated, prompts, tiny
 from tests.policy_cases import matrix
 from tests.test_generate_many import all_alone
+from tests.test_stops import ENOUGH, made, metaspace
 
 S = samplers
 CHOICES = ((1, 2, 3), (1, 5, 6), (4,))
@@ -372,3 +374,68 @@ def test_the_page_limits_answers_to_a_pattern_and_a_schema(capsys):
     tokenizer, spec = printed["tokenizer"], printed["model"].spec
     with pytest.raises(ValueError, match=r"pattern='\[0-9' is not supported: unterminated character set"):
         S.Regex.of("[0-9", tokenizer, spec)
+
+
+def texts_of(automaton, letters: dict[int, str], length: int) -> set[str]:
+    """Texts that an automaton accepts, of at most so many tokens."""
+    states = automaton.following, automaton.kinds
+    reached, texts = {(0, "")}, set()
+    for _ in range(length + 1):
+        texts |= {text for state, text in reached if automaton.accepting[state]}
+        after = {(int(states[0][q, states[1][i]]), text + letters[i]) for q, text in reached for i in letters}
+        reached = {each for each in after if each[0] != len(automaton.accepting) - 1}
+    return texts
+
+
+WHOLE = [
+    "a|ab", "a+?", "a??b", "", "^ab$", "^a|b", "^(b|^a)$", "(^a)?b", "a(b$)?", "a$|b", r"\Aa[^b]\Z", "[$^a]+",
+    "(?i:^A)", "(?P<x>a|b){2}",
+]  # fmt: skip
+NOT_WHOLE = {
+    "a$b": "[$] has a place other than the end", "b^a": r"\^ has a place other than the beginning",
+    "(^a)+": r"\^ has",
+    "(a$)*": "[$] has", "^*a": r"\^ has", "a(?=b)": "look-ahead", "(?<!a)b": "look-behind",
+    r"\bfoo": "word boundaries", r"(a)\1": "references", "(?P<n>a)(?P=n)": "references", "a*+": "possessive",
+    "(?>a)": "atomic", "(a)?(?(1)b)": "conditions", "(?#b)a": "comments", "(?x) a": "flag x", "(a": "closing",
+    "a)": "closes no group", "a{,3}": "Rust",
+}  # fmt: skip
+
+
+def test_a_pattern_is_that_of_whole_texts_or_is_refused_by_name():
+    pytest.importorskip("outlines_core")
+    path = dj.bundled.path("tiny-llada")
+    tokenizer, spec = dj.load_tokenizer(path), dj.load(path).spec
+    letters = {tokenizer.convert_tokens_to_ids(letter): letter for letter in "abc"}
+    every = ["".join(text) for n in range(4) for text in itertools.product("abc", repeat=n)]
+    for pattern in WHOLE:
+        found = texts_of(S.Regex.of(pattern, tokenizer, spec).automaton, letters, 3)
+        assert found == {text for text in every if re.fullmatch(pattern, text)}, pattern
+    for pattern, reason in NOT_WHOLE.items():
+        with pytest.raises(ValueError, match=f"pattern=.* is not supported: .*{reason}"):
+            S.Regex.of(pattern, tokenizer, spec)
+    with pytest.raises(ValueError, match="pattern=5 must be"):
+        S.Regex.of(5, tokenizer, spec)
+
+
+def test_a_pattern_reads_the_text_that_comes_back():
+    """A first token that loses its space; a tokenizer that changes the texts of tokens is refused."""
+    pytest.importorskip("outlines_core")
+    tokenizer, spec = metaspace(), tiny("llada", vocab=300).spec
+    letters = {i: tokenizer.decode([ord("a"), i])[1:] for i in tokenizer.convert_tokens_to_ids(["▁a", "b"])}
+    for start, expected in ((0, {"b a", "a a"}), (1, {"b a", " a a"})):
+        pattern = "[ab] a" if start == 0 else "b a| a a"
+        automaton = S.Regex.of(pattern, tokenizer, spec, start).automaton
+        found = set()
+        for ids in itertools.product(letters, repeat=2):
+            state = 0
+            for i in ids:
+                state = automaton.following[state, automaton.kinds[i]]
+            joined = "".join(letters[i] for i in ids)
+            found |= {joined if start else tokenizer.decode(ids)} if automaton.accepting[state] else set()
+        assert found == expected
+    spaced = made({word: i for i, word in enumerate([*ENOUGH, "."])}, decoders.WordPiece("##", cleanup=True))
+    assert S.Regex.of(r"a b\.", spaced, spec).automaton.shortest == 3
+    changing = decoders.Sequence([decoders.Fuse(), decoders.Replace("BC", "C")])
+    tokenizer = made({letter: i for i, letter in enumerate("aBC")}, changing)
+    with pytest.raises(ValueError, match=r"tokenizer=.* is not supported by Regex: it decodes tokens to"):
+        S.Regex.of("a", tokenizer, spec)

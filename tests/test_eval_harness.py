@@ -4,17 +4,22 @@ import dataclasses
 import json
 import logging
 import math
+import shutil
 import sys
 
 import jax
 import pytest
+import tokenizers
+from transformers import PreTrainedTokenizerFast
 
+import dllm_jax as dj
 from dllm_jax import samplers
 from dllm_jax.decoding.chat import chat_ids
 from dllm_jax.eval.harness.arguments import read
 from dllm_jax.eval.results import record
 from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.state.sliding import Sliding
+from dllm_jax.state.text import Rendered, encode_pair
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness: install the 'harness' extra (lm_eval)")
 pytestmark = pytest.mark.filterwarnings("ignore")  # lm_eval's and its dependencies' own
@@ -312,3 +317,55 @@ def test_the_command_line(tasks, tmp_path, monkeypatch, capsys, caplog):
     for given in (["--device", "cpu"], ["--device=cpu"], ["--config", "a.yaml"]):
         assert harness.with_device([*arguments, *given]) == [*arguments, *given]
     assert harness.with_device(["--model", "hf"]) == ["--model", "hf"]
+
+
+def joined_tokens(folder) -> str:
+    """`tiny-llada` with a tokenizer of which two tokens may span a context and its answer."""
+    shutil.copytree(dj.bundled.path("tiny-llada"), folder)
+    read = json.loads((folder / "tokenizer.json").read_text())
+    vocab, merges = read["model"]["vocab"], [["w", "e"], ["=", "2"]]
+    for pair in merges:
+        vocab["".join(pair)] = max(vocab.values()) + 1
+    read |= {"pre_tokenizer": None, "model": {"type": "BPE", "vocab": vocab, "merges": merges}}
+    (folder / "tokenizer.json").write_text(json.dumps(read))
+    return str(folder)
+
+
+@pytest.mark.parametrize(("boundary", "answers"), [("text", ["er", "21", "2"]), ("lm_eval", ["r", "1", ""])])
+def test_the_whole_answer_is_scored_where_a_token_spans_both(tmp_path, boundary, answers):
+    lm = model(pretrained=joined_tokens(tmp_path / "joined"), boundary=boundary)
+    text = lambda ids: lm.tokenizer.decode(list(ids))
+    pairs = [("answ", "er"), ("T=", "21"), ("T=", "2")]
+    assert [tuple(map(text, lm._pair(*pair))) for pair in pairs] == [
+        (context, answer) for (context, _), answer in zip(pairs, answers, strict=True)
+    ]
+    assert [text(part) for part in lm._pair("x ", "y")] == ["x", " y"]
+    assert [text(part) for part in lm._pair(" ", "y")] == [text([lm.prefix_token_id]), " y"]
+    if boundary == "text":
+        assert [lm._pair("T=211;T=", "2")[1]] == [tuple(lm.tok_encode("2"))]
+
+
+def test_an_answer_alone_has_no_space_that_is_not_in_its_text():
+    """SentencePiece puts a space before each text."""
+    base = tokenizers.Tokenizer(
+        tokenizers.models.BPE({c: i for i, c in enumerate("▁abc\n")} | {"ab": 5}, [("a", "b")])
+    )
+    base.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    base.decoder = tokenizers.decoders.Metaspace(prepend_scheme="first", split=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=base)
+    context, answer = encode_pair(tokenizer, Rendered("ca"), "bc", by_text=True)
+    assert tokenizer.convert_ids_to_tokens(context + answer) == ["▁", "c", "a", "b", "c"]
+
+
+@pytest.mark.parametrize("name", ["max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"])
+def test_the_length_of_an_answer_has_the_names_of_lm_eval(name):
+    lm = model(length=None)
+    assert lm._request(0, "T=211;T=", {"until": "\n", name: "8"})[2:4] == (8, ("\n",))
+    assert lm._request(0, "T=211;T=", {"until": None, name: 8, "max_completion_tokens": 8}).stop == ()
+
+
+def test_a_task_that_samples_is_named_as_lm_eval_reads_it(lm, caplog):
+    for task, warns in (({"temperature": 0.7}, True), ({"temperature": 0.7, "do_sample": False}, False)):
+        caplog.clear()
+        lm._request(0, "T=211;T=", task)
+        assert ("the task asks for sampling" in caplog.text) == warns

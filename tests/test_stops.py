@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 import dllm_jax as dj
 from dllm_jax import bundled, policies, samplers
 from dllm_jax.decoding.stops import Contents, byte_table, token_contents, token_table
+from dllm_jax.decoding.stream_chat import undecided
 from dllm_jax.engine.stops import BEGIN, FOUND
 from tests import refuses
 from tests.models import WIDE, tiny
@@ -241,17 +242,28 @@ def test_bytes_of_tokens_make_up_the_text(make):
 
 
 def test_stops_that_tokens_do_not_show_are_only_cut():
-    """A tokenizer that puts spaces between words, one that cleans up spaces: decoding goes on to the end."""
+    """A tokenizer that puts spaces between words, for one: decoding goes on to the end."""
     spaced = made({word: i for i, word in enumerate(ENOUGH)}, decoders.WordPiece("##", cleanup=True))
     assert dj.StopTexts(spaced, ["st op"]).table(61) is None
-    cleaning = metaspace(clean_up_tokenization_spaces=True)
-    assert dj.StopTexts(cleaning, ["a b"]).table(300) is None
-    assert dj.StopTexts(cleaning, ["\n"]).table(300) is not None
     model = tiny("llada")
     options = dict(length=8, block=4, allow=response(spaced, ANSWER))
     out = dj.generate(model, [[1, 2]], stop=dj.StopTexts(spaced, ["B"]), **options)
     np.testing.assert_array_equal(out.tokens, dj.generate(model, [[1, 2]], **options).tokens)
     assert dj.StopTexts(spaced, ["B"]).decode(out.tokens[0, -8:]).endswith("#b ")
+
+
+def test_no_spaces_of_an_answer_are_cleaned_up():
+    """A tokenizer's file may ask for it: the text would break its pattern and lose its stop."""
+    signs = made({word: i for i, word in enumerate([*ENOUGH, " ", ".", ",", "!", "="])})
+    signs.clean_up_tokenization_spaces = True
+    ids = response(signs, ["a", " ", "!", "=", " ", "b", " ", ",", " ", "."])
+    ids = [i for each in ids for i in each]
+    assert signs.decode(ids) == "a!= b,."
+    assert dj.decode_answers(tiny("llada", vocab=61), signs, [ids]) == ["a != b , ."]
+    stop = dj.StopTexts(signs, [" ,"])
+    assert stop.decode(ids) == "a != b"
+    assert stop.table(61) is not None
+    assert undecided(signs, None, np.asarray(ids), 99) == len("a != b , .")
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ class Named:
     def __init__(self, *texts: str):
         self.texts = texts
 
-    def decode(self, ids):
+    def decode(self, ids, **options):
         return self.texts[ids[0]]
 
     def convert_ids_to_tokens(self, token):

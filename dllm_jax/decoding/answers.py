@@ -11,6 +11,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.options import shown
 from dllm_jax.state import host
 from dllm_jax.state.host import AnyArray
+from dllm_jax.state.text import decode
 
 
 def decode_answers(
@@ -51,7 +52,7 @@ def decode_answers(
     cut = [before_end(model, ids) for ids in rows]
     if stops is not None:
         return [stops.decode(ids) for ids in cut]
-    return [tokenizer.decode(ids.tolist(), skip_special_tokens=True) for ids in cut]
+    return [decode(tokenizer, ids.tolist()) for ids in cut]
 
 
 def before_end(model: Model, ids: Int[np.ndarray, "r"]) -> Int[np.ndarray, "n"]:

@@ -17,6 +17,7 @@ from dllm_jax.state import host
 from dllm_jax.state.host import AnyArray
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.sliding import AdaBlock, BlockSchedule
+from dllm_jax.state.text import decode_each
 
 
 def blocks_of(
@@ -260,8 +261,7 @@ def delimiters(tokenizer: Any, texts: Iterable[str] = ("\n",)) -> tuple[int, ...
     if not ends or not all(isinstance(end, str) and end for end in ends):
         raise ValueError(f'texts={shown(texts)} must be a list of texts, none of them empty, such as ["\\n"]')
     each = [[i] for i in range(len(tokenizer))]
-    options = dict(skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    found = (text.endswith(ends) for text in tokenizer.batch_decode(each, **options))
+    found = (text.endswith(ends) for text in decode_each(tokenizer, each, special=False))
     ids = tuple(i for i, hit in enumerate(found) if hit)
     if not ids:
         raise ValueError(

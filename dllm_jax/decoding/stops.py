@@ -12,7 +12,7 @@ from jaxtyping import Int
 
 from dllm_jax.engine.stops import BEGIN, ENDED, FIRST_STATE, FOUND, StopTable
 from dllm_jax.options import shown
-from dllm_jax.state.text import check_text, special_tokens
+from dllm_jax.state.text import check_text, decode, special_tokens
 
 PROBES, LONGEST_PROBE = 256, 12  # random texts that show whether a tokenizer joins its tokens
 FEWEST = 8  # states and kinds of a table, which are padded to powers of 2, so that programs are shared
@@ -30,8 +30,8 @@ class StopTexts:
     these tokens, of which the last may hold text of answer, stop and more; `decode` cuts the text. The same
     program serves other texts.
 
-    The automaton knows the bytes of each token. A tokenizer whose texts are not its tokens' joined, or that
-    cleans up the spaces of a stop, only has its text cut: decoding goes on to the end of the response.
+    The automaton knows the bytes of each token. A tokenizer whose texts are not its tokens' joined only has
+    its text cut: decoding goes on to the end of the response.
 
     Attributes:
       tokenizer: Tokenizer of the checkpoint.
@@ -60,7 +60,7 @@ class StopTexts:
     def decode(self, ids: Sequence[int] | Int[np.ndarray, "r"]) -> str:
         """The text of token ids without special tokens, up to the first stop."""
         ids = list[int](np.asarray(ids).tolist())
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        text = decode(self.tokenizer, ids)
         texts = tuple(self.texts)
         spelled = spelling(self.tokenizer, texts)
         ends = [at for stop in texts if stop not in spelled and (at := text.find(stop)) >= 0]
@@ -71,15 +71,15 @@ class StopTexts:
         """The texts up to each stop that holds a special token's text."""
         if not spelled:
             return []
-        whole = self.tokenizer.decode(ids)
+        whole = decode(self.tokenizer, ids, special=True)
         found = []
         for stop in spelled:
             if (start := whole.find(stop)) < 0:
                 continue
             # As many tokens as end before the stop, and the part of the next one that precedes it.
-            lengths = [len(self.tokenizer.decode(ids[:n])) for n in range(len(ids) + 1)]
+            lengths = [len(decode(self.tokenizer, ids[:n], special=True)) for n in range(len(ids) + 1)]
             count = max(n for n, length in enumerate(lengths) if length <= start)
-            before = self.tokenizer.decode(ids[:count], skip_special_tokens=True)
+            before = decode(self.tokenizer, ids[:count])
             found.append(before + whole[lengths[count] : start])
         return found
 
@@ -162,24 +162,24 @@ def _byte_level(tokenizer: Any, count: int) -> Contents | None:
 
 def _in_context(tokenizer: Any, count: int) -> Contents | None:
     """The bytes by which tokens lengthen a text, of any tokenizer."""
-    decode = lambda *ids: tokenizer.decode(list(ids), skip_special_tokens=True)
+    text_of = lambda *ids: decode(tokenizer, ids)
     letter = lambda text: len(text) == 1 and text.isascii() and text.isalpha()
-    anchors = (i for i in range(count) if letter(decode(i)) and decode(i, i) == 2 * decode(i))
+    anchors = (i for i in range(count) if letter(text_of(i)) and text_of(i, i) == 2 * text_of(i))
     if (anchor := next(anchors, None)) is None:
         return None
-    before = decode(anchor)
+    before = text_of(anchor)
     has_bytes = "ByteFallback" in _decoders(tokenizer)
     names = tokenizer.convert_ids_to_tokens(list(range(count))) if has_bytes else []
     first, later = list[bytes](), list[bytes]()
     for i in range(count):
         if names and (byte := re.fullmatch(r"<0x([0-9A-F]{2})>", names[i] or "")):
             together = bytes([int(byte[1], 16)])
-            alone = together if "\ufffd" in (text := decode(i)) else text.encode()
+            alone = together if "\ufffd" in (text := text_of(i)) else text.encode()
         else:
-            text = decode(anchor, i)
+            text = text_of(anchor, i)
             if not text.startswith(before):
                 return None
-            alone, together = decode(i).encode(), text[len(before) :].encode()
+            alone, together = text_of(i).encode(), text[len(before) :].encode()
         first.append(alone)
         later.append(together)
     return Contents(tuple(first), tuple(later))
@@ -192,7 +192,7 @@ def _joins(tokenizer: Any, contents: Contents, count: int) -> bool:
     fallback = "ByteFallback" in _decoders(tokenizer)  # which makes nothing of a run that is no UTF-8
     for _ in range(PROBES):
         ids = rng.integers(count, size=rng.integers(1, LONGEST_PROBE)).tolist()
-        text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = decode(tokenizer, ids)
         audible = [i for i in ids if i not in contents.silent]
         parts = [contents.first[i] for i in audible[:1]] + [contents.later[i] for i in audible[1:]]
         found = b"".join(parts).decode(errors="replace")
@@ -206,9 +206,6 @@ def _joins(tokenizer: Any, contents: Contents, count: int) -> bool:
 
 @functools.lru_cache(maxsize=32)
 def _table(tokenizer: Any, texts: tuple[str, ...], vocab: int) -> StopTable | None:
-    cleans = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
-    if cleans and any(" " in text for text in texts):
-        return None
     contents = token_contents(tokenizer, vocab, len(tokenizer.added_tokens_decoder))
     if contents is None:
         return None

@@ -12,6 +12,7 @@ from dllm_jax.decoding.stops import StopTexts
 from dllm_jax.decoding.stream import Snapshot, stream
 from dllm_jax.nn.model import Model
 from dllm_jax.options import check_names
+from dllm_jax.state.text import decode
 
 MASK = "░"  # instead of a mask
 HALF = "\ufffd"  # what a part of a character decodes to
@@ -106,13 +107,11 @@ def undecided(tokenizer: Any, stops: StopTexts | None, ids: np.ndarray, end: int
       ids: Tokens that stay as they are.
       end: Length of the text up to a stop that is found.
     """
-    text = tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+    text = decode(tokenizer, ids.tolist())
     places = [end, len(text.rstrip(HALF))]
     for stop in () if stops is None else stops.texts:
         starts = range(max(0, len(text) - len(stop) + 1), len(text))
         places += [at for at in starts if stop.startswith(text[at:])][:1]
-    if getattr(tokenizer, "clean_up_tokenization_spaces", False):  # a point or an apostrophe may join a word
-        places.append(max(text.rfind(" "), 0))
     return min(places)
 
 
@@ -121,5 +120,5 @@ def _draft(model: Model, asked: AskedChat, ids: np.ndarray) -> str:
     ids = before_end(model, ids)
     masked = ids == model.spec.mask_id
     parts = np.split(ids, np.flatnonzero(masked[1:] != masked[:-1]) + 1)
-    decode = lambda part: asked.tokenizer.decode(part.tolist(), skip_special_tokens=True)
-    return "".join(MASK * len(p) if (p == model.spec.mask_id).all() else decode(p) for p in parts)
+    shown = lambda part: decode(asked.tokenizer, part.tolist())
+    return "".join(MASK * len(p) if (p == model.spec.mask_id).all() else shown(p) for p in parts)

@@ -21,10 +21,13 @@ from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt, shown
 from dllm_jax.options.base import Arrays
 from dllm_jax.samplers.constraint import Constraint
+from dllm_jax.samplers.patterns import of_whole_text, token_texts
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import gather
 
+BEGIN = "\x01"  # text of a token that only the automaton reads, before the first one
+OUTSIDE = -1  # a state that no expression has
 MOST = 2**27  # entries of states x vocabulary while an automaton is made, 512 MiB of int32
 
 
@@ -133,7 +136,9 @@ class Regex(Constraint):
         r"""Makes the constraint of a regular expression; needs the extra `regex` (outlines-core).
 
         Args:
-          pattern: Regular expression of the whole text, such as `r"\d{4}-\d{2}-\d{2}"`. Of a JSON schema:
+          pattern: Regular expression of the whole text, such as `r"\d{4}-\d{2}-\d{2}"`, in the syntax of
+            Rust's crate `regex` without word boundaries. `^` and `$` may stand at the ends of the text, where
+            they change nothing. Of a JSON schema:
             `outlines_core.json_schema.build_regex_from_schema(schema)`.
           tokenizer: Tokenizer of the checkpoint. Special tokens, and tokens that are a part of a character,
             are never used.
@@ -142,19 +147,33 @@ class Regex(Constraint):
 
         Raises:
           ImportError: outlines-core is not installed.
-          ValueError: the expression is not valid, needs other texts than the tokens have, or is too large.
+          ValueError: the expression is not valid or supported, needs other texts than the tokens have, or is
+            too large; a tokenizer whose texts are not those of its tokens.
         """
         try:
             from outlines_core import Index, Vocabulary  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ImportError("Regex.of needs outlines-core: pip install '.[regex]' in a clone") from error
+        if not isinstance(pattern, str):
+            raise ValueError(f"pattern={shown(pattern)} must be a regular expression as text")
+        whole, texts = of_whole_text(pattern), token_texts(tokenizer, spec)
+        if start:  # no token of the expression is the first of the text
+            texts = {i: (later, later) for i, (_, later) in texts.items()}
+        ids: dict[bytes, list[int]] = {BEGIN.encode(): [spec.vocab]}
+        for i, (alone, later) in texts.items():
+            ids.setdefault(later.encode(), []).append(i)
+            if alone != later:
+                ids.setdefault(f"{BEGIN}{alone}".encode(), []).append(spec.vocab + 1 + i)
+                ids.setdefault(alone.encode(), []).append(2 * spec.vocab + 1)  # only says that it exists
         try:
-            index = Index(pattern, Vocabulary(spec.eos_id, token_texts(tokenizer, spec)))
+            # Between two ends, so that the automaton is that of the longest text, not of the first one.
+            index = Index(f"{BEGIN}(?:{whole})$", Vocabulary(spec.eos_id, ids))
         except ValueError as error:
             reason = _reason(pattern, error)
             raise ValueError(f"pattern={shown(pattern)} is not supported: {reason}") from error
-        first, finals = index.get_initial_state(), set(index.get_final_states())
-        return cls(Automaton.of(index.get_transitions(), first, finals, spec, pattern), start)
+        changed = {i for i, (alone, later) in texts.items() if alone != later}
+        transitions, first, finals = _begun(index, changed, spec.vocab)
+        return cls(Automaton.of(transitions, first, finals, spec, pattern), start)
 
     @override
     def check(self, spec: ModelSpec, layout: Layout):
@@ -234,27 +253,29 @@ class Regex(Constraint):
         return may, chooses & (before > begun[parts])
 
 
+def _begun(index: Any, changed: set[int], vocab: int) -> tuple[dict[int, dict[int, int]], int, set[int]]:
+    """Transitions, first state and final states of an index behind its `BEGIN`.
+
+    Args:
+      index: Index of outlines-core; tokens from `vocab` on begin with `BEGIN`.
+      changed: Tokens whose text at the beginning is another, such as one without its space.
+      vocab: Number of the model's tokens.
+    """
+    every, finals = index.get_transitions(), set(index.get_final_states())
+    begun = every.pop(index.get_initial_state())
+    first = begun[vocab]
+    transitions = {state: {i: to for i, to in row.items() if i < vocab} for state, row in every.items()}
+    if not changed:
+        return transitions, first, finals
+    row = {i: to for i, to in transitions.get(first, {}).items() if i not in changed}
+    transitions[OUTSIDE] = row | {i - vocab - 1: to for i, to in begun.items() if vocab < i <= 2 * vocab}
+    return transitions, OUTSIDE, finals | ({OUTSIDE} if first in finals else set())
+
+
 def _reason(pattern: str, error: ValueError) -> str:
     """Why an expression is not supported, by Python's own parser if that does not take it either."""
     try:
         re.compile(pattern)
     except re.error as found:
         return str(found)
-    return str(error)[:200]
-
-
-def token_texts(tokenizer: Any, spec: ModelSpec) -> dict[bytes, list[int]]:
-    """Returns the tokens of each text, in UTF-8; without special tokens and parts of characters."""
-    special = {spec.mask_id, spec.eos_id, spec.eot_id, *tokenizer.all_special_ids}
-    special |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    # A tokenizer may drop the space of a text's first token: each follows another one.
-    anchor = tokenizer.encode("a", add_special_tokens=False)[-1]
-    lead = tokenizer.decode([anchor])
-    ids = [i for i in range(min(spec.vocab, len(tokenizer))) if i not in special]
-    texts = tokenizer.batch_decode([[anchor, i] for i in ids], clean_up_tokenization_spaces=False)
-    found: dict[bytes, list[int]] = {}
-    for i, text in zip(ids, texts, strict=True):
-        own = text.removeprefix(lead)
-        if text.startswith(lead) and own and "\ufffd" not in own:
-            found.setdefault(own.encode(), []).append(i)
-    return found
+    return "Rust's crate regex does not take it" if "building NFA" in str(error) else str(error)[:200]

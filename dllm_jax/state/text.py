@@ -196,6 +196,31 @@ def encode_rendered(tokenizer: Any, rendered: Rendered) -> list[int]:
     return [*ids, *special(text[start:])]
 
 
+def encode_pair(tokenizer: Any, first: Rendered, more: str, by_text: bool) -> tuple[list[int], list[int]]:
+    """Encodes a text and the text that continues it, in which special tokens are plain text.
+
+    Args:
+      tokenizer: Tokenizer of the checkpoint.
+      first: Text that comes first.
+      more: Text that continues it.
+      by_text: Whether `more` is encoded alone where a token spans both. Else it has the tokens of both texts
+        behind the number of tokens of the first.
+    """
+    ids = encode_rendered(tokenizer, first)
+    whole = encode_rendered(tokenizer, continued(tokenizer, first, more))
+    if not by_text or (whole[: len(ids)] == ids and len(whole) > len(ids)):
+        return ids, whole[len(ids) :]
+    # A tokenizer may put a space before the beginning of a text (SentencePiece): not after a line break.
+    candidates = list[list[int]]()
+    for lead in ("", "\n", "."):
+        encoded = encode_rendered(tokenizer, mark_plain(tokenizer, lead + more))
+        before = encode_rendered(tokenizer, Rendered(lead))
+        if encoded[: len(before)] == before:
+            candidates.append(encoded[len(before) :])
+    right = lambda rest: decode(tokenizer, [*ids, *rest]) == decode(tokenizer, whole)
+    return ids, next(filter(right, candidates), candidates[0])
+
+
 def encode_plain(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list[int]:
     """Encodes a text in which special tokens are plain text.
 
@@ -222,6 +247,25 @@ def encode_plain(tokenizer: Any, text: str, add_special_tokens: bool = False) ->
                 "write as plain text. Remove it from the text."
             )
     return encode(text, True) if add_special_tokens else plain
+
+
+def decode(tokenizer: Any, ids: Iterable[int], special: bool = False) -> str:
+    """Decodes tokens to the text that they spell.
+
+    Some tokenizers are set to drop spaces before points and apostrophes afterwards: that is never done here,
+    as the text would break its `Regex` and hide its stops.
+
+    Args:
+      tokenizer: Tokenizer of the checkpoint.
+      ids: Token ids.
+      special: Whether the text has special tokens in it.
+    """
+    return tokenizer.decode([*ids], skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+
+
+def decode_each(tokenizer: Any, texts: list[list[int]], special: bool = True) -> list[str]:
+    """Decodes each list of tokens (`decode`)."""
+    return tokenizer.batch_decode(texts, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
 
 
 def check_text(name: str, text: str):

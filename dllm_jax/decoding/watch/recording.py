@@ -13,6 +13,7 @@ from dllm_jax.engine.trace import Trace
 from dllm_jax.options import shown
 from dllm_jax.state.host import everywhere
 from dllm_jax.state.inputs import EMBEDS_PLACEHOLDER
+from dllm_jax.state.text import decode
 
 ABSENT = -3  # shown for a token that an answer does not have yet (`Trace.length`)
 NO_ID = -2  # neither a token nor an input of a prompt with embeddings
@@ -231,7 +232,7 @@ def _text(tokenizer: Any, token: int) -> str:
 
     A checkpoint may have more embeddings than its tokenizer has tokens, which have no name.
     """
-    text = tokenizer.decode([token])
+    text = decode(tokenizer, [token], special=True)
     if text and REPLACEMENT not in text:
         return text
     return str(tokenizer.convert_ids_to_tokens(token) or f"[{token}]")

@@ -22,7 +22,7 @@ from dllm_jax.eval.run.files import read_json, read_samples
 from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.eval.run.settings import LanguageModel
 from dllm_jax.options import Options, shown
-from dllm_jax.state.text import encode_plain
+from dllm_jax.state.text import decode, encode_plain
 
 FILE = "dataset2prompt.json"
 
@@ -239,7 +239,7 @@ def truncate(text: str, tokenizer: Any, truncate_to: int) -> str:
 
     # The halves are decoded apart and joined as text: where they meet, encoding again may give other tokens.
     half = truncate_to // 2
-    return "".join(tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[-half:]))
+    return "".join(decode(tokenizer, part) for part in (ids[:half], ids[-half:]))
 
 
 def requests(

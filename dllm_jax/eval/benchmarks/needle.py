@@ -16,7 +16,7 @@ from dllm_jax.eval.benchmarks.metrics import levenshtein
 from dllm_jax.eval.run.files import read_json, read_text
 from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.options import NonNegativeInt, Options, shown
-from dllm_jax.state.text import encode_plain
+from dllm_jax.state.text import decode, encode_plain
 
 RESPONSE = 128  # positions, where no length is given
 Scoring = Literal["rouge", "keyword"]
@@ -74,7 +74,7 @@ class Needle(Options):
         # Cut in tokens and put together again as text, like both published protocols.
         hay = (list(haystack) * -(-room // len(haystack)))[:room]
         at = int(len(hay) * depth / 100)
-        context = tokenizer.decode([*hay[:at], *needle, *hay[at:]])
+        context = decode(tokenizer, [*hay[:at], *needle, *hay[at:]], special=True)
         # In one pass, so that braces in the haystack stay what they are.
         fields = {"{context}": context, "{question}": self.question}
         return re.sub(r"\{(?:context|question)\}", lambda found: fields[found[0]], self.template)

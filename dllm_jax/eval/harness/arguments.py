@@ -37,6 +37,9 @@ class Arguments(Options):
       strata: draws among which the number of masked tokens is stratified.
       cfg_scale: guidance of log-likelihoods.
       greedy_check: decode to find out whether answers are the greedy ones; without it none is.
+      boundary: Where one token spans the end of a context and the beginning of its answer, "text" encodes the
+        answer alone, so that all of it is scored. "lm_eval" cuts the tokens of both texts behind as many as
+        the context has, as lm_eval's own models do: the answer then loses its beginning.
       order: "confidence" scores an answer by revealing its most probable tokens first, without draws
         (iLLaDA's scoring of multiple choice).
       failures: "raise" at the end, or "empty": a failed request scores as an empty answer or as -inf.
@@ -51,6 +54,7 @@ class Arguments(Options):
     strata: PositiveInt = 32
     cfg_scale: NonNegativeFloat = 0.0
     greedy_check: bool = True
+    boundary: Literal["text", "lm_eval"] = "text"
     order: Order = "random"
     failures: Literal["raise", "empty"] = "raise"
     journal: Annotated[str | None, NoneMeans("no journal")] = None

@@ -14,6 +14,7 @@ from typing import Any
 from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
 from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
 from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
+from lm_eval.models.utils import normalize_gen_kwargs  # pyright: ignore[reportMissingImports]
 
 from dllm_jax.decoding.chat import render
 from dllm_jax.eval.harness import arguments as harness_args
@@ -25,7 +26,7 @@ from dllm_jax.eval.run.likelihoods import Likelihood, Pair
 from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.options import local_path
 from dllm_jax.provenance import device
-from dllm_jax.state.text import Rendered, check_texts, continued, encode_plain, encode_rendered, mark_plain
+from dllm_jax.state.text import Rendered, check_texts, encode_pair, encode_plain, encode_rendered, mark_plain
 
 LOG = logging.getLogger(__name__)
 DEFAULT_LENGTH = 256  # where neither model_args nor the task says how long an answer may be
@@ -92,9 +93,8 @@ class DllmJax(TemplateLM):
         rendered = self._rendered(context)
         first = rendered.part(0, len(rendered.text.rstrip()))
         spaces = rendered.text[len(first.text) :]
-        whole = continued(self.tokenizer, first, spaces + continuation)
-        ids = encode_rendered(self.tokenizer, first)
-        return ids, encode_rendered(self.tokenizer, whole)[len(ids) :]
+        more, by_text = spaces + continuation, self.arguments.boundary == "text"
+        return encode_pair(self.tokenizer, first, more, by_text)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -120,6 +120,8 @@ class DllmJax(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Answers, cut at the task's `until` strings; their length is `length`, or the task's max_gen_toks.
+
+        lm_eval's other names of that number count too: max_new_tokens, max_tokens, max_completion_tokens.
 
         `generation_kwargs: {choices: ["A", "B"]}` limits answers to these texts (`OneOf`).
 
@@ -175,17 +177,17 @@ class DllmJax(TemplateLM):
         return entries
 
     def _request(self, i: int, context: str, task: dict[str, Any]) -> Request:
-        length = self.runner.decoding.length or task.get("max_gen_toks") or DEFAULT_LENGTH
-        if (task.get("do_sample") or task.get("temperature")) and not self.runner.decoding.sampler.draws:
+        task = dict(normalize_gen_kwargs(task, DEFAULT_LENGTH))
+        length = self.runner.decoding.length or task["max_gen_toks"]
+        if task["do_sample"] and not self.runner.decoding.sampler.draws:
             LOG.warning("the task asks for sampling; the model's sampler decides, and does not draw")
-        until = task.get("until") or []
         prompt = self.arguments.prefix(self.tokenizer) + self.tok_encode(context)
         # As lm_eval's own models do, a prompt that is too long loses its beginning.
         taken = len(prompt) + self.runner.decoding.room(length)
         if self.max_length is not None and taken > self.max_length:
             LOG.warning("request %d: the prompt loses its first tokens, %d are too many", i, len(prompt))
             prompt = prompt[taken - self.max_length :]
-        stop = (until,) if isinstance(until, str) else tuple(until)
+        stop = () if task["until"] == [None] else tuple(task["until"])
         check_texts("until", stop)
         # An answer ends with its choice.
         encode = lambda text: (*encode_plain(self.tokenizer, text), self.eot_token_id)
@@ -199,9 +201,10 @@ class DllmJax(TemplateLM):
 
     def _pair(self, context: str, continuation: str) -> Pair:
         """A context and its continuation; beginning-of-text stands in place of an empty context."""
-        if context:
+        if context.strip():
             before, answer = self._encode_pair(context, continuation)
             return tuple(before), tuple(answer)
+        continuation = context + continuation
         begin, answer = self.prefix_token_id, tuple(self.tok_encode(continuation))
         return (answer[:1], answer[1:]) if answer[:1] == (begin,) else ((begin,), answer)
 

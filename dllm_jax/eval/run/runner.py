@@ -26,6 +26,7 @@ from dllm_jax.eval.run.answering import NOT_FINITE, Answering, failure
 from dllm_jax.eval.run.settings import rounded_up
 from dllm_jax.nn.keys import seeded
 from dllm_jax.options import shown
+from dllm_jax.state.text import decode
 from dllm_jax.vision.prompt import END, IMAGE
 
 UNREAD = ("tokenizer", "at_once", "longest")  # fields of a processor that no answer depends on, or known
@@ -280,7 +281,7 @@ class Runner(Answering[Request]):
             return cut(text, request.stop)
         ids, ends = response[0].tolist(), self.lm.model.spec.ends
         ids = itertools.takewhile(lambda token: token not in ends, ids)
-        return cut(self.lm.tokenizer.decode([*ids], skip_special_tokens=True), request.stop)
+        return cut(decode(self.lm.tokenizer, ids), request.stop)
 
 
 def cut(answer: str, stop: Sequence[str]) -> str:
