@@ -160,6 +160,7 @@ def plan_of(case: Case) -> Plan:
     """The plan of a checked request, without interventions."""
     asked, policy, layout, spec = case.asked, case.policy, case.layout, case.model.spec
     named = {"policy": (policy,), "sampler": (asked.sampler,), "constraints": case.constraints}
+    named |= {"noise": (asked.noise,)}
     read = tuple(c for name, several in named.items() for one in several for c in constants(one, name))
     return Plan(
         policy=policy,
