@@ -156,6 +156,7 @@ LEFT_OUT: dict[str, str] = {
         test_policy_es_dllm.py::test_any_policy_and_drafts_delay_the_end
         test_policy_elastic.py::test_widened_counts_the_layers_that_a_refresh_recomputed
         test_policy_evict_prompt.py::test_pairs_are_chosen_anew_or_kept
+        test_policy_intervals.py::test_these_steps_compute_the_prompt but DyLLM*
         test_policy_maskkv.py::test_a_full_budget_is_dllm_cache
         test_policy_maskkv.py::test_a_profile_survives_saving
         test_policy_reads.py::test_caches_of_two_sets_have_their_exact_limits

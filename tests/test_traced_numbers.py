@@ -255,8 +255,22 @@ def test_numbers_that_jit_returns_are_checked_once_they_are_known():
             check_numbers(jax.tree.map(wrong, options))
     late = lambda delay: policies.EvictPrompt(budget=4, policy=policies.DKVDecode(delay=delay))
     for wrong in ({"sampler": jax.jit(samplers.Threshold)(1.7)}, {"policy": jax.jit(late)(-1)}):
-        with pytest.raises(ValueError, match=r"(threshold=Array\(1.7|delay=Array\(-1).* must be"):
+        with pytest.raises(ValueError, match=r"(threshold=1.7|delay=Array\(-1).* must be"):
             prepare(tiny("llada"), [[5, 6]], length=4, **wrong)
+    above = jax.jit(lambda relaxed: samplers.LocalLeap(0.5, relaxed))(0.75)
+    with pytest.raises(ValueError, match="relaxed=0.75 must be at most threshold=0.5"):
+        prepare(tiny("llada"), [[5, 6]], length=4, sampler=above)
+
+
+def test_a_threshold_of_entropy_is_in_nats_and_others_are_fractions():
+    """A tiny model is unsure: more than one nat lets it unmask several tokens at once."""
+    passes = lambda nats: run(policies.Policy(), samplers.Threshold(nats, alg="entropy"))[1].nfe.max()
+    assert passes(9.0) < passes(1.0)
+    for alg in ("prob", "margin"):
+        with pytest.raises(ValueError, match=r"threshold=1.5 must be a number in \[0, 1\]"):
+            samplers.Threshold(1.5, alg=alg)
+    with pytest.raises(ValueError, match=r"threshold=-1 must be a number in \[0, inf\)"):
+        samplers.Threshold(-1, alg="entropy")
 
 
 def test_a_table_is_an_argument_of_the_program_too():

@@ -46,6 +46,17 @@ def one_sequence_after_another(i, store, x):
     return store, x + jnp.tanh(own).sum() + own[0, 0]
 
 
+def test_an_overflow_of_what_is_read_stays_visible():
+    """It became zeros, past `Stats.finite`."""
+    number, index = jnp.ones(2), jnp.arange(2)
+    for read, shown in ((jnp.ones(3), False), (jnp.array([1.0, jnp.inf]), True)):
+        after, at = jax.jit(dependencies.read_before_write)(read, (number, index))
+        assert jnp.isnan(after).all() == shown
+        assert jnp.array_equal(jnp.zeros(4).at[at].set(1.0, mode="drop").sum(), 0.0 if shown else 2.0)
+        for platform in (dependencies.after_on_cuda, dependencies.after_on_tpu):
+            assert jnp.array_equal(platform(read, number), number)  # on a CPU
+
+
 @pytest.mark.parametrize("step", [reads_and_writes, two_kinds_of_steps, one_sequence_after_another])
 def test_a_store_is_not_copied_in_a_loop(step, optimised):
     def program(store, x):

@@ -180,16 +180,20 @@ def check_names(
 
 
 def check_numbers(options: Options):
-    """Raises ValueError for a number outside of its range that became known after construction.
+    """Raises ValueError for numbers outside of their ranges that became known after construction.
 
     Options made inside of `jit` hold numbers that nobody knows; once `jit` has returned them they are known.
     """
+    known = {}
     for field in dataclasses.fields(options):
         value, rule = getattr(options, field.name), _rules(type(options)).get(field.name)
         if isinstance(value, Options):
             check_numbers(value)
         elif rule is not None and isinstance(value, jax.Array) and not isinstance(value, Tracer):
             rule.check(field.name, value)
+            known[field.name] = value.item()
+    if known:
+        dataclasses.replace(options, **known)  # rules about several fields
 
 
 def refuse(options: Any, reasons: Mapping[str, str], instead: str = "Leave it out.", by: str = ""):

@@ -20,6 +20,8 @@ from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows
 from dllm_jax.xla.dependencies import read_before_write
 
+FIRST = 4  # steps at the beginning that pass the prompt, fixed in the released code
+
 
 @dataclasses.dataclass(frozen=True)
 class DyLLM(Policy):
@@ -28,9 +30,10 @@ class DyLLM(Policy):
     Use it when the response must stay fresh at every step and MLPs limit it: large batches on models without
     experts.
 
-    After the first steps, which compute everything, a step passes the response through all layers, and every
-    fourth one the prompt too. Queries are new everywhere. A layer renews keys and values of the salient rows,
-    at first those that were just unmasked. Salient rows attend exactly; all others add what the new values
+    After the first steps, which compute everything, a step passes the response through all layers; the first
+    four steps and every fourth one pass the prompt too. Queries are new everywhere. A layer renews keys and
+    values of the salient rows, at first those that were just unmasked. Salient rows attend exactly; all
+    others add what the new values
     change to their stored attention output. Rows whose output then has a cosine below `tau` with the stored
     one are salient for the MLP and for the next layer; the others add their stored MLP output.
 
@@ -49,7 +52,8 @@ class DyLLM(Policy):
         0.9975 for Dream.
       full_steps: Number of steps at the beginning that compute everything; 16 is the released code's
         default, 8 that of its evaluation, 4 that of its scripts.
-      prompt_every: Steps between those that pass the prompt through the layers; 4 in the released code.
+      prompt_every: Steps between those that pass the prompt through the layers, after the first four, which
+        do so whatever the interval; 4 in the released code.
     """
 
     tau: TracedFraction = 0.99
@@ -72,7 +76,7 @@ class DyLLM(Policy):
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """The response and what predicts its masks; the prompt too in the first and every few steps."""
         number = canvas.step + 1
-        prompt = (number <= self.prompt_every) | (jnp.fmod(number, self.prompt_every) == 0)
+        prompt = (number <= FIRST) | (jnp.fmod(number, self.prompt_every) == 0)
         rows = canvas.response | canvas.predicting_positions(canvas.response & canvas.masked)
         return rows | prompt[:, None] | self._full(canvas)
 

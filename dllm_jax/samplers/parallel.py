@@ -13,7 +13,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
-from dllm_jax.options import TracedFraction, TracedNonNegativeFloat, TracedNonNegativeInt, TracedPositiveFloat
+from dllm_jax.options import (
+    TracedFraction,
+    TracedNonNegativeFloat,
+    TracedNonNegativeInt,
+    TracedPositiveFloat,
+    check_argument,
+)
 from dllm_jax.samplers import scores
 from dllm_jax.samplers.base import Alg, Sampler, check_ends_unordered
 from dllm_jax.samplers.candidates import Candidates, Noise
@@ -66,14 +72,20 @@ class Threshold(UntilDone):
 
     Attributes:
       threshold: Minimum confidence, in [0, 1]; the paper uses 0.9. With alg="entropy", the maximum entropy in
-        nats: 0.45 to 0.5 in dParallel (arXiv:2509.26488) and d3LLM.
+        nats, at least 0: 0.45 to 0.5 in dParallel (arXiv:2509.26488) and d3LLM.
       alg: Measure of confidence: "prob", "margin" or "entropy".
     """
 
-    threshold: TracedFraction = 0.9
+    threshold: TracedNonNegativeFloat = 0.9
     alg: Alg = dataclasses.field(default="prob", kw_only=True)
 
     by_score: ClassVar[bool] = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.alg != "entropy":
+            check_argument("threshold", self.threshold, TracedFraction)
+
     counts_no_steps: ClassVar[bool] = True
 
     @override

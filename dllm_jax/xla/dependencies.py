@@ -2,11 +2,15 @@
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
 
 def read_before_write(read: Float[Array, "..."], inputs: PyTree) -> PyTree:
-    """The inputs of a write, unchanged, but available only after `read`, which must not hold infinity.
+    """The inputs of a write, unchanged, but available only after `read`.
+
+    If that holds infinity, an overflow, numbers become NaN, which ends the sequence, and indices the largest,
+    at which nothing is written.
 
     For old values of an array that are read before new ones overwrite them in place.
     `lax.optimization_barrier` does not prevent the copy.
@@ -17,11 +21,18 @@ def read_before_write(read: Float[Array, "..."], inputs: PyTree) -> PyTree:
     Test: test_xla.py::test_a_store_is_not_copied_in_a_loop
     """
     never = jnp.any(read == jnp.inf)
-    return jax.tree.map(lambda a: jnp.where(never, jnp.zeros_like(a), a), inputs)
+    return jax.tree.map(lambda a: jnp.where(never, _overflown(a.dtype), a), inputs)
+
+
+def _overflown(dtype: DTypeLike) -> Array:
+    """A value that shows an overflow, or writes nothing as an index."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.asarray(jnp.nan, dtype)
+    return jnp.asarray(jnp.iinfo(dtype).max if jnp.issubdtype(dtype, jnp.integer) else False, dtype)
 
 
 def after_on_tpu(first: Float[Array, "..."], then: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`then`, unchanged, but on TPUs available only after `first`, which must not hold infinity.
+    """`then`, unchanged, but on TPUs available only after `first`; NaN if that overflows.
 
     For what needs VMEM besides an MLP.
 
@@ -35,7 +46,7 @@ def after_on_tpu(first: Float[Array, "..."], then: Float[Array, "..."]) -> Float
 
 
 def after_on_cuda(first: Float[Array, "..."], then: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`then`, unchanged, but on CUDA available only after `first`, which must not hold infinity.
+    """`then`, unchanged, but on CUDA available only after `first`; NaN if that overflows.
 
     For statistics of a layer's attention scores that nothing needs before the last layer.
 
