@@ -45,6 +45,7 @@ FURTHER = {
     checks.half_precision_decodes_everything: (p.DKVGreedy,),
     checks.guidance_has_streams_of_its_own: (p.EvictPrompt,),
     checks.stopping_keeps_the_answer: (p.PrefixCache,),
+    checks.drafts_change_nothing: (p.PrefixCache, p.DualCache),
     checks.infilling_fills_the_masks_and_nothing_else: (p.DKVPD,),
     checks.nothing_leaves_the_device_inside: (p.DualCache,),
 }

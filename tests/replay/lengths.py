@@ -1,6 +1,7 @@
 """Leaps and lengths: LocalLeap, AdaBlock, DAEDAL, DreamOn, and every decision of their steps."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,8 @@ class ReleasedDual(policies.DualCache):
 
     Later steps compute the block's own rows, which predict all positions of it but that one.
     """
+
+    fixed_within_blocks: ClassVar[bool] = True
 
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:

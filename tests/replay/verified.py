@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,8 @@ from tests.replay.stepping import State, states, step_logits
 class FirstAtFirst(samplers.Confidence):
     """Unmasks each block's first token in the block's first step, as the reference does on Dream."""
 
+    by_score: ClassVar[bool] = True
+
     def transfer(self, candidates, canvas, noise):
         first = candidates.index == canvas.block_start[:, None]
         return (canvas.block_begins & first) | (
@@ -37,6 +40,8 @@ class FirstAtFirst(samplers.Confidence):
 class DualBlock(policies.DualCache):
     """Recomputes the block itself, whose first token is known, rather than what predicts it."""
 
+    fixed_within_blocks: ClassVar[bool] = True
+
     def select(self, cache, canvas):
         return canvas.block_begins | canvas.block
 
@@ -44,6 +49,8 @@ class DualBlock(policies.DualCache):
 @dataclasses.dataclass(frozen=True)
 class PrefixBlock(policies.PrefixCache):
     """Recomputes the block and what follows, rather than what predicts them."""
+
+    fixed_within_blocks: ClassVar[bool] = True
 
     def select(self, cache, canvas):
         return canvas.block_begins | canvas.suffix
