@@ -291,6 +291,53 @@ def test_grpo_stops_at_the_clip_range_and_begins_as_the_policy_gradient():
     assert np.all(gradient(TOKENS[0] - 0.5, TOKENS[0])[:4:2])
 
 
+WILD = [0.0, 0.1, -0.1, 3.0, -3.0, 30.0, 70.0, -70.0, 87.0, 89.0, 1e4, -1e4, np.inf, -np.inf]
+
+
+@pytest.mark.parametrize("advantage", [2.0, -2.0, 0.0, 1e6, -1e6])
+def test_grpo_is_finite_at_all_distances_and_exact_where_float32_is(advantage):
+    """A response for each log-ratio: its gradient by the formula, in float64, is there alone."""
+    distance = np.asarray(WILD)
+    log_prob = np.where(distance == -np.inf, -np.inf, -1.0).astype(np.float32)[:, None]
+    old = np.where(np.isinf(distance), -1, -1 - distance).astype(np.float32)
+    old = np.where(distance == np.inf, -np.inf, old).astype(np.float32)[:, None]
+    given = np.full(len(WILD), advantage, np.float32)
+    (loss, metrics), gradient = jax.value_and_grad(grpo_loss, has_aux=True)(log_prob, old, given)
+    assert np.isfinite([loss, *metrics]).all()
+    assert np.isfinite(gradient).all()
+    exact = np.float64(log_prob) - np.where(np.isinf(old), 0, old)
+    unclipped = (exact <= np.log1p(0.2)) if advantage > 0 else (exact >= np.log1p(-0.2))
+    formula = np.where(unclipped, -advantage * np.exp(np.minimum(exact, 80)) / len(WILD), 0)
+    most = 80 - np.log(max(abs(advantage), 1))
+    tried = (distance < most) & np.isfinite(distance)
+    np.testing.assert_allclose(gradient[tried], formula[tried], rtol=1e-5)
+    assert not np.any(gradient[distance > 88])
+
+
+def test_a_reference_may_be_any_distance_away():
+    """From policy to reference for the divergence, and between both for preferences."""
+    tokens = np.full((len(WILD), 1), -1, np.float32)
+    reference = (tokens + np.asarray(WILD)[:, None]).astype(np.float32)
+    divergence = lambda policy, of: grpo_loss(policy, policy, np.ones(len(WILD)), reference=of, kl=0.5)
+    for policy, of in ((tokens, reference), (reference, tokens), (tokens * np.inf, tokens * np.inf)):
+        (loss, metrics), gradient = jax.value_and_grad(divergence, has_aux=True)(policy, of)
+        assert np.isfinite([loss, *metrics]).all()
+        assert np.isfinite(gradient).all()
+    near = np.abs(WILD) < 80
+    x = np.float64(reference - tokens)[near, 0]
+    (_, metrics), gradient = jax.value_and_grad(
+        lambda policy: grpo_loss(policy, policy, np.zeros(near.sum()), reference=reference[near], kl=0.5),
+        has_aux=True,
+    )(tokens[near])
+    np.testing.assert_allclose(metrics.kl, np.mean(np.expm1(x) - x), rtol=1e-5)
+    np.testing.assert_allclose(gradient[:, 0], 0.5 * (1 - np.exp(x)) / near.sum(), rtol=1e-4, atol=1e-8)
+    pairs = jnp.asarray(reference[:, 0])
+    for rejected in (pairs, pairs[::-1], jnp.full(len(WILD), -jnp.inf)):
+        arguments = pairs, rejected, jnp.full(len(WILD), -1.0), pairs
+        (loss, metrics), gradients = jax.value_and_grad(dpo_loss, (0, 1), has_aux=True)(*arguments)
+        assert np.isfinite([loss, *metrics, *np.ravel(gradients)]).all()
+
+
 def estimate(**changes):
     """`response_log_probs` of a batch, with changes of its arguments."""
     batch = ragged()

@@ -3,12 +3,14 @@
 Pure functions of arrays, to be differentiated in what `response_log_probs` or `trajectory_log_probs` gave.
 """
 
+import math
 from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from annotated_types import Interval
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Key
 
 from dllm_jax.nn.keys import one_key
@@ -22,6 +24,8 @@ from dllm_jax.training.batch import Batch, check_rows, checked
 from dllm_jax.training.estimators import elbo_masks, response_log_probs
 
 ClipRange = Annotated[float, Interval(gt=0, lt=1)]
+LARGEST = 80.0  # nats whose exponential float32 holds, with room for sums
+FURTHEST = 1e9  # nats between two log-probabilities, further apart than any that are not infinite
 
 
 class PreferenceMetrics(NamedTuple):
@@ -90,8 +94,8 @@ def dpo_loss(
         reference_rejected=reference_rejected,
     )
     # The implicit reward of a response is beta log(pi / pi_ref); its margin over the other one's is learnt.
-    reference = jax.lax.stop_gradient(reference_chosen - reference_rejected)
-    margin = beta * (chosen - rejected - reference)
+    fixed = jax.lax.stop_gradient((reference_chosen, reference_rejected))
+    margin = beta * (_difference(chosen, fixed[0]) - _difference(rejected, fixed[1]))
     loss = -jnp.mean(jax.nn.log_sigmoid(margin))
     return loss, PreferenceMetrics(loss, jnp.mean(margin), jnp.mean(margin > 0, dtype=jnp.float32))
 
@@ -178,6 +182,9 @@ def grpo_loss(
     is diffu-GRPO (d1, arXiv:2504.12216, section 3), with those of `trajectory_log_probs` the ratio is that of
     the tokens' probabilities at the steps that decoded them.
 
+    Loss and gradient are finite: log-ratios above 80 nats, also infinite ones, count as 80, without a
+    gradient.
+
     Args:
       log_prob: Log-probability of each response token under the policy, in nats; differentiable.
       old: Log-probability under the policy that made the responses, by the same estimator and masks; no
@@ -209,21 +216,29 @@ def grpo_loss(
     log_prob, *fixed = (jnp.where(counts, each, 0.0) for each in given)
     (old, *others), advantage = jax.lax.stop_gradient((fixed, advantage[:, None]))
 
-    # The pessimistic one of the clipped and the unclipped surrogate, token by token.
-    ratio = jnp.exp(log_prob - old)
+    # The pessimistic one of the clipped and the unclipped surrogate, token by token. A ratio stays one that
+    # float32 holds: where the clipped one counts the gradient is 0 then, not 0 times infinity.
+    ratio = jnp.exp(_difference(log_prob, old, LARGEST - jnp.log(jnp.maximum(jnp.abs(advantage), 1))))
     surrogate = jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - clip, 1 + clip) * advantage)
     # Equation 4: an unbiased estimate of KL(pi || pi_ref) that is never negative.
     divergence = jnp.zeros_like(log_prob)
     for of_reference in others:
-        divergence = jnp.exp(of_reference - log_prob) - (of_reference - log_prob) - 1
+        distance = _difference(of_reference, log_prob, LARGEST - math.log(max(kl, 1)))
+        divergence = jnp.expm1(distance) - distance
 
     # The loss is the mean over each response's tokens, then over responses; metrics are means over tokens.
     weight = counts.astype(jnp.float32)
     of_response = weight / jnp.maximum(jnp.sum(weight, axis=1, keepdims=True), 1) / len(weight)
     loss = -jnp.sum(of_response * (surrogate - kl * divergence))
-    mean = lambda values: jnp.sum(weight * values) / jnp.maximum(jnp.sum(weight), 1)
+    mean = lambda values: jnp.sum(weight / jnp.maximum(jnp.sum(weight), 1) * values)
     outside = (jnp.abs(ratio - 1) > clip).astype(jnp.float32)
     return loss, PolicyMetrics(loss, mean(ratio), mean(outside), mean(divergence))
+
+
+def _difference(a: Array, b: Array, most: ArrayLike = FURTHEST) -> Array:
+    """The difference of log-probabilities, at most `most`; 0 if both are infinite. No gradient beyond it."""
+    difference = a - b
+    return jnp.clip(jnp.where(jnp.isnan(difference), 0.0, difference), -FURTHEST, most)
 
 
 def _floats(axes: int, **arrays: Any) -> list[Float[Array, "..."]]:
