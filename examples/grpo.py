@@ -41,7 +41,7 @@ def rollouts(
 ) -> tuple[Batch, np.ndarray]:
     """`group` sampled responses to each prompt, next to each other, and their rewards."""
     questions = [question for question in drawn(step, prompts) for _ in range(group)]
-    prompt, mask = prompt_arrays(tokenizer, questions, model.spec.eos_id)
+    prompt, mask = prompt_arrays(tokenizer, questions, model.spec)
     keys = jax.random.split(jax.random.key(step), len(questions))
     asked = ({"prompt": row[real], "key": key} for row, real, key in zip(prompt, mask, keys, strict=True))
     answer = np.zeros((len(questions), LENGTH), np.int32)

@@ -121,6 +121,22 @@ def test_training_moves_the_factors_alone_and_goes_on_from_checkpoints(tmp_path)
     assert not same(resumed.model.params, first.model.params)
 
 
+def test_a_model_with_adapters_says_what_of_it_is_trained():
+    """Its matrices are in no adapter's file."""
+    model = lora.attach(tiny("llada"), lora.LoRA(rank=2), KEY)
+    refuses(
+        "trainable=None is not supported by a model with LoRA adapters", prepare, model, TrainConfig(steps=2)
+    )
+    run = functools.partial(train, model, Batches(batch), TrainConfig(steps=2), progress=False)
+    refuses("trainable=None .* Use trainable=lora.trainable", run)
+    for everything in (True, lambda params: jax.tree.map(lambda _: True, params)):
+        with pytest.warns(UserWarning, match="trains more than the model's LoRA adapters: lora.save") as told:
+            prepare(model, TrainConfig(steps=2), trainable=everything)
+        assert len(told) == 1
+    prepare(model, TrainConfig(steps=2), trainable=lora.trainable)  # warnings are errors
+    prepare(tiny("llada"), TrainConfig(steps=2))
+
+
 def test_muon_takes_adamw_for_the_factors():
     model = lora.attach(tiny("llada"), OPTIONS, KEY)
     config = TrainConfig(steps=2, warmup=0, muon=0.01, learning_rate=1e-2)

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
+from dllm_jax.decoding.chat import prepare_chat
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.modules import initialise
-from dllm_jax.tasks import Curriculum, Example, Recall, Stage, encode_batch
+from dllm_jax.tasks import Curriculum, Example, Recall, Stage, encode_batch, prompt_arrays
 from tests import models, refuses
 
 TOKENIZER = dj.load_tokenizer(dj.bundled.path("tiny-llada"))
@@ -122,3 +123,42 @@ def test_a_bad_curriculum_is_refused(read):
     ):
         with pytest.raises(ValueError, match=reason):
             make()
+
+
+def test_the_prompt_that_is_learnt_is_the_one_that_is_asked():
+    """A2D models are asked with an empty think block unless a variable says otherwise."""
+    read = dj.load_tokenizer(dj.bundled.path("tiny-llada"))
+    read.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking is defined and "
+        "enable_thinking is false %}()\n{% endif %}{{ word }}"
+    )
+    question = [Example("3+4=", "7")]
+    for family in ("llada", "a2d-qwen3"):
+        model = models.tiny(family, vocab=112, mask_id=2, eos_id=1, eot_id=5)
+        for template in (None, {"enable_thinking": False}, {"enable_thinking": True, "word": "x"}):
+            batch = encode_batch(read, question, 4, model.spec, template=template)
+            options = dict(length=4, template=template)
+            asked = prepare_chat(model, read, question[0].messages, options).prompt
+            np.testing.assert_array_equal(batch.prompt, asked)
+            np.testing.assert_array_equal(prompt_arrays(read, question, model.spec, template)[0], asked)
+            stages = (Stage(task=Fixed(), size=1, batch=1, length=4),)
+            curriculum = Curriculum(stages, read, model.spec, rehearsal=0.0, template=template)
+            np.testing.assert_array_equal(curriculum.batch(curriculum.begin(), 0).prompt, asked)
+    plain = prompt_arrays(read, question, model.spec.eos_id)[0]
+    assert read.decode(plain[0]) == "3+4="
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    """One question."""
+
+    name = "fixed"
+
+    def answer_length(self, size: int) -> int:
+        return 1
+
+    def example(self, rng, size: int, split: str) -> Example:
+        return Example("3+4=", "7")
+
+    def split_of(self, example: Example) -> str:
+        return "train"

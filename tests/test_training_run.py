@@ -23,6 +23,7 @@ from dllm_jax.command_line import run as run_command
 from dllm_jax.interrupts import uninterrupted
 from dllm_jax.nn.model import Model
 from dllm_jax.training import (
+    Batch,
     Batches,
     TrainConfig,
     abstract_state,
@@ -335,3 +336,17 @@ def test_the_warm_up_is_shorter_in_short_runs():
     assert TrainConfig(steps=10, warmup=0).warmup_steps == 0
     with pytest.warns(UserWarning, match="steps=1 with warmup=1 learns nothing: .*Use warmup=0"):
         TrainConfig(steps=1, warmup=1)
+
+
+def test_batches_that_teach_nothing_are_told_of_once():
+    """Truncation may cut all answers off; weight decay goes on."""
+    ids = np.arange(12, dtype=np.int32).reshape(2, 6)
+    whole, empty = Batch(ids[:, :3], ids[:, 3:]), Batch(ids[:, :3], np.full((2, 3), -100))
+    run = functools.partial(train, tiny("llada"), config=TrainConfig(steps=3, warmup=0), progress=False)
+    with pytest.warns(
+        UserWarning, match=r"batch of step 1 has no answer token .* weight_decay=0\.01"
+    ) as told:
+        result = run(Batches(lambda step: empty if step else whole))
+    assert len(told) == 1
+    assert result.log[-1]["loss"] > 0
+    run(Batches(lambda step: whole._replace(answer_mask=np.array([[1, 0, 0], [0, 0, 0]]))))

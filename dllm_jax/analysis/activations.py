@@ -263,7 +263,7 @@ def _all(model: Model, source: Any) -> tuple[Int[np.ndarray, "t b l"], Int[np.nd
     if not isinstance(source, jax.Array | np.ndarray) or source.ndim not in (2, 3):
         found = f"shape {source.shape}" if hasattr(source, "shape") else type(source).__name__
         raise ValueError(
-            f"expected an Output with a trace, a Trace, or token ids [b, l] or [t, b, l]; got {found}"
+            f"source must be an Output with a trace, a Trace, or token ids [b, l] or [t, b, l]; got {found}"
         )
 
     # Canvases without a record of their steps: canvas i counts as the one before step i, for all sequences.

@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
     def run(self, device: jax.Device, model: dj.Model) -> dj.Output:
         """The generation with its trace, on a device where the model lies."""
-        prompt, mask = prompt_arrays(*_asked(self.name), model.spec.eos_id)
+        prompt, mask = prompt_arrays(*_asked(self.name), model.spec)
         options: dict[str, Any] = {"policy": self.policy, "trace": True, **SHAPE}
         if isinstance(self.policy, dj.policies.DKVGreedy):
             options |= {"sampler": dj.samplers.RandomOrder(), "key": jax.random.key(0)}

@@ -30,7 +30,7 @@ from dllm_jax.nn.low_rank import adapted
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import layer_of, name_of
 from dllm_jax.nn.sharding import WIDE
-from dllm_jax.options import check_argument, local_path
+from dllm_jax.options import PositiveInt, check_argument, local_path
 from dllm_jax.processes import by_the_first
 from dllm_jax.state import host
 
@@ -130,6 +130,11 @@ def save_hf(
       ValueError: parameters of another or of several dtypes, int8 matrices, LoRA adapters, or a spec its
         family's config.json cannot hold.
     """
+    check_argument("model", model, Model, ", such as dj.load(path)")
+    check_argument("overwrite", overwrite, bool)
+    shard_bytes = check_argument("shard_bytes", shard_bytes, PositiveInt)
+    for name, path in (("like", like), ("keep_from", keep_from)):
+        check_argument(name, path, str | os.PathLike | None)
     if adapted(model.params):
         raise ValueError(
             "the model has LoRA adapters, which this layout has no place for: save lora.merge(model), or the "

@@ -7,8 +7,9 @@ import numpy as np
 from jaxtyping import Int
 
 from dllm_jax.decoding.stops import StopTexts
+from dllm_jax.decoding.watch.recording import check_tokenizer
 from dllm_jax.nn.model import Model
-from dllm_jax.options import shown
+from dllm_jax.options import check_argument, shown
 from dllm_jax.state import host
 from dllm_jax.state.host import AnyArray
 from dllm_jax.state.text import decode
@@ -34,7 +35,7 @@ def decode_answers(
       The text of each response, without special tokens.
 
     Raises:
-      ValueError: Responses that are not a batch.
+      ValueError: Responses that are not a batch of the model's token ids, or another invalid argument.
 
     Examples:
       >>> path = dj.bundled.path("tiny-llada")
@@ -45,14 +46,29 @@ def decode_answers(
       >>> dj.decode_answers(model, tokenizer, out.tokens[:, -8:])
       ['211']
     """
-    rows = host.everywhere(responses) if isinstance(responses, AnyArray) else [*map(np.asarray, responses)]
-    if any(np.ndim(row) != 1 for row in rows):
-        given = f"responses={shown(responses)} must be a batch of token ids"
-        raise ValueError(f"{given}, such as out.tokens[:, -length:]")
+    check_argument("model", model, Model, ", such as dj.load(path)")
+    check_tokenizer(tokenizer, "decode")
+    check_argument("stops", stops, StopTexts | None, ", such as dj.StopTexts(tokenizer, ['\\n'])")
+    rows = _rows(responses, model.spec.vocab)
     cut = [before_end(model, ids) for ids in rows]
     if stops is not None:
         return [stops.decode(ids) for ids in cut]
     return [decode(tokenizer, ids.tolist()) for ids in cut]
+
+
+def _rows(responses: Any, vocab: int) -> list[Int[np.ndarray, "r"]]:
+    """The token ids of each response."""
+    rule = f"responses={shown(responses)} must be a batch of token ids below {vocab}, such as "
+    rule += "out.tokens[:, -length:]"
+    given = host.everywhere(responses) if isinstance(responses, AnyArray) else responses
+    if not isinstance(given, np.ndarray | Sequence) or isinstance(given, str | bytes):
+        raise ValueError(rule)
+    rows = [host.array("responses", row, "token ids") for row in given]
+    for row in rows:
+        whole = np.ndim(row) == 1 and (np.issubdtype(row.dtype, np.integer) or not row.size)
+        if not whole or (row.size and not 0 <= np.min(row) <= np.max(row) < vocab):
+            raise ValueError(rule)
+    return [np.asarray(row) for row in rows]
 
 
 def before_end(model: Model, ids: Int[np.ndarray, "r"]) -> Int[np.ndarray, "n"]:

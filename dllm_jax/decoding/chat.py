@@ -5,7 +5,7 @@ import functools
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn, Protocol, Unpack, cast, runtime_checkable
 
 import jinja2
@@ -17,7 +17,7 @@ from dllm_jax.decoding.answers import decode_answers
 from dllm_jax.decoding.buckets import Ladder, check_ladder
 from dllm_jax.decoding.generate import generate
 from dllm_jax.decoding.options import AskedConversation, ChatOptions, ConversationOptions, shows
-from dllm_jax.decoding.stops import StopTexts
+from dllm_jax.decoding.stops import StopTexts, listed
 from dllm_jax.decoding.watch import recording
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
@@ -129,9 +129,7 @@ def prepare_chat(model: Model, tokenizer: Any, messages: Messages, options: Conv
     check_tokenizer(tokenizer)
     if not isinstance(messages, list | tuple):
         raise ValueError(f"messages={shown(messages)} {RULE}")
-    stop = asked.stop
-    stop = stop if isinstance(stop, str) or not isinstance(stop, Iterable) else tuple(stop)
-    stops = None if stop == () else StopTexts(tokenizer, stop)
+    stops = StopTexts(tokenizer, texts) if (texts := listed(asked.stop)) else None
     single = bool(messages) and isinstance(messages[0], dict)
     conversations = cast(list[list[Message]], [messages] if single else messages)
     if not conversations:

@@ -184,6 +184,10 @@ class AskedConversation(Asked):
     enable_thinking: bool | None = None
     template: Mapping[str, Any] | None = None
 
+    def __post_init__(self):
+        super().__post_init__()
+        check_argument("enable_thinking", self.enable_thinking, bool | None)
+
 
 def shows(options: type, defaults: type = Asked) -> Callable[[Function], Function]:
     """Shows a group of options with their defaults in a function's signature, for `help` and completion."""

@@ -131,6 +131,7 @@ def show(
 
     check_argument("output", output, Output, ", which dj.generate returns")
     check_argument("confidence", confidence, bool)
+    check_argument("console", console, rich.console.Console | None)
     console = rich.console.Console() if console is None else console
     picture = grid(Recording.of(output.trace, sequence), tokenizer, console.width, confidence)
     picture.plain = encodable(picture.plain, console.encoding)

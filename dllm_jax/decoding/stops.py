@@ -4,18 +4,36 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
+from dllm_jax.decoding.watch.recording import check_tokenizer
 from dllm_jax.engine.stops import BEGIN, ENDED, FIRST_STATE, FOUND, StopTable
 from dllm_jax.options import shown
+from dllm_jax.state import host
 from dllm_jax.state.text import check_text, decode, special_tokens
 
 PROBES, LONGEST_PROBE = 256, 12  # random texts that show whether a tokenizer joins its tokens
 FEWEST = 8  # states and kinds of a table, which are padded to powers of 2, so that programs are shared
+
+
+RULE = "must be a list of texts, none of them empty"
+
+
+def listed(stop: Any) -> tuple[str, ...]:
+    """The texts of an option `stop`, which may be none.
+
+    Raises:
+      ValueError: no list of texts, or an empty text.
+    """
+    several = isinstance(stop, Iterable) and not isinstance(stop, str | bytes | Mapping | np.generic)
+    texts = tuple(stop) if several else (None,)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ValueError(f"stop={shown(stop)} {RULE}")
+    return texts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +63,9 @@ class StopTexts:
     texts: Iterable[str]
 
     def __post_init__(self):
-        given = self.texts
-        texts = () if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
-        if not texts or not all(isinstance(text, str) and text for text in texts):
-            raise ValueError(f"stop={shown(given)} must be a list of texts, none of them empty")
+        check_tokenizer(self.tokenizer, "decode", "added_tokens_decoder")
+        if not (texts := listed(self.texts)):
+            raise ValueError(f"stop={shown(self.texts)} {RULE}")
         for i, text in enumerate(texts):
             check_text(f"stop[{i}]={shown(text)}", text)
         object.__setattr__(self, "texts", texts)
@@ -59,7 +76,10 @@ class StopTexts:
 
     def decode(self, ids: Sequence[int] | Int[np.ndarray, "r"]) -> str:
         """The text of token ids without special tokens, up to the first stop."""
-        ids = list[int](np.asarray(ids).tolist())
+        array = host.array("ids", ids, "token ids of a response")
+        if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+            raise ValueError(f"ids={shown(ids)} must be token ids of a response, such as out.tokens[0, -32:]")
+        ids = list[int](array.tolist())
         text = decode(self.tokenizer, ids)
         texts = tuple(self.texts)
         spelled = spelling(self.tokenizer, texts)

@@ -12,9 +12,10 @@ from annotated_types import MinLen
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Key, PyTree
 
+from dllm_jax.checkpoint.dtypes import supported
 from dllm_jax.nn.int8 import is_int8
 from dllm_jax.nn.keys import one_key
-from dllm_jax.nn.low_rank import LowRankMatrix, adapted, factor_axes, is_low_rank
+from dllm_jax.nn.low_rank import LowRankMatrix, adapted, factor_axes, factors_of, is_low_rank
 from dllm_jax.nn.mesh import number_modes
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import Params
@@ -65,17 +66,18 @@ def attach(model: Model, lora: LoRA, key: Key[Array, ""], dtype: Any = None) -> 
       model: float or int8 (whose matrices stay as they are and cannot be trained or merged).
       lora: Matrices, rank and alpha of the adapter.
       key: draws A.
-      dtype: Dtype of the factors. Default: the model's. `train` keeps float32 master weights either way.
+      dtype: Dtype of the factors, float32 or bfloat16. Default: the model's. `train` keeps float32 master
+        weights either way.
 
     Raises:
-      ValueError: no model, options or key; adapters that are attached already; a head that is tied; the MLP
-        of a model whose layers have experts in its place.
+      ValueError: no model, options, key or dtype; adapters that are attached already; a head that is tied;
+        the MLP of a model whose layers have experts in its place.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
     check_argument("lora", lora, LoRA, ", such as LoRA(rank=8)")
-    key = one_key(key)
+    key, dtype = one_key(key), model.dtype if dtype is None else supported(dtype)
     with number_modes():
-        draw = functools.partial(_first_factors, model, lora, key, dtype or model.dtype)
+        draw = functools.partial(_first_factors, model, lora, key, dtype)
         return attach_factors(model, lora, draw)
 
 
@@ -159,12 +161,7 @@ def _placed(model: Model, factor: Array, axes: str) -> Array:
 
 def trainable(params: Params) -> PyTree[bool]:
     """Marks the factors, and nothing else, for `train(trainable=lora.trainable)`."""
-    frozen = lambda leaf: jax.tree.map(lambda _: False, leaf)
-    # `alpha` is static: a tree of labels must have the same one.
-    label = lambda leaf: (
-        LowRankMatrix(frozen(leaf.base), True, True, leaf.alpha) if is_low_rank(leaf) else frozen(leaf)
-    )
-    return jax.tree.map(label, params, is_leaf=is_low_rank)
+    return factors_of(params)
 
 
 def merge(model: Model) -> Model:

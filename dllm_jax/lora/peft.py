@@ -50,6 +50,8 @@ def save(
 ) -> Path:
     """Writes a model's adapters as PEFT does, to be loaded by it or by `load`, bit for bit.
 
+    The matrices under the adapters are not written: of a run that trained these too, save the merged model.
+
     Args:
       model: Model with adapters.
       directory: Directory to write; it appears only when complete.
@@ -69,6 +71,7 @@ def save(
         )
     lora, target = options_of(model), local_path("directory", directory)
     check_argument("overwrite", overwrite, bool)
+    check_argument("base", base, str | None)
     # Each matrix of each layer has two factors, named after its module in the Hugging Face model.
     tensors: dict[str, np.ndarray] = {}
     for (name, layer), module in _modules(model.spec, lora.in_order).items():

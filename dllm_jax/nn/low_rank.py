@@ -89,3 +89,13 @@ def factor_axes(leaf: str) -> tuple[str, str]:
     axes, outputs = AXES[leaf], OUTPUTS[leaf]
     layers, own = "n" * axes.startswith("n"), axes.removeprefix("n")
     return f"{layers}{''.join(axis for axis in own if axis not in outputs)}-", f"{layers}-{outputs}"
+
+
+def factors_of(params: PyTree) -> PyTree[bool]:
+    """True at the factors of updates, False at all other parameters."""
+    frozen = lambda leaf: jax.tree.map(lambda _: False, leaf)
+    # `alpha` is static: a tree of labels must have the same one.
+    label = lambda leaf: (
+        LowRankMatrix(frozen(leaf.base), True, True, leaf.alpha) if is_low_rank(leaf) else frozen(leaf)
+    )
+    return jax.tree.map(label, params, is_leaf=is_low_rank)

@@ -92,7 +92,7 @@ def padded_ids(
       tokens: Int[b p] with a mask, or sequences of any lengths without; one sequence may come as [p].
       mask: False (or 0) at the padding of `tokens`; None means none.
       spec: the model; None where it is not known: padding is 0 then, and no id is outside of a vocabulary.
-      name: Name of the argument; its mask is `prompt_mask` of `prompt`, `token_mask` of `tokens`.
+      name: Name of the argument; its mask is `token_mask` of `tokens`, `prompt_mask` of `source`.
       side: Side of the padding.
       least: smallest id that is allowed.
       empty: whether sequences may have no tokens.
@@ -118,7 +118,8 @@ def padded_ids(
         tokens, mask = padded_together(tokens, 0 if spec is None else spec.eos_id, side=side)
     ids = token_ids(tokens, spec, name, least)
     if mask is not None:
-        mask = padding(mask, ids.shape, f"{name.removesuffix('s')}_mask", side, empty)
+        of_mask = "prompt_mask" if name == "source" else f"{name.removesuffix('s')}_mask"
+        mask = padding(mask, ids.shape, of_mask, side, empty)
     return ids, mask
 
 

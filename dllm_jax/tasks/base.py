@@ -3,16 +3,19 @@
 import abc
 import dataclasses
 import zlib
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, Unpack, runtime_checkable
 
 import numpy as np
 from annotated_types import Interval
 from jaxtyping import UInt8
 
-from dllm_jax.decoding.chat import chat, encode_chats
+from dllm_jax.decoding.chat import chat, check_tokenizer, encode_chats, with_defaults
 from dllm_jax.decoding.options import ChatOptions
 from dllm_jax.nn.model import Model
-from dllm_jax.options import Options
+from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options import NonNegativeInt, Options, PositiveInt, check_argument, shown
+from dllm_jax.options.hints import NOTHING
 
 Split = Literal["train", "held_out"]
 
@@ -123,8 +126,14 @@ class ChecksumSplit(Options, abc.ABC):
 
 def examples(task: Task, seed: int | tuple[int, ...], size: int, count: int, split: Split) -> list[Example]:
     """Draws `count` examples as a pure function of the arguments; they may repeat in tiny tasks."""
+    check_argument("task", task, Task, ", such as dllm_jax.tasks.Recall()")
+    size = check_argument("size", size, PositiveInt)
+    count = check_argument("count", count, NonNegativeInt)
+    parts = seed if isinstance(seed, tuple) else (seed,)
+    if not parts or not all(isinstance(part, int | np.integer) and part >= 0 for part in parts):
+        raise ValueError(f"seed={shown(seed)} must be a whole number of at least 0, or a tuple of them")
     # The size is part of the seed, so that sizes do not share their first draws.
-    rng = np.random.default_rng([*(seed if isinstance(seed, tuple) else (seed,)), size])
+    rng = np.random.default_rng([*parts, size])
     return [task.example(rng, size, split) for _ in range(count)]
 
 
@@ -139,9 +148,30 @@ def exact(answers: list[str], wanted: list[Example]) -> list[bool]:
     return [answer.strip() == example.answer for answer, example in zip(answers, wanted, strict=True)]
 
 
-def prompt_arrays(tokenizer: Any, examples: list[Example], pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Encodes prompts by the chat template: ids int32 [b p], left-padded, and their mask bool [b p]."""
-    return encode_chats(tokenizer, [example.messages for example in examples], pad_id)
+def prompt_arrays(
+    tokenizer: Any,
+    examples: list[Example],
+    spec: ModelSpec | int,
+    template: Mapping[str, Any] | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Encodes prompts by the chat template: ids int32 [b p], left-padded, and their mask bool [b p].
+
+    Args:
+      tokenizer: Tokenizer of the checkpoint, with a chat template.
+      examples: the questions.
+      spec: Spec of the model: prompts are those of `dllm_jax.chat`. The id of padding alone sets no variable
+        of the template that the model's authors do.
+      template: Variables of the chat template by name, such as {"enable_thinking": True}.
+    """
+    check_tokenizer(tokenizer)
+    listed = isinstance(examples, list | tuple) and len(examples) > 0
+    if not listed or not all(isinstance(example, Example) for example in examples):
+        raise ValueError(f"examples={shown(examples)} must be a list of Example, at least one")
+    variables = NOTHING if template is None else template
+    pad_id = spec if type(spec) is int else check_argument("spec", spec, ModelSpec).eos_id
+    if isinstance(spec, ModelSpec):
+        variables = with_defaults(variables, spec)
+    return encode_chats(tokenizer, [example.messages for example in examples], pad_id, variables)
 
 
 def answers(

@@ -1,7 +1,7 @@
 """A source of batches that grows with the model: the next stage comes when the current one is mastered."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import jax.numpy as jnp
@@ -10,7 +10,15 @@ from annotated_types import Interval, MinLen
 from typing_extensions import override
 
 import dllm_jax as dj
-from dllm_jax.options import Fraction, NonNegativeInt, Options, PositiveFloat, PositiveInt, shown
+from dllm_jax.options import (
+    Fraction,
+    NonNegativeInt,
+    Options,
+    PositiveFloat,
+    PositiveInt,
+    check_argument,
+    shown,
+)
 from dllm_jax.tasks.base import Example, Task, accuracy, examples, prompt_arrays
 from dllm_jax.training.batch import T_MIN, Batch, Memory, Source
 
@@ -64,6 +72,7 @@ class Curriculum(Options, Source):
       review_examples: examples per review.
       first: the stage to begin with, for a model that has learnt those before it; len(stages) means that all
         are rehearsed from the first batch on.
+      template: Variables of the chat template (`encode_batch`).
     """
 
     stages: Annotated[tuple[Stage, ...], MinLen(1)]
@@ -73,6 +82,7 @@ class Curriculum(Options, Source):
     rehearsal: Fraction = 0.3
     review_examples: PositiveInt = 64
     first: NonNegativeInt = 0
+    template: Mapping[str, Any] | None = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -96,7 +106,7 @@ class Curriculum(Options, Source):
             current = int(rng.choice(len(weights), p=weights / weights.sum()))
         stage = self.stages[current]
         drawn = examples(stage.task, (self.seed, step), stage.size, stage.batch, "train")
-        batch = encode_batch(self.tokenizer, drawn, stage.length, self.spec)
+        batch = encode_batch(self.tokenizer, drawn, stage.length, self.spec, self.template)
         return batch._replace(t_min=stage.t_min)
 
     @override
@@ -111,7 +121,8 @@ class Curriculum(Options, Source):
         stage = self.stages[memory["stage"]]
         # New examples of the training half: the held-out half is for the evaluation alone.
         unseen = examples(stage.task, (self.seed, REVIEW + step), stage.size, self.review_examples, "train")
-        score = accuracy(model, self.tokenizer, unseen, self.review_examples, length=stage.length)
+        asked: dict[str, Any] = {"length": stage.length, "template": self.template}
+        score = accuracy(model, self.tokenizer, unseen, self.review_examples, **asked)
         return {"stage": memory["stage"] + int(score >= stage.bar), "accuracy": score}
 
 
@@ -122,9 +133,15 @@ def _end_of_turn(spec: dj.ModelSpec) -> int:
 
 
 def encode_batch(
-    tokenizer: Any, examples: Sequence[Example | tuple[str, str]], length: int, spec: dj.ModelSpec
+    tokenizer: Any,
+    examples: Sequence[Example | tuple[str, str]],
+    length: int,
+    spec: dj.ModelSpec,
+    template: Mapping[str, Any] | None = None,
 ) -> Batch:
     """Encodes examples to learn: each answer, then end-of-turn, then end-of-text up to `length`.
+
+    Prompts are those that `dllm_jax.chat` asks with the same `template`.
 
     For block-causal models end-of-text goes on to the end of a block, wherever that is: `answer_mask` says.
 
@@ -133,21 +150,29 @@ def encode_batch(
       examples: the questions with their answers, as `Example` or pairs of texts.
       length: response positions.
       spec: Spec of the model, whose end-of-text pads prompts (masked out) and answers (learnt).
+      template: Variables of the chat template by name. Default: enable_thinking=False of A2D models, as in
+        `dllm_jax.chat`.
 
     Raises:
-      ValueError: no pairs of texts, an answer that does not fit, or a model without an end-of-turn token.
+      ValueError: `template` with images, whose template is fixed; no pairs of texts, an answer that does not
+        fit, or a model without an end-of-turn token.
     """
-    end, images = _end_of_turn(spec), None
+    end, images = _end_of_turn(check_argument("spec", spec, dj.ModelSpec)), None
+    length = check_argument("length", length, PositiveInt)
+    if not isinstance(examples, Sequence) or isinstance(examples, str | bytes) or not examples:
+        raise ValueError(f"examples={shown(examples)} must be pairs of texts, at least one")
     for index, example in enumerate(examples):
         pair = isinstance(example, Example) or (isinstance(example, tuple) and len(example) == 2)
         if not pair or not all(isinstance(text, str) for text in example[:2]):
             raise ValueError(f"examples[{index}]={shown(example)} must be a pair of texts: prompt and answer")
     examples = [each if isinstance(each, Example) else Example(each[0], each[1]) for each in examples]
     if isinstance(tokenizer, dj.vision.Processor):
+        if template:
+            raise ValueError(f"template={shown(template)} is not supported with images: theirs is fixed")
         prompt, mask, images = tokenizer.batch(spec, [example.messages for example in examples])
         tokenizer = tokenizer.tokenizer
     else:
-        prompt, mask = prompt_arrays(tokenizer, examples, spec.eos_id)
+        prompt, mask = prompt_arrays(tokenizer, examples, spec, template)
     # An answer, its end of turn, and end of text up to the length: where to stop is learnt too.
     size = spec.context.size or 1
     answers = np.full((len(examples), length + size - 1), spec.eos_id, np.int32)

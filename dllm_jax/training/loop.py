@@ -3,6 +3,7 @@
 import contextlib
 import os
 import time
+import warnings
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -14,7 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dllm_jax.interrupts import uninterrupted
 from dllm_jax.nn.model import Model
 from dllm_jax.options import check_argument, local_path
-from dllm_jax.training.batch import Checked, Memory, Source
+from dllm_jax.state import host
+from dllm_jax.training.batch import IGNORED, Checked, Memory, Source
 from dllm_jax.training.config import TrainConfig
 from dllm_jax.training.loss import Metrics
 from dllm_jax.training.run_directory import Begun, LogEntry, RunDirectory, Window, check_names, record_of
@@ -68,7 +70,8 @@ def train(
         transformations, None for frozen parameters.
       trainable: Parameters to train: a tree of True and False (or of names), such as
         `{"embed": False, "layers": True, "norm": True, "head": False}`, or a function that returns one for
-        the parameters. Default: the whole decoder. True also trains the vision tower and projector of LLaDA-V
+        the parameters, such as `lora.trainable`. Default: the whole decoder, of models without LoRA adapters.
+        True also trains the vision tower and projector of LLaDA-V
         ("vision" in the tree). Frozen parameters have no gradient and no state, and are in no checkpoint.
       mesh: Devices to train on: axes "dp", "data" or "batch" split the batch, "fsdp" batch and parameters,
         "tp", "model" or "tensor" each layer (`dllm_jax.training.placement`). Default: the model's mesh, that
@@ -125,10 +128,11 @@ def _run(
 ) -> Run:
     """The steps that are left: each a batch and a `train_step`, some with a review or a checkpoint after."""
     config, (state, memory, entries, (window, tokens, seconds)) = setup.config, begun
-    first, start = int(state.step), time.monotonic() - seconds
+    first, start, warned = int(state.step), time.monotonic() - seconds, False
     task = bar.add_task("training", total=config.steps, completed=first, note="")
     for step in range(first, config.steps):
         batch = _batch(source, memory, step, setup)
+        warned = warned or _warn_of_nothing(batch, step, setup)
         tokens += batch.prompt.size + batch.answer.size
         with uninterrupted():  # XLA may be compiling, and ends the process if Python does meanwhile
             state, metrics = step_on(state, batch, setup)
@@ -164,6 +168,21 @@ def _batch(source: Source, memory: Memory, step: int, setup: Setup) -> Checked:
         return setup.batch(given)
     except ValueError as error:
         raise ValueError(f"the batch of step {step}: {error}") from error
+
+
+def _warn_of_nothing(batch: Checked, step: int, setup: Setup) -> bool:
+    """Warns of a batch without any answer token that counts; returns whether it has none."""
+    known = None if batch.answer_mask is None else host.readable(batch.answer_mask)
+    if known is None or known.any():
+        return False
+    decay = setup.config.weight_decay
+    warnings.warn(
+        f"the batch of step {step} has no answer token that counts (all are {IGNORED} or padding): it "
+        f"teaches nothing, and the optimizer's momentum and weight_decay={decay} alone move the weights. "
+        "Look for prompts that truncation leaves no answer. This is said once",
+        stacklevel=4,
+    )
+    return True
 
 
 def _on_host(window: list[Metrics], step: int) -> list[Metrics]:

@@ -6,6 +6,7 @@ With it, which parameters are trained, and by which transformation: masks and la
 import contextlib
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
+from dllm_jax.nn.low_rank import adapted, factors_of
 from dllm_jax.nn.mesh import current_mesh, number_modes
 from dllm_jax.nn.model import LayerPass, Model
 from dllm_jax.nn.parameters import Params
@@ -136,10 +138,12 @@ def prepare(
     for name in () if optimizer is None else OF_THE_OPTIMISER:
         if (value := getattr(config, name)) != getattr(default, name):
             raise ValueError(f"{name}={value} has no effect with optimizer=: say it there")
+    _check_adapters(model, trainable)
     # What is trained is a mask of the parameters' tree; the transformation sees None elsewhere.
     mask, chosen = assigned(
         labels(parameters(model), trainable), optimiser(config) if optimizer is None else optimizer
     )
+    _warn_of_base(model, mask)
     # The mesh that the user gave, the one that the model lies on, or that of jax.set_mesh.
     chosen_mesh = current_mesh(model.params) if mesh is None else mesh
     placement = None
@@ -149,6 +153,29 @@ def prepare(
         placement = Placement(chosen_mesh, model.rules)
     dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(parameters(model)))
     return Setup(model.spec, config, chosen, tuple(jax.tree.leaves(mask)), dtypes, placement)
+
+
+def _check_adapters(model: Model, trainable: Trainable | None):
+    """Raises ValueError if nobody says what of a model with adapters is trained."""
+    if trainable is None and adapted(model.params):
+        raise ValueError(
+            "trainable=None is not supported by a model with LoRA adapters: it would train the matrices "
+            "under them too, which lora.save does not write. Use trainable=lora.trainable for the adapters "
+            "alone, or trainable=True for everything"
+        )
+
+
+def _warn_of_base(model: Model, mask: PyTree[bool]):
+    """Warns if more of a model with adapters is trained than these."""
+    if not adapted(model.params):
+        return
+    factors = jax.tree.leaves(factors_of(parameters(model)))
+    if any(on and not factor for on, factor in zip(jax.tree.leaves(mask), factors, strict=True)):
+        warnings.warn(
+            "trainable= trains more than the model's LoRA adapters: lora.save writes these alone. Use "
+            "lora.merge and save_hf for the result, or trainable=lora.trainable",
+            stacklevel=4,
+        )
 
 
 def on_mesh(setup: Setup, params: PyTree[Array]) -> PyTree[Array]:
@@ -175,9 +202,9 @@ def labels(params: Params, trainable: Trainable | None) -> PyTree[bool | str]:
 
     Args:
       params: the model's (or their shapes).
-      trainable: a tree of booleans or names that the parameters extend (`{"embed": False, "layers": True,
-        "norm": True, "head": False}`), a function that gives one from the parameters, or None for the
-        decoder's. A mapping that does not mention a tower leaves it frozen.
+      trainable: True for everything, a tree of booleans or names that the parameters extend
+        (`{"embed": False, "layers": True, "norm": True, "head": False}`), a function that gives one from the
+        parameters, or None for the decoder's. A mapping that does not mention a tower leaves it frozen.
 
     Raises:
       ValueError: a tree of another structure, or a leaf that is neither a boolean nor a name.

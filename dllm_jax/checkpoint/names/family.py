@@ -145,6 +145,8 @@ class Family:
 
     def written(self, spec: ModelSpec) -> dict[str, Any]:
         """The keys of config.json that a spec determines; an unknown limit on positions is left out."""
+        if self.expert_keys and spec.experts is None:
+            raise ValueError(f"experts=None is not supported by {self.model_type}: its layers have experts")
         fields = {key: getattr(spec, name) for name, key in self.keys.items() if name != "rope_base"}
         fields |= {key: getattr(spec.experts, name) for name, key in self.expert_keys.items()}
         known = {key: value for key, value in fields.items() if value is not None}
@@ -187,4 +189,5 @@ class Family:
         # The first of the supported values; where it is null, an absent key says the same.
         required = {entry.key: entry.allowed[0] for entry in self.requirements}
         given = {key: value for key, value in required.items() if value is not None}
-        return given | self.template(spec) | self.written(spec)
+        written = self.written(spec)  # which refuses what the layout cannot hold
+        return given | self.template(spec) | written

@@ -85,7 +85,8 @@ def _tower(config: Config, fields: dict[str, Any]) -> dict[str, Any]:
 
 def of_vision(spec: ModelSpec) -> dict[str, Any]:
     """The keys that describe the tower, if it is not the published one."""
-    assert spec.vision is not None, "a LLaDA-V model has a tower"
+    if spec.vision is None:
+        raise ValueError("vision=None is not supported by family='llada-v': its models have a vision tower")
     keys = {"mm_hidden_size": spec.vision.width, "special_tokens": None}
     if spec.vision == VisionSpec():
         return keys
@@ -98,7 +99,7 @@ def of_vision(spec: ModelSpec) -> dict[str, Any]:
 
 def template(spec: ModelSpec) -> dict[str, Any]:
     """The other keys of a LLaDA-V config.json, for a model that never had one."""
-    assert spec.vision is not None, "a LLaDA-V model has a tower"
+    assert spec.vision is not None, "keys of the tower are written before"
     sides = [spec.vision.image * n for n in range(1, 7)]
     return {
         "architectures": ["LlavaLLaDAModelLM"],

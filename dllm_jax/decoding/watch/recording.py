@@ -1,7 +1,6 @@
 """Trace of one sequence as arrays on the host, from which pictures are drawn."""
 
 import dataclasses
-import operator
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ from jax.core import Tracer
 from jaxtyping import Bool, Float, Int
 
 from dllm_jax.engine.trace import Trace
-from dllm_jax.options import shown
+from dllm_jax.options import check_argument, shown
 from dllm_jax.state.host import everywhere
 from dllm_jax.state.inputs import EMBEDS_PLACEHOLDER
 from dllm_jax.state.text import decode
@@ -50,7 +49,6 @@ class Recording:
         """The recording of one sequence of a batch.
 
         Raises:
-          TypeError: `sequence` is no whole number.
           ValueError: nothing was recorded, the trace is traced or mapped (`jax.vmap`), or there is no such
             sequence.
         """
@@ -64,7 +62,7 @@ class Recording:
                 "mapped program (jax.vmap) one by one"
             )
         batch = trace.tokens.shape[1]
-        if not 0 <= operator.index(sequence) < batch:
+        if not 0 <= check_argument("sequence", sequence, int) < batch:
             raise ValueError(f"sequence={shown(sequence)} must be 0 to {batch - 1}: the batch has {batch}")
 
         # A trace that was made inside of jit has room for more steps than ran, and one of a batch has as many

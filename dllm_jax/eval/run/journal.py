@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from dllm_jax import locks, provenance
 from dllm_jax.eval.results.schema import Entry
 from dllm_jax.eval.run.files import as_json
-from dllm_jax.options import local_path, shown
+from dllm_jax.options import check_argument, local_path, shown
 
 
 class Asked(NamedTuple):
@@ -115,10 +115,12 @@ class Journal:
 
     def fail(self, asked: Asked, error: Exception | str, **more: Any):
         """Appends the reason why an item of `left` has no answer; `left` lists it again. See `answer`."""
-        reason = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else error
         self._add(asked, None, reason, more)
 
     def _add(self, asked: Asked, answer: Any, error: str | None, more: dict[str, Any]):
+        check_argument("asked", asked, Asked, ", an item of journal.left(items)")
+        check_argument("error", error, str | None)
         entry: Any = {"key": asked.key, "asked": asked.item, "answer": answer, "error": error}
         if both := sorted(entry.keys() & more.keys()):
             value = shown(more[both[0]])
@@ -242,7 +244,7 @@ class Journal:
 
 def _asked(items: Iterable[Any], settings: Any) -> list[Asked]:
     """The items with their keys: hashes of settings, item, and how many equal items came before."""
-    if isinstance(items, str | bytes):
+    if isinstance(items, str | bytes) or not isinstance(items, Iterable):
         raise ValueError(f"items={shown(items)} must be several items, such as a list of texts")
     asked, before = list[Asked](), Counter[str]()
     for number, item in enumerate(items):

@@ -30,6 +30,12 @@ class ValueProxy(Arrays):
     leaves = ("directions",)
     directions: Float[Array, "n k d r"]
 
+    def __init__(self, directions: Any):
+        self.directions = jnp.asarray(directions, jnp.float32)
+        if self.directions.ndim != 4:
+            shape = self.directions.shape
+            raise ValueError(f"directions has shape {shape}; expected [n, k, d, r]: use ValueProxy.of")
+
     @classmethod
     def of(cls, model: Model, rank: int) -> "ValueProxy":
         """The directions of a model: an eigendecomposition of k d x k d numbers for each layer.
