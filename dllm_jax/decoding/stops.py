@@ -30,7 +30,7 @@ def listed(stop: Any) -> tuple[str, ...]:
       ValueError: no list of texts, or an empty text.
     """
     several = isinstance(stop, Iterable) and not isinstance(stop, str | bytes | Mapping | np.generic)
-    texts = tuple(stop) if several else (None,)
+    texts: tuple[Any, ...] = tuple(stop) if several else (None,)
     if not all(isinstance(text, str) and text for text in texts):
         raise ValueError(f"stop={shown(stop)} {RULE}")
     return texts
