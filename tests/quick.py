@@ -154,6 +154,7 @@ LEFT_OUT: dict[str, str] = {
         test_policy_dkv_greedy.py::test_planned_positions_are_those_decoded
         test_policy_dllm_cache.py::test_each_of_the_four_kinds_of_step_renews_its_part
         test_policy_es_dllm.py::test_any_policy_and_drafts_delay_the_end
+        test_policy_es_dllm.py::test_evicted_pairs_are_not_attended_to_and_copies_are_what_was_retained
         test_policy_elastic.py::test_widened_counts_the_layers_that_a_refresh_recomputed
         test_policy_evict_prompt.py::test_pairs_are_chosen_anew_or_kept
         test_policy_intervals.py::test_these_steps_compute_the_prompt but DyLLM*

@@ -10,10 +10,10 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import samplers
 from dllm_jax.engine.widths import step_phases
-from dllm_jax.policies import ESDLLM
+from dllm_jax.policies import ESDLLM, SparseDLLM
 from dllm_jax.policies.parts.es_dllm_rows import EVERY, NARROW
 from dllm_jax.samplers import Candidates, Confidence, Threshold
-from dllm_jax.testing.runs import assert_same_run, assert_same_stats, of_sequence
+from dllm_jax.testing.runs import assert_close_scores, assert_same_run, assert_same_stats, finite, of_sequence
 from tests.models import begun, generated, prompts, tiny
 
 LENGTH = 24
@@ -40,6 +40,46 @@ def test_later_layers_run_as_many_rows_as_go_on_and_decode_the_same():
         assert_same_run(of_sequence(both.trace, sequence, width), alone.trace, computed=True)
         assert_same_stats(both.stats, alone.stats, sequence=sequence)
     assert (both.stats.widened_tokens < 0).all(), "rows that left are not computed"
+
+
+class Copying(ESDLLM):
+    """Copies pairs also where none is renewed before the block ends."""
+
+    def _copies(self, layout):
+        return True
+
+
+def test_evicted_pairs_are_not_attended_to_and_copies_are_what_was_retained():
+    """By Sparse-dLLM's rule: the replay of a recording checks which ones they are."""
+    settings = dict(prompt_every=6, block_every=3, ratios=(0.75, 0.5), depths=(0.0, 0.5))
+    evict = SparseDLLM(keep=0.4, kernel=3, delay=1)
+    options = dict(lengths=(9, 5), length=12, block=6, sampler=samplers.Confidence(), widths=None)
+    run = lambda policy: generated("dream", policy=policy, **options).trace
+    dense, evicted, copied = (
+        run(policy)
+        for policy in (ESDLLM(**settings), ESDLLM(**settings, evict=evict), Copying(**settings, evict=evict))
+    )
+    assert_same_run(evicted, copied, computed=True)
+    assert_close_scores(evicted, copied, atol=1e-6)
+    read, whole = np.asarray(evicted.read).sum(axis=-1), np.asarray(dense.read).sum(axis=-1)
+    assert (read[:2] == whole[:2]).all()
+    assert (read[2:6] < whole[2:6]).all()
+    assert (np.asarray(evicted.score) != np.asarray(dense.score))[2:].any()
+
+    # Everything retained, and nothing that leaves: the policy alone.
+    settings |= dict(ratios=(1.0,), depths=(0.0,))
+    kept = run(ESDLLM(**settings, evict=SparseDLLM(keep=1.0)))
+    assert_same_run(kept, run(ESDLLM(**settings)), computed=True)
+
+    # Pairs before the block that a later step renews are attended to as they were retained.
+    renewed = settings | dict(prompt_every=3, evict=SparseDLLM(keep=1.0))
+    scores = [finite(run(kind(**renewed)).score)[3:] for kind in (ESDLLM, Uncopied)]
+    assert np.abs(scores[0] - scores[1]).max() > 1e-4
+
+
+class Uncopied(ESDLLM):
+    def _copies(self, layout):
+        return False
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """ES-dLLM: rows that will not be decoded leave a step in early layers (arXiv:2603.10088)."""
 
 import dataclasses
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from annotated_types import Gt, Le, MinLen
 from jaxtyping import Array, Bool, Float, Int
@@ -11,17 +12,26 @@ from typing_extensions import override
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.mask import require_full_attention
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import Fraction, PositiveInt, TracedPositiveInt
+from dllm_jax.options import Fraction, NoneMeans, PositiveInt, TracedPositiveInt
 from dllm_jax.policies.base import Policy
 from dllm_jax.policies.parts import es_dllm_rows
 from dllm_jax.policies.parts.es_dllm_rows import Skipping
-from dllm_jax.state.cache import Cache
+from dllm_jax.policies.sparse_dllm import SparseDLLM
+from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import Rows
-from dllm_jax.state.selection import best
+from dllm_jax.state.selection import best, fraction_of, max_pool, mean_query_score
 from pallas_kernels.counting import count_marked
+
+
+class WithCopies(NamedTuple):
+    """Keys and values, and what they were when a block retained some of them."""
+
+    k: Float[Array, "*n b l k d"]
+    v: Float[Array, "*n b l k d"]
+    copies: KV
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +45,11 @@ class ESDLLM(Policy):
     changed since it last ran there. The best rows go on; the others keep their KV pairs in later layers, and
     the step does not unmask their tokens. Every `block_every` steps, all rows of the block run all layers.
 
-    Memory: Dense keys and values for all positions, and the stored rows of each depth, response only.
+    With `evict` the step after the first `evict.delay` of a block is whole. Each layer then retains the pairs
+    outside of the block that Sparse-dLLM would, and the block's later steps attend to them.
+
+    Memory: Dense keys and values for all positions, and the stored rows of each depth, response only. Evicted
+      pairs stay there, as in the reference, twice unless `prompt_every` is a multiple of the block.
 
     Limits: Needs an integer block, and no guidance, constraints, `early_commit` or `Edit`. At batch 1, short
       blocks save nothing on GPUs.
@@ -51,6 +65,7 @@ class ESDLLM(Policy):
       ratios: Proportions of the rows that run, in (0, 1], which never increase.
       depths: Relative depth from which on each proportion holds, in [0, 1), ascending from 0.
       compare: What has changed: the "hidden" output of the layer, or its "key", "value" or "query".
+      evict: Sparse-dLLM's rule (`SparseDLLM`) for the pairs to attend to. None attends to all.
     """
 
     prompt_every: PositiveInt = 64
@@ -59,10 +74,13 @@ class ESDLLM(Policy):
     ratios: Annotated[tuple[Annotated[float, Gt(0), Le(1)], ...], MinLen(1)] = (1.0, 0.5, 0.25)
     depths: Annotated[tuple[Fraction, ...], MinLen(1)] = (0.0, 0.125, 0.25)
     compare: Literal["hidden", "key", "value", "query"] = "hidden"
+    evict: Annotated[SparseDLLM | None, NoneMeans("nothing is evicted")] = None
 
     def __post_init__(self):
         super().__post_init__()
         es_dllm_rows.check_depths(self.ratios, self.depths)
+        if self.evict is not None and self.evict.side != "both":
+            raise ValueError(f"evict={self.evict!r} must have side='both', as the reference implementation.")
 
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
@@ -70,6 +88,10 @@ class ESDLLM(Policy):
         layers = super().init(spec, layout, batch, dtype).layers
         shared = Skipping.zeros(self.compare, len(self._exits(spec)), spec, layout, batch, dtype)
         nothing = jnp.zeros((batch, layout.length), bool)
+        if self.evict is not None:
+            shared = shared._replace(retained=jnp.zeros((batch, spec.layers, layout.length), bool))
+        if self._copies(layout):
+            layers = WithCopies(layers.k, layers.v, KV.zeros(spec, batch, layout.length, dtype))
         return Cache(layers, shared, jnp.zeros((batch, spec.layers)), no_output=nothing)
 
     @override
@@ -82,7 +104,16 @@ class ESDLLM(Policy):
 
     def _whole(self, canvas: Canvas) -> Bool[Array, "b 1"]:
         """Whether no row leaves the coming step."""
-        return self._renews(canvas) | (jnp.fmod(es_dllm_rows.slot(canvas), self.block_every) == 0)
+        whole = self._renews(canvas) | (jnp.fmod(es_dllm_rows.slot(canvas), self.block_every) == 0)
+        return whole if self.evict is None else whole | (canvas.block_step == self.evict.delay)[:, None]
+
+    @override
+    def reads(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+        """Everything, or after a step that evicts what some layer attends to."""
+        if self.evict is None:
+            return canvas.valid
+        some = jnp.any(cache.shared.retained, axis=1)
+        return canvas.valid & (some | (canvas.block_step <= self.evict.delay)[:, None])
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
@@ -117,6 +148,40 @@ class ESDLLM(Policy):
         confidence = jnp.where(decoded, 0.0, cache.shared.confidence)
         shared = cache.shared._replace(confidence=confidence, entered=count_marked(rows.real))
         return cache._replace(shared=shared, no_output=jnp.zeros_like(canvas.valid))
+
+    @override
+    def layer(
+        self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
+    ) -> tuple[Float[Array, "b q m"], LayerCache]:
+        """The default layer, which attends to what it has retained."""
+        if self.evict is None:
+            return super().layer(layer, x, cache, rows, canvas)
+        q, k = layer.qk(x, rows.positions)
+        cache = cache.write(rows, k=k, v=layer.value(x))
+        now, retained = cache.read(), cache.shared.retained
+        evicts = canvas.active & (canvas.block_step == self.evict.delay)
+        later = (canvas.block_step > self.evict.delay)[:, None]
+
+        # The step that evicts attends to everything. Its rows, those of the block, score all other keys.
+        block = canvas.predicting_positions(canvas.block)
+        outside = canvas.valid & ~block
+        score = max_pool(mean_query_score(q, now.k, rows.take(block) & rows.real), outside, self.evict.kernel)
+        count = fraction_of(count_marked(outside), self.evict.keep, canvas.layout.length)
+        new = block | best(jnp.where(outside, score, -jnp.inf), count)
+        chosen = jnp.where(evicts[:, None], new, retained[:, layer.index])
+        pairs = KV(now.k, now.v)
+        if self._copies(canvas.layout):
+            copied = (later & ~block)[..., None, None]
+            cache = cache.replace(evicts, pairs, part="copies")
+            pairs = jax.tree.map(lambda new, old: jnp.where(copied, old, new), pairs, now.copies)
+        mask = canvas.attends(rows, canvas.valid & (chosen | ~later))
+        o, _ = layer.attention(q, pairs.k, pairs.v, mask)
+        shared = cache.shared._replace(retained=retained.at[:, layer.index].set(chosen))
+        return layer.finish(x, o), cache._replace(shared=shared)
+
+    def _copies(self, layout: Layout) -> bool:
+        """Whether pairs are renewed after a block has retained them, which attends to them as they were."""
+        return self.evict is not None and self.prompt_every % layout.block != 0
 
     @override
     def _exit(

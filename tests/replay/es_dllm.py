@@ -9,12 +9,9 @@ from typing_extensions import override
 
 import dllm_jax as dj
 from dllm_jax.policies.parts import es_dllm_rows
-from dllm_jax.state.cache import KV
 from dllm_jax.state.rows import scatter
-from dllm_jax.state.selection import best, fraction_of, max_pool, mean_query_score
-from dllm_jax.xla.reductions import count_marked
 from tests.replay.case import Case
-from tests.replay.compare import closely, exactly
+from tests.replay.compare import Skipped, closely, exactly
 from tests.replay.stepping import states, trace_of
 
 
@@ -26,7 +23,6 @@ class Log(NamedTuple):
       importance: Score of each row at the exit before each layer or, after the last one, the end.
       remembered: Confidences that the scores used.
       delayed: Candidates that `Sampler.delay_eos` delays.
-      chosen: Positions that the block's later steps attend to in each layer, with Sparse-dLLM.
       kept: Positions that the rows of each layer attend to, with it.
     """
 
@@ -34,7 +30,6 @@ class Log(NamedTuple):
     importance: Float[Array, "b n_1 l"]
     remembered: Float[Array, "b l"]
     delayed: Bool[Array, "b l"]
-    chosen: Bool[Array, "b n l"]
     kept: Bool[Array, "b n l"]
 
 
@@ -46,7 +41,7 @@ class Logged(dj.policies.ESDLLM):
         cache, places = super().init(spec, layout, batch, dtype), (batch, spec.layers, layout.length)
         importance = jnp.zeros((batch, spec.layers + 1, layout.length))
         nothing = jnp.zeros(places, bool)
-        log = Log(nothing, importance, importance[:, 0], nothing[:, 0], nothing, nothing)
+        log = Log(nothing, importance, importance[:, 0], nothing[:, 0], nothing)
         return cache._replace(shared=(cache.shared, log))
 
     @override
@@ -75,39 +70,21 @@ class Logged(dj.policies.ESDLLM):
         own, log = cache.shared
         cache = super().observe(cache._replace(shared=own), canvas, rows, proposal)
         delayed = jnp.zeros_like(log.delayed) if proposal.delayed is None else proposal.delayed
-        return cache._replace(shared=(cache.shared, log._replace(delayed=delayed)))
-
-
-class WithSparseDLLM(Logged):
-    """The released combination: the second step of a block evicts, later ones attend to what it kept.
-
-    Nothing is freed: the dense pairs are masked. So it is no policy of the library.
-    """
-
-    keep, kernel, delay = 0.5, 3, 1
+        log = log._replace(delayed=delayed)
+        if self.evict is not None:
+            later = (canvas.block_step > self.evict.delay)[:, None, None]
+            log = log._replace(kept=canvas.valid[:, None] & (cache.shared.retained | ~later))
+        return cache._replace(shared=(cache.shared, log))
 
     @override
-    def _whole(self, canvas):
-        return super()._whole(canvas) | (canvas.block_step == self.delay)[:, None]
+    def reads(self, cache, canvas):
+        return super().reads(cache._replace(shared=cache.shared[0]), canvas)
 
     @override
     def layer(self, layer, x, cache, rows, canvas):
-        q, k = layer.qk(x, rows.positions)
-        cache, now = cache.update(rows, KV(k, layer.value(x)))
         own, log = cache.shared
-
-        # The step that evicts reads everything; it scores keys by the mean query of the block.
-        block = canvas.predicting_positions(canvas.block)
-        outside, step = canvas.valid & ~block, canvas.block_step[:, None]
-        score = mean_query_score(q, now.k, rows.take(block) & rows.real)
-        count = fraction_of(count_marked(outside), self.keep, canvas.layout.length)
-        chosen = block | best(max_pool(score, outside, self.kernel), count)
-        chosen = jnp.where(step == self.delay, chosen, log.chosen[:, layer.index])
-        kept = jnp.where(step > self.delay, chosen, canvas.valid)
-        o, _ = layer.attention(q, now.k, now.v, canvas.attends(rows, kept))
-        put = lambda array, new: array.at[:, layer.index].set(new)
-        log = log._replace(chosen=put(log.chosen, chosen), kept=put(log.kept, kept))
-        return layer.finish(x, o), cache._replace(shared=(own, log))
+        x, cache = super().layer(layer, x, cache._replace(shared=own), rows, canvas)
+        return x, cache._replace(shared=(cache.shared, log))
 
 
 COMPARED = {"HiddenState": "hidden", "Key": "key", "Value": "value", "Query": "query"}
@@ -118,22 +95,27 @@ def es_dllm(case: Case):
     s, arrays = case.settings, case.arrays
     s.only("temperature", 0.0)
     s.only("delay_eos", True)
-    s.only("num_transfer_tokens", 1)
     s.describes("top_p", "top_k", "answer")  # greedy: filters change nothing
     s["smallest_gap"].describes("importance", "confidence")
     numbers = tuple(map(float, s["proportions"])), tuple(map(float, s["positions"]))
     compare: Any = COMPARED[s["mode"]]
     settings = s["prompt_update_freq"], s["block_update_freq"], s["alpha"], *numbers, compare
+    evict = None
     if s["retention_ratio"] is None:
         s.describes("kernel_size", "delay_steps")
-        policy = Logged(*settings)
     else:
-        assert (s["retention_ratio"], s["kernel_size"], s["delay_steps"]) == (0.5, 3, 1)
-        policy = WithSparseDLLM(*settings)
+        rule = dict(keep=s["retention_ratio"], kernel=s["kernel_size"], delay=s["delay_steps"])
+        evict = dj.policies.SparseDLLM(**rule)
+    policy = Logged(*settings, evict=evict)
+    per_step = s["num_transfer_tokens"]
     sampler = dj.samplers.Confidence(delay_eos=True)
     if s["threshold"] is not None:
+        s.only("num_transfer_tokens", 1)  # the least number, which is one here
         sampler = dj.samplers.Threshold(s["threshold"], delay_eos=True)
+    if s["block_length"] % per_step:
+        raise Skipped(f"num_transfer_tokens={per_step} does not divide the block: schedules are even here")
     model, shape = case.model(eos_id=s["eos_token_id"]), dict(length=s["gen_length"], block=s["block_length"])
+    shape |= dict(steps=s["gen_length"] // per_step)
     options = dict(widths=case.widths, trace=True) | shape
     ran = list(states(model, arrays["prompt"], policy=policy, sampler=sampler, **options))
     trace = trace_of(ran)

@@ -30,11 +30,13 @@ class Skipping(NamedTuple):
       entered: Number of rows that entered the step.
       stored: What rows are compared with at each exit, at the last t positions; () where that is among the
         stored pairs.
+      retained: Positions that each layer has retained for the block's later steps; () unless it evicts.
     """
 
     confidence: Float[Array, "b l"]
     entered: Int[Array, "b"]
     stored: tuple[Float[Array, "b t *d"], ...]
+    retained: Bool[Array, "b n l"] | tuple[()] = ()
 
     @staticmethod
     def zeros(
