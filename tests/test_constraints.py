@@ -167,6 +167,13 @@ def test_positions_without_an_allowed_token_wait():
         assert out.stats.finite.all()
 
 
+def test_masks_that_waited_are_computed_by_d2cache():
+    choices = tuple((n, *range(n + 1, n + 8)) for n in (10, 20))
+    out = generated(block=8, policy=dj.policies.D2Cache(k=2, p=0.0), constraints=[S.OneOf(0, choices)])
+    assert out.stats.unfilled_tokens.tolist() == [0, 0]
+    assert {tuple(answer) for answer in np.asarray(out.tokens)[:, -8:].tolist()} <= set(choices)
+
+
 @pytest.mark.filterwarnings("ignore::dllm_jax.decoding.report.UnfilledWarning")
 def test_a_hole_is_no_end_of_text_and_every_way_to_ask_counts_it():
     """Masks behind an end-of-text are filled, the one in front of it is not."""

@@ -2,11 +2,13 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
+from dllm_jax.samplers import CertaintyPrior, DreamSchedule, Sequential, Threshold
 from dllm_jax.state.inputs import PositionsWarning
 from dllm_jax.testing.checks import PROGRAM, Subject, traced
 from dllm_jax.testing.runs import assert_same_run, of_sequence
@@ -56,11 +58,35 @@ def test_infilling_a_padded_row_equals_the_row_alone(family):
     model = tiny(family)
     template, mask = prompts(model, (10, 6))
     template[0, [2, 5]] = template[1, [0, 1, 2, 3, 4, 7]] = model.spec.mask_id
-    batch = dj.infill(model, template, token_mask=mask, trace=True)  # as many steps as real masks: 2
+    batch = dj.infill(model, template, token_mask=mask, trace=True)  # a step per mask
     alone = dj.infill(model, template[1:, 4:], steps=2, trace=True)
     assert_same_run(of_sequence(batch.trace, 1, 6), alone.trace)
     assert batch.stats.decoded_tokens.tolist() == [2, *alone.stats.decoded_tokens.tolist()] == [2, 2]
     assert batch.stats.answer_tokens[1] == alone.stats.answer_tokens[0] == 6
+
+
+UNEVEN = {  # family, block, policy, sampler
+    "blocks": ("llada", 3, policies.Policy(), Threshold(1.0)),
+    "schedule": ("llada", None, policies.Policy(), Sequential()),
+    "all in one": ("dream", 3, policies.SparseDLLM(), DreamSchedule(temperature=0.4)),
+    "density": ("llada", 2, policies.D2Cache(k=2), CertaintyPrior()),
+}
+
+
+@pytest.mark.parametrize("case", UNEVEN)
+@pytest.mark.parametrize("steps", [None, pytest.param(6, marks=pytest.mark.exhaustive)])
+def test_blocks_schedules_and_draws_of_a_template_are_its_own(case, steps):
+    """Templates of 9, 5 and 3 positions: blocks begin with each, and steps follow its own masks."""
+    family, block, policy, sampler = UNEVEN[case]
+    model, options = tiny(family), dict(block=block, policy=policy, sampler=sampler, steps=steps, trace=True)
+    m = model.spec.mask_id
+    templates = [[27, m, m, m, m, m, 46, m, 12], [30, m, m, m, m], [m, 21, m]]
+    keys = jax.random.split(jax.random.key(0), 3)
+    batch = dj.infill(model, templates, key=keys, **options)
+    for number, template in enumerate(templates):
+        alone = dj.infill(model, [template], key=keys[number : number + 1], **options)
+        assert_same_run(of_sequence(batch.trace, number, len(template)), alone.trace)
+        assert batch.stats.nfe[number] == alone.stats.nfe[0]
 
 
 def test_lists_of_any_lengths_are_padded_wherever_a_prompt_goes_in():

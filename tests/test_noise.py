@@ -33,8 +33,10 @@ draws = {
 }
 
 
-def at(batch: int, prompt: int = 3, response: int = 6, step=0, family: str = "llada"):
-    c = canvas(np.ones((batch, prompt + response)), prompt=prompt, family=family)
+def at(batch: int, prompt: int = 3, response: int = 6, step=0, family: str = "llada", padding: int = 0):
+    masks = np.ones((batch, padding + prompt + response))
+    valid = dict(valid=np.arange(masks.shape[1]) >= padding * masks) if padding else {}
+    c = canvas(masks, prompt=padding + prompt if prompt else 0, family=family, **valid)
     return dataclasses.replace(c, step=jnp.broadcast_to(jnp.asarray(step, jnp.int32), (batch,)))
 
 
@@ -43,8 +45,8 @@ def positions(batch: int, *index: int):
 
 
 @pytest.mark.parametrize("kind", draws)
-def test_a_draw_is_that_of_its_sequence_step_and_place_behind_the_prompt(kind):
-    """Whatever its batch mates are, how long the padding is, and what else is asked for."""
+def test_a_draw_is_that_of_its_sequence_step_and_place(kind):
+    """Whatever its batch mates are, how long padding and canvas are, and what else is asked for."""
     draw = jax.jit(draws[kind])
     both = draw(KeyNoise(KEYS[:2]), at(2), positions(2, 3, 5))
     swapped = draw(KeyNoise(KEYS[:2][::-1]), at(2), positions(2, 3, 5))
@@ -53,11 +55,11 @@ def test_a_draw_is_that_of_its_sequence_step_and_place_behind_the_prompt(kind):
     np.testing.assert_array_equal(swapped[0], alone[0])
 
     several = draw(KeyNoise(KEYS[:1]), at(1), positions(1, 3, 4, 5, 8))
-    long = draw(KeyNoise(KEYS[:1]), at(1, prompt=7), positions(1, 7, 8, 9, 12))
+    long = draw(KeyNoise(KEYS[:1]), at(1, padding=4, response=9), positions(1, 7, 8, 9, 12))
     np.testing.assert_array_equal(several, long)
     np.testing.assert_array_equal(draw(KeyNoise(KEYS[:1]), at(1), positions(1, 5)), several[:, 2:3])
     template = draw(KeyNoise(KEYS[:1]), at(1, prompt=0, response=4), positions(1, 0, 3))
-    padded = draw(KeyNoise(KEYS[:1]), at(1, prompt=0, response=6), positions(1, 2, 5))
+    padded = draw(KeyNoise(KEYS[:1]), at(1, prompt=0, response=6, padding=2), positions(1, 2, 5))
     np.testing.assert_array_equal(template, padded)
 
     # All differ from one another, and steps are the sequences' own.

@@ -80,12 +80,14 @@ def test_positions_behind_the_first_committed_stop_token_are_given_up():
     assert members(behind_first_eos(nothing)) == [[]]
 
 
-@pytest.mark.exhaustive
-def test_tracking_the_whole_canvas_is_exact():
+def test_tracking_the_whole_canvas_is_exact_also_behind_a_stop():
+    first = np.asarray(generated(policy=policies.Policy(), block=8).tokens)
+    stops = [[int(first[0, -6])], [int(first[1, -5])]]  # masks stand behind them when they are found
     ours, exact = (
-        generated(policy=policy, block=8).trace
+        generated(policy=policy, block=8, stop=stops).trace
         for policy in (policies.ElasticCache(window=8, track=17), policies.Policy())
     )
+    assert (np.asarray(exact.tokens)[len(ours.tokens) - 2] == tiny("llada").spec.mask_id).any()
     assert_same_run(ours, exact)
     assert_close_scores(ours, exact, atol=2e-6)
 

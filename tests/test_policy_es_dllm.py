@@ -26,6 +26,14 @@ def phases(policy: ESDLLM, batch: int) -> tuple[str, ...]:
     return step_phases(policy, spec, layout, (LENGTH,), batch, jax.devices()[0])
 
 
+def test_renewing_the_prompt_in_each_step_is_exact_in_one_block_with_a_suffix():
+    ours, exact = (
+        generated(policy=policy, length=8, block=8, suffix=[[7, 8, 9]]).trace
+        for policy in (ESDLLM(prompt_every=1), dj.policies.Policy())
+    )
+    assert_same_run(ours, exact)
+
+
 def test_later_layers_run_as_many_rows_as_go_on_and_decode_the_same():
     """A batch compiles both phases, a sequence alone the one that runs all rows in place."""
     assert (phases(POLICY, 2), phases(POLICY, 1)) == ((NARROW, EVERY), (EVERY,))

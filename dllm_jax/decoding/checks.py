@@ -77,7 +77,7 @@ def _warn(case: Case):
     if case.asked.sampler.max_steps(layout) > layout.response and not spec.context.has_blocks:
         # It follows the schedule.
         positions = max(layout.end - layout.prompt, layout.blocks * layout.block)
-        if (idle := layout.steps - positions) > 0:
+        if (idle := layout.steps - positions) > 0 and not layout.step_per_mask:
             exceed = f"steps={layout.steps} exceed length={positions}"
             message = f"{exceed}: {idle} of these forward passes unmask nothing"
             warnings.warn(message, inputs.IdleStepsWarning, stacklevel=6)

@@ -123,8 +123,8 @@ def infill(model: Model, tokens: inputs.Ids, **options: Unpack[InfillOptions]) -
         `sampler=DreamOn()`. The text around the masks moves with them; the output has end-of-text after the
         filled template (`Stats.length`). Policies as in `generate`. Default: one token for each mask.
       block: Block length. Blocks are decoded from left to right. Default: one block.
-      steps: Number of denoising steps. Default: the largest number of masks in any sequence, or one step per
-        position if there are several blocks.
+      steps: Number of denoising steps of each sequence, spread over its blocks, which begin with its first
+        token. Default: one step per mask.
       policy: Cache policy (`generate`).
       sampler: Remasking strategy (`generate`).
       key: Random key, required if the sampler draws (`generate`).

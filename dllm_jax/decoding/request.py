@@ -33,7 +33,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument, check_names, shown
 from dllm_jax.policies.base import for_model
-from dllm_jax.samplers import KeyNoise, Noise, RecordedNoise
+from dllm_jax.samplers import KeyNoise, Noise, RecordedNoise, Sampler
 from dllm_jax.state import host, inputs
 from dllm_jax.state.host import AnyArray
 from dllm_jax.state.layout import Layout
@@ -111,18 +111,16 @@ def prepare_infill(model: Model, tokens: inputs.Ids, **options: Unpack[InfillOpt
     if not fixed_at(asked.sampler.cfg_scale, 0):
         raise ValueError(f"cfg_scale={asked.sampler.cfg_scale}: infilling has no prompt to guide by; use 0")
     valid = np.ones(tokens.shape, bool) if mask is None else mask
-    room, steps = template_room(asked, model.spec, tokens, valid), asked.steps
+    _check_masks(tokens, valid, model.spec.mask_id)
+    room = template_room(asked, model.spec, tokens, valid)
     length = tokens.shape[1] + room
     block, tail = blocks_of(block, model.spec, infilled=True, sampler=asked.sampler)
 
-    # Blocks share the steps equally, however many masks each has: a step per position always suffices.
-    if steps is None and block in (None, length):
-        steps = _most_masks(tokens, valid, model.spec.mask_id)
-
     # With a prompt of 0 positions the masks may stand anywhere on the canvas.
-    whole, cut = asked.sampler.whole_blocks, model.spec.context.cut_short
-    layout = Layout.of(0, length, block, steps, mask is not None, 0, tail, whole, cut)
-    layout = completed(layout, asked, tokens.shape[1])
+    padded, cut = mask is not None, model.spec.context.cut_short
+    layout = Layout.of(0, length, block, asked.steps, padded, 0, tail, whole_blocks=False, cut_short=cut)
+    _check_whole_blocks(layout, asked.sampler, valid, room)
+    layout = completed(_paced(layout, asked.steps), asked, tokens.shape[1])
     tokens, valid = inputs.masked_response(tokens, valid, room + tail, model.spec)
     return _planned(model, Inputs(tokens, valid), layout, asked, extra=0)
 
@@ -206,16 +204,32 @@ def _suffix_ids(suffix: inputs.Ids, batch: int, spec: ModelSpec) -> Int[AnyArray
     return ids
 
 
-def _most_masks(tokens: Int[AnyArray, "b l"], valid: Bool[AnyArray, "b l"], mask_id: int) -> int:
-    """The largest number of masks in a sequence of a template."""
-    if host.module(tokens, valid) is jnp:
-        raise ValueError(
-            "steps must be given when infill is traced or tokens are global: the number of masks is not known"
-        )
-    most = int(np.max(np.sum((tokens == mask_id) & valid, axis=1)))
-    if most == 0:
+def _check_masks(tokens: Int[AnyArray, "b l"], valid: Bool[AnyArray, "b l"], mask_id: int):
+    """Raises ValueError for templates without a mask, where they can be read."""
+    known = host.module(tokens, valid) is not jnp
+    if known and not np.any((tokens == mask_id) & valid):
         raise ValueError(f"tokens hold no mask id {mask_id}: nothing to fill")
-    return most
+
+
+def _check_whole_blocks(layout: Layout, sampler: Sampler, valid: Bool[AnyArray, "b l"], room: int):
+    """Raises ValueError for templates whose last block is shorter than the sampler can verify."""
+    if not sampler.verifies:
+        return
+    readable = host.module(valid) is not jnp
+    lengths = np.unique(np.sum(valid, axis=1)) + room if readable else [layout.length]
+    if (layout.padded and not readable) or any(length % layout.block for length in lengths if length):
+        raise ValueError(
+            f"block={layout.block} must divide the length of each template, {[int(n) for n in lengths]}: "
+            f"{type(sampler).__name__} verifies whole blocks. Use Threshold(), or pad the text."
+        )
+
+
+def _paced(layout: Layout, steps: int | None) -> Layout:
+    """The layout of templates, whose blocks may be shorter, and begin with each template."""
+    own = layout.padded and layout.block < layout.length and not layout.shares_first
+    shorter = layout.shorter_last or own
+    pace = dict(step_per_mask=True) if steps is None else dict(steps=steps)
+    return dataclasses.replace(layout, shorter_last=shorter, **pace)
 
 
 def stop_of(stop: Stops, spec: ModelSpec) -> StopIds | StopTable | None:

@@ -118,8 +118,12 @@ def remaining(canvas: Canvas) -> Bool[Array, "b"]:
 
 
 def slowest(canvas: Canvas) -> Int[Array, ""]:
-    """Where the current block begins of the sequences that are least advanced; the end without any left."""
-    return jnp.min(jnp.where(remaining(canvas), canvas.block_start, canvas.layout.end))
+    """Positions in front of the current block, of the sequences that are least advanced.
+
+    They are counted from the first block, and negative where a prompt's end shares that.
+    """
+    done = canvas.layout.end - canvas.layout.prompt
+    return jnp.min(jnp.where(remaining(canvas), canvas.block_start - canvas.first_block, done))
 
 
 def block_finished(canvas: Canvas, policy: Policy, sampler: Sampler) -> Bool[Array, "b"]:
@@ -128,7 +132,7 @@ def block_finished(canvas: Canvas, policy: Policy, sampler: Sampler) -> Bool[Arr
     A block with masks goes on after its schedule if the policy offered fewer positions than the schedule
     wanted; Elastic-Cache may leave masks after an end-of-text for good.
     """
-    schedule_over = canvas.schedule_step >= canvas.layout.steps_per_block
+    schedule_over = canvas.schedule_step >= canvas.steps_per_block
     nothing_offered = ~any_marked(offered_positions(policy, canvas))
     return _settled(sampler.finished(canvas) | (schedule_over & nothing_offered), canvas)
 

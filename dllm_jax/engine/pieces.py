@@ -80,7 +80,7 @@ def run_piece(
         stats=final_stats(plan, after, tokens),
         steps=canvas.passes,
         # A block that a prompt's end shares is the first one too.
-        block=jnp.maximum(-((plan.layout.prompt - start) // plan.layout.block), 0),
+        block=jnp.maximum(-(-start // plan.layout.block), 0),
         settled=jnp.where(running, settled_positions(plan, canvas), plan.layout.length),
         logprobs=final_logprobs(record, canvas, tokens),
         confidence=confidence,

@@ -125,11 +125,14 @@ def at_end(policy: Policy, canvas: Canvas) -> bool:
 
 
 def exceeds(width: int, need: Bool[Array, "b l"], policy: Policy, canvas: Canvas) -> Bool[Array, "b"]:
-    """Sequences that need more than a width holds: so many positions, or the last ones of the canvas."""
+    """Sequences that need more than a width holds: so many positions, or the last ones of the canvas.
+
+    What needs the whole canvas takes a full step, also where a policy has a width for it.
+    """
     if at_end(policy, canvas):
         before = jnp.arange(need.shape[1]) < need.shape[1] - width
         return any_marked(need & before)
-    return count_marked(need) > width
+    return count_marked(need) > min(width, need.shape[1] - 1)
 
 
 def narrowest(

@@ -126,7 +126,10 @@ class D2Cache(Policy):
     def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
         """Updates the confidence where the step scored a position, and the influence in active sequences."""
         known: Salience = cache.shared
-        confidence = jnp.where(proposal.score > -jnp.inf, proposal.score, known.confidence)
+        predicted = rows.mask()
+        if canvas.spec.shifted or canvas.spec.context.has_causal_passes:
+            predicted = jnp.take_along_axis(predicted, canvas.predictor, axis=1)
+        confidence = jnp.where(predicted & canvas.masked, proposal.score, known.confidence)
         influence = d2cache_rollout.column_sums(known.rolled, rows, canvas.valid)
         influence = jnp.where(canvas.active[:, None], influence, known.influence)
         return cache._replace(shared=Salience(confidence, influence, rolled=()))

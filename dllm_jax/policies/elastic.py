@@ -43,8 +43,8 @@ class ElasticCache(Policy):
 
     Limits: A good `gamma` differs between models; a value too high recomputes most layers.
 
-    Equals exact decoding when: the response takes one step. Without a shifted output head, also when window
-      and track cover the canvas.
+    Equals exact decoding when: the response takes one step. Without a shifted output head, also in one block
+      when window and track cover the canvas.
     Differences: Old queries are recomputed from the stored inputs instead of being stored. Batches work, and
       each sequence refreshes on its own. A block smaller than the response limits the window.
 
@@ -78,8 +78,12 @@ class ElasticCache(Policy):
 
     @override
     def eligible(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        """The window: the leftmost masks."""
-        return leftmost(canvas.eligible & self.undecided(canvas), self.window)
+        """The window, in front of a stop."""
+        return canvas.eligible & self.in_window(canvas)
+
+    def in_window(self, canvas: Canvas) -> Bool[Array, "b l"]:
+        """The leftmost masks up to the end of the block; positions attend to those after a stop, too."""
+        return leftmost(self.undecided(canvas) & (canvas.position < canvas.block_end), self.window)
 
     def undecided(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Masks that are still to be decoded."""
@@ -88,7 +92,7 @@ class ElasticCache(Policy):
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Positions that predict masks."""
         return canvas.predicting_positions(
-            self.eligible(canvas) if self.block_caching else self.undecided(canvas)
+            self.in_window(canvas) if self.block_caching else self.undecided(canvas)
         )
 
     @override

@@ -223,7 +223,7 @@ class Sampler(Options, abc.ABC):
         prompt's end, a block without masks is finished whatever its schedule, as in SDAR's reference
         implementation.
         """
-        schedule_over = canvas.schedule_step >= canvas.layout.steps_per_block
+        schedule_over = canvas.schedule_step >= canvas.steps_per_block
         if self.allow_mask_token:
             return schedule_over
         return (schedule_over | canvas.spec.context.has_blocks) & ~any_marked(canvas.unanswered)

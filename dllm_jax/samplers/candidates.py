@@ -1,6 +1,6 @@
 """Values that a sampler gets and returns in a denoising step: candidates, random numbers, its decision.
 
-Draws are indexed by (sequence, its own step, distance from the canvas's end), so they do not depend on left
+Draws are indexed by (sequence, its own step, position counted from its first token), so they do not depend on
 padding, on the other sequences of the batch or on how many positions are drawn together.
 """
 
@@ -148,9 +148,9 @@ class KeyNoise(NamedTuple):
         def at(sequence_key, step, position):
             return draw(jax.random.fold_in(jax.random.fold_in(sequence_key, 2 * step + stream), position))
 
-        # Positions count from the end of the canvas, so that left padding changes no draw.
         over_positions = jax.vmap(at, in_axes=(None, None, 0))
-        return jax.vmap(over_positions)(typed_key(self.keys), canvas.step, canvas.layout.length - index)
+        position = index - canvas.first_position[:, None]
+        return jax.vmap(over_positions)(typed_key(self.keys), canvas.step, position)
 
 
 class RecordedNoise(NamedTuple):

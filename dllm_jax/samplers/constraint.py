@@ -79,9 +79,7 @@ class OneOf(Constraint):
         """Tokens of choices that agree with what is unmasked; anything at positions of no choice."""
         table = jnp.asarray(self.table(canvas.spec))
         width = table.shape[1]
-        first = canvas.layout.prompt + self.start
-        if canvas.layout.prompt == 0:  # a template, with padding on its left
-            first = first + jnp.argmax(canvas.valid, axis=1)[:, None]
+        first = canvas.first_block[:, None] + self.start
         place = jnp.broadcast_to(first + jnp.arange(width), (len(index), width))
         tokens, masked = gather(canvas.tokens, place), gather(canvas.masked, place)
         agrees = jnp.all(masked[:, None] | (tokens[:, None] == table), axis=2)

@@ -12,7 +12,7 @@ from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import LARGEST, TracedUnlessZero
 from dllm_jax.samplers.base import Alg, Sampler, check_ends_unordered
 from dllm_jax.samplers.candidates import Candidates, Noise, require_noise
-from dllm_jax.samplers.transfer import dream_fractions
+from dllm_jax.samplers.transfer import dream_fraction, dream_fractions
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.selection import best
 from dllm_jax.traced import fixed_at
@@ -83,8 +83,12 @@ class DreamSchedule(Sampler):
         """The fraction 1 - s/t of the masked positions: a coin for each ("origin"), else the surest ones."""
         # Steps beyond the schedule, for masks that the policy did not offer in time, take the last fraction,
         # 1.
-        steps = canvas.layout.steps_per_block
-        fraction = jnp.asarray(dream_fractions(steps, self.eps))[jnp.minimum(canvas.schedule_step, steps - 1)]
+        steps = canvas.steps_per_block
+        step = jnp.minimum(canvas.schedule_step, steps - 1)
+        if isinstance(steps, int):
+            fraction = jnp.asarray(dream_fractions(steps, self.eps))[step]
+        else:
+            fraction = dream_fraction(step, steps, self.eps)
 
         # "origin": each position on its own, so that the number of decoded tokens is random.
         score, index = candidates.score, candidates.index

@@ -50,13 +50,15 @@ class EarlyCommit(Options):
             raise ValueError(
                 f"answer={self.answer} must be below the response's length, {canvas.layout.response}"
             )
-        place = canvas.position - canvas.layout.prompt - self.answer
+        place = canvas.position - canvas.first_block[:, None] - self.answer
         return canvas.everything & (place >= 0) & (place < self.positions)
 
     def threshold(self, canvas: Canvas) -> Float[Array, "b"]:
         """That of the coming step, by its number among the scheduled ones, counted from 1."""
         # 100 step / steps below 33 and 67, in whole numbers.
         percent, steps = 100 * (canvas.step + 1), canvas.layout.steps
+        if canvas.layout.step_per_mask:
+            steps = jnp.sum(canvas.masked | (canvas.decoded_at >= 0), axis=1)
         later = jnp.where(percent < 67 * steps, self.middle, self.late)
         return jnp.where(percent < 33 * steps, self.early, later)
 

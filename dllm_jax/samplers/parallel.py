@@ -264,4 +264,9 @@ class Sequential(UntilDone):
 
 def scheduled(canvas: Canvas) -> Int[Array, "b"]:
     """How many positions a whole block's schedule decodes in the coming step, at least one."""
-    return jnp.maximum(even_schedule(canvas, canvas.layout.block), 1)
+    whole = jnp.full_like(canvas.step, canvas.layout.block)
+    if canvas.layout.step_per_mask:
+        return jnp.ones_like(whole)
+    if not (canvas.layout.prompt or canvas.spec.context.has_blocks):  # templates may be shorter than a block
+        whole = jnp.minimum(whole, canvas.layout.end - canvas.first_block)
+    return jnp.maximum(even_schedule(canvas, whole), 1)

@@ -195,9 +195,7 @@ class Regex(Constraint):
     @override
     def allowed(self, canvas: Canvas, index: Int[Array, "b c"]) -> Bool[Array, "b c v"]:
         """Tokens of accepted texts that agree with what is unmasked; anything in front of `start`."""
-        first = jnp.full((len(index), 1), canvas.layout.prompt + self.start)
-        if canvas.layout.prompt == 0:  # a template, with padding on its left
-            first = first + jnp.argmax(canvas.valid, axis=1)[:, None]
+        first = canvas.first_block[:, None] + self.start
         place = first + jnp.arange(canvas.layout.end - canvas.layout.prompt - self.start)
         own = place < canvas.layout.end
         masked = gather(canvas.masked, place) & own

@@ -9,15 +9,15 @@ from dllm_jax.state.selection import best
 from dllm_jax.traced import Number
 
 
-def even_schedule(canvas: Canvas, positions: int | None = None) -> Int[Array, "b"]:
+def even_schedule(canvas: Canvas, positions: Int[Array, "b"] | None = None) -> Int[Array, "b"]:
     """LLaDA's transfer schedule: the block's masks spread over its steps, the remainder to the early ones.
 
     Counts are of the masks when the block began, or of `positions` instead. Steps beyond the schedule, for
     masks that the policy did not offer in time, decode as many as its first.
     """
     # K = block masks // steps, and one more in each of the first (block masks mod steps) steps.
-    steps = canvas.layout.steps_per_block
-    masks = canvas.block_masks if positions is None else jnp.full_like(canvas.block_masks, positions)
+    steps = canvas.steps_per_block
+    masks = canvas.block_masks if positions is None else positions
     remainder = masks % steps
     beyond = canvas.schedule_step >= steps
     one_more = jnp.where(beyond, remainder > 0, canvas.schedule_step < remainder)
@@ -33,7 +33,7 @@ def rounded_schedule(canvas: Canvas) -> Int[Array, "b"]:
     # m / s rounds to 0 until s < 2m: such steps are skipped, and each step after one decodes one token. So
     # what is left says how many were skipped, and nothing is remembered.
     masks = jnp.sum(canvas.eligible, axis=1, dtype=jnp.int32)
-    steps = canvas.layout.steps_per_block - canvas.schedule_step
+    steps = canvas.steps_per_block - canvas.schedule_step
     steps = jnp.maximum(jnp.minimum(steps, 2 * masks - 1), 1)
     count, rest = masks // steps, masks % steps
     above_half, half = 2 * rest > steps, 2 * rest == steps
@@ -46,7 +46,7 @@ def linear_schedule(canvas: Canvas) -> Int[Array, "b"]:
     Steps that would decode none are left out, so that there are at most M.
     """
     total, left = canvas.block_masks, jnp.sum(canvas.eligible, axis=1, dtype=jnp.int32)
-    steps = jnp.maximum(jnp.minimum(canvas.layout.steps_per_block, total), 1)
+    steps = jnp.maximum(jnp.minimum(canvas.steps_per_block, total), 1)
     stay = total * jnp.maximum(steps - canvas.schedule_step - 1, 0) // steps
     return jnp.maximum(left - stay, 1)
 
@@ -80,6 +80,12 @@ def dream_fractions(steps: int, eps: float) -> np.ndarray:
     # The last step decodes all that is left.
     fractions[-1] = 1
     return fractions
+
+
+def dream_fraction(step: Int[Array, "b"], steps: Int[Array, "b"], eps: float) -> Float[Array, "b"]:
+    """The same for one step of each sequence's own grid: float32, but not rounded as torch rounds it."""
+    time = lambda step: 1 - (1 - eps) * (step / steps)
+    return jnp.where(step == steps - 1, 1.0, 1 - time(step + 1) / time(step))
 
 
 def dream_times(steps: int, eps: float) -> np.ndarray:

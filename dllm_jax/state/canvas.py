@@ -96,6 +96,20 @@ class Canvas:
         """Sequences whose draft the network verifies in this step."""
         return jnp.zeros_like(self.done) if self.verifying is None else self.verifying
 
+    # -- where a sequence begins: what counts from there is the same in any batch and bucket -----------
+
+    @property
+    def first_position(self) -> Int[Array, "b"]:
+        """Position of each sequence's first token, after padding on its left."""
+        if not self.layout.padded:
+            return jnp.zeros_like(self.step)
+        return jnp.argmax(self.valid, axis=1).astype(self.step.dtype)
+
+    @property
+    def first_block(self) -> Int[Array, "b"]:
+        """Where each sequence's first block begins: after the prompt, or with a template's first token."""
+        return jnp.full_like(self.step, self.layout.prompt) if self.layout.prompt else self.first_position
+
     # -- sets of positions --------------------------------------------------------------------------
 
     @property
@@ -303,6 +317,16 @@ class Canvas:
         if self.growth is None:
             return tokens
         return jnp.where(self.growth.exist(self.position), tokens, self.spec.eos_id)
+
+    @property
+    def steps_per_block(self) -> Int[Array, "b"] | int:
+        """Denoising steps of a fixed schedule in each sequence's current block; a number if all are equal."""
+        layout = self.layout
+        if layout.step_per_mask:
+            return jnp.maximum(self.block_masks, 1)
+        if not layout.padded or layout.prompt or layout.block >= layout.length:
+            return layout.steps_per_block
+        return -(-layout.steps // -(-(layout.end - self.first_block) // layout.block))
 
     @property
     def schedule_step(self) -> Int[Array, "b"]:

@@ -192,6 +192,8 @@ def new_canvas(
         kind = BlockCausal
     if spec.context.has_causal_passes:
         kind, stored = CausalContext, jnp.argmax(valid, axis=1).astype(jnp.int32)
+    if not layout.prompt and not spec.context.has_blocks and layout.padded:
+        start = jnp.argmax(valid, axis=1).astype(jnp.int32)
     canvas = kind(
         tokens=tokens.astype(jnp.int32),
         decoded_at=jnp.full(tokens.shape, -1, jnp.int32),

@@ -26,6 +26,8 @@ class Layout(Options):
       sliding: Schedule of a sliding block; None where blocks do not slide.
       initial: Number of response positions that exist before the first step, where answers grow up to
         `response`; None where they have one length.
+      step_per_mask: Whether each block has as many steps as masks when it begins, and `steps` is their upper
+        bound: the default of infilling.
       longest: Largest number of tokens of an answer that grows.
       adaptive: Schedule of blocks that end at a delimiter; None where they do not.
       shorter_last: Whether the last block may have fewer positions than the others.
@@ -52,6 +54,7 @@ class Layout(Options):
     adaptive: Annotated[AdaBlock | None, NoneMeans("blocks of one length")] = None
     initial: Annotated[PositiveInt | None, NoneMeans("all of the response")] = None
     longest: Annotated[PositiveInt | None, NoneMeans("all of the response")] = None
+    step_per_mask: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -67,7 +70,7 @@ class Layout(Options):
         length = self.end - self.prompt
         if length % self.block and not (self.tail or self.shorter_last):
             raise ValueError(f"response={length} must be a multiple of block={self.block}")
-        if self.steps % self.blocks:
+        if self.prompt and self.steps % self.blocks:
             raise ValueError(
                 f"steps={self.steps} must be a multiple of the number of blocks, "
                 f"length / block = {length} / {self.block}"
@@ -154,7 +157,9 @@ class Layout(Options):
     @property
     def shortest_block(self) -> int:
         """Lower bound of the positions of a block, where blocks are fixed and lie in the response."""
-        if self.cut_short:
+        if self.cut_short or (
+            self.shorter_last and self.padded and not self.prompt
+        ):  # or a template's own end
             return 1
         return (self.end - self.prompt) % self.block or self.block if self.shorter_last else self.block
 
@@ -170,13 +175,17 @@ class Layout(Options):
 
     @property
     def steps_per_block(self) -> int:
-        """Denoising steps per block of a fixed schedule."""
-        return self.steps // self.blocks
+        """Denoising steps per block of a fixed schedule; of templates see `Canvas.steps_per_block`."""
+        return -(-self.steps // self.blocks)
 
     @property
     def scheduled_steps(self) -> int:
-        """Upper bound of a fixed schedule's steps: a prompt's end may share a block, which is one more."""
-        return self.steps + (self.steps_per_block if self.shares_first else 0)
+        """Upper bound of a fixed schedule's steps: a prompt's end may share a block, which is one more.
+
+        Those of a template are rounded up to its own blocks.
+        """
+        rounded = 0 if self.prompt else self.blocks - 1
+        return self.steps + rounded + (self.steps_per_block if self.shares_first else 0)
 
     @property
     def shares_first(self) -> bool:

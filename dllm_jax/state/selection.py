@@ -92,7 +92,11 @@ def certainty_density(canvas: Canvas, index: Int[Array, "b c"], sigma: Number) -
 
     # Summed directly in float32; the released code's FFT has noise of 1e-7 and may fall below 0.
     phi = lambda distance: jnp.exp(-divided(distance.astype(jnp.float32) ** 2, 2 * sigma**2))
-    distance = (index - prompt)[:, :, None] - jnp.arange(-g, 2 * g)
-    return jnp.einsum("bcj,bj->bc", phi(distance), extended, precision="highest") / jnp.sum(
-        phi(jnp.arange(-3 * g, 3 * g))
-    )
+    place, far = jnp.arange(-g, 2 * g), jnp.arange(-3 * g, 3 * g)
+    total = jnp.sum(phi(far))
+    if not prompt and canvas.layout.padded:  # G of a template is its own number of positions
+        size = g - canvas.first_position[:, None]
+        extended *= (place >= g - 2 * size) & (place < g + size)
+        total = jnp.sum(phi(far) * ((far >= -3 * size) & (far < 3 * size)), axis=1, keepdims=True)
+    distance = (index - prompt)[:, :, None] - place
+    return jnp.einsum("bcj,bj->bc", phi(distance), extended, precision="highest") / total

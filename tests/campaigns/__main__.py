@@ -26,12 +26,13 @@ from tests.campaigns import (
     malformed,
     messages,
     stops,
+    ways,
 )
 from tests.campaigns.verdicts import Outcome, Verdict
 from tests.programs import forget_in_time
 
 CAMPAIGNS: tuple[ModuleType, ...] = (
-    malformed, configs, adapters, generations, arguments, batches, journals, messages, stops, kills,
+    malformed, configs, adapters, generations, arguments, batches, journals, messages, stops, ways, kills,
 )  # fmt: skip
 MEMORY = 16 * 2**30  # bytes; a case that allocates more fails
 

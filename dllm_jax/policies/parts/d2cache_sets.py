@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from dllm_jax.options import LARGEST
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.selection import best, certainty_density
 from dllm_jax.traced import Count, Number, fixed_at
@@ -16,7 +17,8 @@ class Salience(NamedTuple):
     """Statistics that decide which positions the next step computes.
 
     Attributes:
-      confidence: the sampler's, from the last step that computed the position while masked; -inf if none did.
+      confidence: the sampler's, from the last step that computed the position while masked; -inf if none did,
+        or no token was allowed there.
       influence: column sums of the last step's attention rollout.
       rolled: computed rows of the rollout matrix, [b q l] during a step and () between steps.
     """
@@ -59,10 +61,10 @@ def search_range(canvas: Canvas, count: Int[Array, "b"]) -> Bool[Array, "b l"]:
     """
     # The rightmost of the first `count` masks decides; without any, the first block.
     masked = canvas.masked & canvas.response
-    prompt, block = canvas.layout.prompt, canvas.layout.block
+    first, block = canvas.first_block, canvas.layout.block
     among_first = masked & (jnp.cumsum(masked, axis=1) <= count[:, None])
-    last = jnp.max(jnp.where(among_first, canvas.position, prompt), axis=1)
-    return canvas.position < (prompt + ((last - prompt) // block + 1) * block)[:, None]
+    last = jnp.max(jnp.where(among_first, canvas.position, first[:, None]), axis=1)
+    return canvas.position < (first + ((last - first) // block + 1) * block)[:, None]
 
 
 def expected_masks(score: Float[Array, "b l"], canvas: Canvas, k: Count) -> Bool[Array, "b l"]:
@@ -76,13 +78,14 @@ def expected_masks(score: Float[Array, "b l"], canvas: Canvas, k: Count) -> Bool
       k: masks per step.
     """
     # What is left of the block, spread over its remaining steps and rounded up.
-    steps_left = jnp.maximum(canvas.layout.steps_per_block - canvas.block_step, 1)
+    steps_left = jnp.maximum(canvas.steps_per_block - canvas.block_step, 1)
     per_step = -(-count_marked(canvas.eligible) // steps_left)
     count = jnp.maximum(k, per_step)
 
     # Eligible masks go first, at any score of the others (the released code adds the largest score to
     # them).
-    now = best(jnp.where(canvas.eligible, score, -jnp.inf), count)
+    # Masks without a confidence come last: they waited for others to be allowed a token.
+    now = best(jnp.where(canvas.eligible, jnp.maximum(score, -LARGEST), -jnp.inf), count)
     later = canvas.masked & search_range(canvas, count) & ~canvas.eligible
     return now | best(jnp.where(later, score, -jnp.inf), count - count_marked(now))
 

@@ -84,7 +84,7 @@ def proportions(ratios: tuple[float, ...], depths: tuple[float, ...], layers: in
 
 def slot(canvas: Canvas) -> Int[Array, "b 1"]:
     """Returns the slot of the coming step: each block has as many as positions, however many it takes."""
-    return (canvas.block_start - canvas.layout.prompt + canvas.block_step)[:, None]
+    return (canvas.block_start - canvas.first_block + canvas.block_step)[:, None]
 
 
 def entering(canvas: Canvas, renews: Bool[Array, "b 1"]) -> Bool[Array, "b l"]:
@@ -92,14 +92,16 @@ def entering(canvas: Canvas, renews: Bool[Array, "b 1"]) -> Bool[Array, "b l"]:
 
     Args:
       canvas: State before the step.
-      renews: Sequences that compute everything in front of the block too; in the first step, everything.
+      renews: Sequences that compute everything in front of the block too, and the text after the answer; in
+        the first step, everything.
     """
     block = canvas.predicting_positions(canvas.block)
     decoded = canvas.predicting_positions(canvas.just_decoded) & canvas.block_begins
     end = jnp.max(jnp.where(block, canvas.position, -1), axis=1, keepdims=True)
     first = jnp.min(jnp.where(block | decoded, canvas.position, end), axis=1, keepdims=True)
     between = (canvas.position >= jnp.where(renews, 0, first)) & (canvas.position <= end)
-    return canvas.first_step | between
+    suffix = renews & (canvas.position >= canvas.layout.end)
+    return canvas.first_step | between | suffix
 
 
 # -- rows that leave -----------------------------------------------------------------------------------------

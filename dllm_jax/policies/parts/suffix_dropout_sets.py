@@ -59,7 +59,7 @@ class Drawn(SuffixSet, abc.ABC):
     def draws(self, canvas: Canvas, distance: Int[Array, "b l"]) -> Float[Array, "b l"]:
         """Uniform [0, 1) draws of the block, at these distances; anything at negative ones."""
         layout, key = canvas.layout, seeded(self.seed)
-        number = (canvas.block_start - layout.prompt) // layout.block
+        number = (canvas.block_start - canvas.first_block) // layout.block
         of_block = lambda n: jax.random.uniform(jax.random.fold_in(key, n), (layout.response,))
         draws = jax.vmap(of_block)(number)
         return jnp.take_along_axis(draws, jnp.clip(distance, 0, layout.response - 1), axis=1)
