@@ -1,6 +1,9 @@
 """Requests in flight: each is answered as if it were alone, whatever is beside it and whatever interrupts."""
 
 import itertools
+import re
+import sys
+import warnings
 from typing import Any
 from unittest import mock
 
@@ -225,6 +228,7 @@ def test_options_that_no_request_could_have_are_refused_at_the_call(unannotated,
         dj.generate_many(tiny("llada"), **dict(prompts=[[1]]) | SHORT | options)
 
 
+@pytest.mark.filterwarnings("ignore::dllm_jax.decoding.report.LengthWarning")
 @pytest.mark.filterwarnings("error")
 def test_each_request_may_say_how_long_its_answer_is(unannotated):
     """The default length is of those alone that give none: here it exceeds the context."""
@@ -239,7 +243,7 @@ def test_each_request_may_say_how_long_its_answer_is(unannotated):
             pass
     with pytest.raises(ValueError, match="max_length=8 must be at least length=9"):
         dj.generate_many(model, [short], **growing, length=9, max_length=8)
-    ((_, out),) = dj.generate_many(model, [short | {"max_length": 8}], slots=1, nonfinite="ignore", **growing)
+    ((_, out),) = dj.generate_many(model, [short | {"max_length": 8}], slots=1, **growing)
     assert out.tokens.shape[1] >= 8
 
 
@@ -321,3 +325,65 @@ def test_slots_are_split_over_devices(axes):
         for out in (found[i], again[i]):
             np.testing.assert_array_equal(out.tokens, alone.tokens)
         assert_same_stats(found[i].stats, alone.stats)
+
+
+@pytest.mark.parametrize(("family", "options"), [
+    ("llada", dict(policy=policies.DKVGreedy(), sampler=samplers.Threshold(0.9))),
+    ("llada", dict(policy=policies.FOCUS())),
+    ("sdar", dict(policy=policies.SuffixDropout(), block=None)),
+])  # fmt: skip
+def test_what_is_refused_when_it_is_traced_is_refused_once_for_each_request(family, options):
+    options = dict(length=8, slots=1) | options
+    answers = dj.generate_many(tiny(family), [[7, 8], [9]], errors="return", **options)
+    found = dict(itertools.islice(answers, 5))
+    assert found.keys() == {0, 1}
+    assert all(isinstance(error, ValueError) for error in found.values())
+    raising = dj.generate_many(tiny(family), [[7, 8], [9]], **options)
+    for index in range(2):
+        refuses(f"request {index}: {re.escape(str(found[index]))}", next, raising)
+    assert next(raising, None) is None
+
+
+def test_a_waiting_request_is_prepared_once_for_each_length_of_slots(monkeypatch):
+    module, calls = sys.modules["dllm_jax.decoding.generate_many"], []
+    real = module.prepare
+    monkeypatch.setattr(module, "prepare", lambda *given, **how: calls.append(0) or real(*given, **how))
+    options = dict(length=4, block=4, buckets=dj.buckets.Ladder((4, 16)), slots=2)
+    asked = [{"prompt": [7] * 9, "steps": 2}] * 4 + [{"prompt": [7, 8], "block": 2}] * 6
+    assert len(list(dj.generate_many(tiny("llada"), asked, **options))) == len(asked)
+    assert len(calls) <= 1 + len(asked) + 6
+
+
+def test_warnings_point_at_the_line_of_the_user_once_a_call():
+    """Of every way to ask; of `generate_many`, one for all requests."""
+    model = tiny("llada")
+    model = model.replace_spec(positions=4)
+    asked, late = [[7, 8], [9]], dict(length=4, block=4, steps=8)
+    tokenizer = dj.load_tokenizer(dj.bundled.path("tiny-llada"))
+    talk = [[{"role": "user", "content": letter}] for letter in "ab"]
+    asks = dict(template={"nothing": 1}, length=4)
+    chatty = tiny("llada", vocab=112, mask_id=2, eos_id=1, eot_id=5)
+    calls = {
+        "generate": lambda: dj.generate(model, asked, **late),
+        "infill": lambda: dj.infill(model, [[7, model.spec.mask_id, 8]], steps=8),
+        "stream": lambda: list(dj.stream(model, asked, **late)),
+        "many": lambda: list(dj.generate_many(model, asked, **late)),
+        "compare": lambda: dj.compare(
+            model, asked, [policies.Policy(), policies.DualCache()], repeats=1, **late
+        ),
+        "warmup": lambda: dj.warmup(model, dj.buckets.Ladder((4, 8)), **late),
+        "slots": lambda: dj.warmup(model, dj.buckets.Ladder((4, 8)), slots=2, **late),
+        "chat": lambda: dj.chat(chatty, tokenizer, talk, steps=8, **asks),
+        "stream_chat": lambda: list(
+            dj.stream_chat(chatty, tokenizer, talk, template={"nothing": 1}, length=4)
+        ),
+        "likelihood": lambda: dj.log_likelihood(model, asked, [[7, 8, 9]] * 2, key=KEY, draws=2, strata=1),
+    }
+    for name, call in calls.items():
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            call()
+        assert told, name
+        assert {one.filename for one in told} == {__file__}, (name, [one.filename for one in told])
+        kinds = [(one.category, one.lineno) for one in told]
+        assert len({*kinds}) == len(kinds), (name, kinds)

@@ -186,6 +186,7 @@ def test_sequences_without_finite_logits_are_told_of_at_the_end():
         list(dj.stream(broken, prompt, nonfinite="raise", **LAYOUT))
 
 
+@pytest.mark.filterwarnings("ignore::dllm_jax.decoding.report.LengthWarning")
 def test_a_bar_counts_tokens_and_changes_nothing(capsys):
     model = tiny("llada")
     prompt, mask = prompts(model, (9, 5))
@@ -203,6 +204,17 @@ def test_a_bar_counts_tokens_and_changes_nothing(capsys):
 
     # An answer that grows has more tokens than masks at the beginning.
     sampler = samplers.DAEDAL(high=0.0, expansion=6, insert_below=0.0)
-    growing = dict(length=6, max_length=30, block=6, sampler=sampler, nonfinite="ignore", progress=True)
+    growing = dict(length=6, max_length=30, block=6, sampler=sampler, progress=True)
     assert dj.generate(model, [[1, 2, 3]], **growing).stats.length.tolist() == [30]
     assert "30/30" in capsys.readouterr().err
+
+
+def test_tokens_of_a_verified_draft_stay_while_the_next_one_is_made():
+    options = dict(length=9, sampler=samplers.SelfSpeculation(block=3, threshold=0.3))
+    parts, before = list(dj.stream(tiny("nemotron"), [[7, 8, 9], [5]], every=1, **options)), np.zeros(2, int)
+    for part in parts[:-1]:
+        assert np.all(part.settled >= before)
+        before = part.settled
+        for row, final, end in zip(part.tokens, parts[-1].tokens, part.settled, strict=True):
+            np.testing.assert_array_equal(row[:end], final[:end])
+    assert np.all(before > 6)

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import json
 import re
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn, Protocol, Unpack, cast, runtime_checkable
 
@@ -23,6 +22,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument, check_names, shown
 from dllm_jax.options.hints import NOTHING
+from dllm_jax.options.notices import warn
 from dllm_jax.state import host
 from dllm_jax.state.host import AnyArray
 from dllm_jax.state.inputs import Prompts, padded_together
@@ -161,7 +161,9 @@ def encode_chats(
         raise ValueError("messages are empty: there is no conversation to answer")
     names = ["messages"] if len(conversations) == 1 else [f"messages[{i}]" for i in range(len(conversations))]
     pairs = zip(conversations, names, strict=True)
-    return padded_together([chat_ids(tokenizer, one, template, name) for one, name in pairs], pad_id)
+    ids = padded_together([_chat_ids(tokenizer, one, template, name) for one, name in pairs], pad_id)
+    _warn_of_unread(tokenizer, template)
+    return ids
 
 
 def chat_ids(
@@ -181,6 +183,15 @@ def chat_ids(
       ValueError: an empty conversation, a message with images, a text with a lone surrogate, a template that
         rewrites a special token of a message, or a tokenizer without a chat template.
     """
+    ids = _chat_ids(tokenizer, conversation, template, name)
+    _warn_of_unread(tokenizer, template)
+    return ids
+
+
+def _chat_ids(
+    tokenizer: Any, conversation: list[Message], template: Mapping[str, Any], name: str
+) -> list[int]:
+    """`chat_ids`, without a warning."""
     if not isinstance(conversation, list | tuple):
         raise ValueError(f"{name}={shown(conversation)} {RULE}")
     if not conversation:
@@ -222,7 +233,7 @@ def render(
       ValueError: the template rewrites a special token that a message spells, or a text holds a lone
         surrogate.
     """
-    _check_template(tokenizer, template)
+    _check_template(template)
     check_texts(name, conversation)
     conversation = _with_system_in_user(tokenizer, conversation, name)
 
@@ -311,23 +322,26 @@ def template_variables(name: str, text: str) -> dict[str, Any]:
     raise ValueError(f"{name}={shown(text)} must be a JSON object: '{{\"enable_thinking\": false}}'")
 
 
-def _check_template(tokenizer: Any, template: Mapping[str, Any]):
-    """Warns of variables that the chat template does not read; raises ValueError for what is no mapping."""
+def _check_template(template: Mapping[str, Any]):
+    """Raises ValueError for what is no mapping from names."""
     if not isinstance(template, Mapping) or not all(isinstance(name, str) for name in template):
         raise ValueError(
             f'template={shown(template)} must be variables by name: {{"enable_thinking": False}}'
         )
     check_texts("template", template)
+
+
+def _warn_of_unread(tokenizer: Any, template: Mapping[str, Any]):
+    """Warns of variables that the chat template does not read."""
     # A template that knows no thinking does not think.
     asked = {name for name, value in template.items() if (name, value) != ("enable_thinking", False)}
     if not asked or not isinstance(tokenizer.chat_template, str):
         return
     known = jinja2.meta.find_undeclared_variables(jinja2.Environment().parse(tokenizer.chat_template))
     if unread := sorted(asked - known):
-        warnings.warn(
+        warn(
             f"template variables {', '.join(unread)} have no effect: the chat template reads "
-            f"{', '.join(sorted(known))}",
-            stacklevel=4,
+            f"{', '.join(sorted(known))}"
         )
 
 

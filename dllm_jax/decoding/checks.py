@@ -3,7 +3,6 @@
 A check that concerns one feature lies with the feature, where it is written in terms of that alone.
 """
 
-import warnings
 from typing import NamedTuple
 
 from dllm_jax.decoding.options import Asked
@@ -17,6 +16,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import Params
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_numbers
+from dllm_jax.options.notices import Notice
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers import Constraint, Sampler
 from dllm_jax.state import host, inputs
@@ -46,13 +46,12 @@ class Case(NamedTuple):
 
 
 def check_request(case: Case):
-    """Raises ValueError, by name, if parts of a request do not go together; warns of steps and lengths.
+    """Raises ValueError, by name, if parts of a request do not go together.
 
     Checks come in the order in which their messages help.
     """
     asked, policy, layout, spec = case.asked, case.policy, case.layout, case.model.spec
     sampler = asked.sampler
-    _warn(case)
     if asked.logprobs is not None:
         _check_logprobs(asked.logprobs, sampler, spec)
     for options in (policy, sampler, *case.constraints):
@@ -68,19 +67,20 @@ def check_request(case: Case):
     check_schedule(layout, policy, sampler)
 
 
-def _warn(case: Case):
-    """Warns of a canvas beyond the model's context, and of steps that decode nothing."""
+def notices_of(case: Case) -> tuple[Notice, ...]:
+    """Warnings of a canvas beyond the model's context, and of steps that decode nothing."""
     layout, spec = case.layout, case.model.spec
 
     # What a bucket adds is padding, no part of the length that a model was made for.
-    inputs.warn_of_length(layout.end - case.extra, spec, stacklevel=6)
+    found = inputs.notices_of_length(layout.end - case.extra, spec)
     if case.asked.sampler.max_steps(layout) > layout.response and not spec.context.has_blocks:
         # It follows the schedule.
         positions = max(layout.end - layout.prompt, layout.blocks * layout.block)
         if (idle := layout.steps - positions) > 0 and not layout.step_per_mask:
             exceed = f"steps={layout.steps} exceed length={positions}"
             message = f"{exceed}: {idle} of these forward passes unmask nothing"
-            warnings.warn(message, inputs.IdleStepsWarning, stacklevel=6)
+            found.append(Notice(message, inputs.IdleStepsWarning))
+    return tuple(found)
 
 
 def _check_logprobs(count: int, sampler: Sampler, spec: ModelSpec):

@@ -17,6 +17,7 @@ from dllm_jax.decoding.request import prepare
 from dllm_jax.engine.loop import denoise
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, call, check_argument, check_names, shown
+from dllm_jax.options.notices import tell
 from dllm_jax.policies.base import Policy
 from dllm_jax.state import host, inputs
 
@@ -120,7 +121,7 @@ def compare(
     outputs = [output for _, output in first]
     for run, output in zip(runs, outputs, strict=True):
         plan = run.placed.plan
-        report(output.stats, plan.policy, plan.sampler, run.placed.nonfinite, stacklevel=2)
+        report(output.stats, plan.policy, plan.sampler, run.placed.nonfinite)
     mean = lambda array: float(np.mean(host.everywhere(array)))
     return Comparison(
         tuple(
@@ -168,8 +169,12 @@ def compiled(model: Model, asked: Sequence[tuple[Any, dict[str, Any]]]) -> list[
     There XLA times kernels while it compiles, which other programs would disturb.
     """
 
+    told = set[type[Warning]]()
+
     def lowered(prompt: Any, options: dict[str, Any]) -> tuple[Placed, jax.stages.Lowered, float]:
-        placed = place(model, prepare(model, prompt, **options), prompt)
+        request = prepare(model, prompt, **options)
+        tell(request.notices, told)
+        placed = place(model, request, prompt)
         start = time.perf_counter()
         return placed, denoise.lower(placed.model, placed.inputs, placed.plan), time.perf_counter() - start
 

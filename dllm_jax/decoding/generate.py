@@ -11,6 +11,7 @@ from dllm_jax.decoding.stream import watched
 from dllm_jax.engine.loop import denoise
 from dllm_jax.interrupts import uninterrupted
 from dllm_jax.nn.model import Model
+from dllm_jax.options.notices import tell
 from dllm_jax.state import inputs
 
 
@@ -71,7 +72,8 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
       buckets: Bucket lengths (`dllm_jax.buckets`) to which prompts are padded, so that requests of all
         lengths share few programs. Changes speed, never tokens. The padding is not part of the output.
       nonfinite: Action for sequences whose logits hold NaN or infinity: "warn", "raise" or "ignore". They end
-        at that step (`Stats.finite`); other sequences continue. "ignore" does not wait for the statistics.
+        at that step (`Stats.finite`); other sequences continue. "ignore" does not wait for the
+        results, unless other warnings may depend on them (constraints, answers that grow, classes of yours).
       interventions: Values to set or change at named places of the network (`Intervention`), in order. They
         are runtime arguments.
       progress: Whether to draw a progress bar on standard error. Results do not change.
@@ -89,9 +91,8 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
     Warns:
       dllm_jax.engine.nonfinite.NonFiniteWarning: Logits held NaN or infinity, with nonfinite="warn".
       dllm_jax.decoding.report.UnfilledWarning: Masks are left, by constraints without an allowed token or by
-        a policy or sampler of yours, unless nonfinite="ignore".
-      dllm_jax.decoding.report.LengthWarning: Answers were to grow beyond `max_length`, unless
-        nonfinite="ignore".
+        a policy or sampler of yours.
+      dllm_jax.decoding.report.LengthWarning: Answers were to grow beyond `max_length`.
       dllm_jax.state.inputs.PositionsWarning: Prompt and response exceed the model's context length.
       dllm_jax.state.inputs.IdleStepsWarning: There are more steps than tokens to unmask.
 
@@ -157,6 +158,7 @@ def infill(model: Model, tokens: inputs.Ids, **options: Unpack[InfillOptions]) -
 
 def _answered(model: Model, request: Request, given: inputs.Ids) -> Output:
     """Runs prepare, place and denoise."""
+    tell(request.notices)
     placed = place(model, request, given)
     if request.progress:
         output = watched(placed)
@@ -165,5 +167,5 @@ def _answered(model: Model, request: Request, given: inputs.Ids) -> Output:
             ended = denoise(placed.model, placed.inputs, placed.plan)
         output = collect(placed, *ended)
     plan = request.plan
-    report(output.stats, plan.policy, plan.sampler, request.nonfinite, stacklevel=3)
+    report(output.stats, plan.policy, plan.sampler, request.nonfinite)
     return output

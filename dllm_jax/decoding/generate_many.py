@@ -29,6 +29,7 @@ from dllm_jax.engine.prefix import Prefix
 from dllm_jax.nn.keys import Keys, one_key, seeded
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument, check_names, shown
+from dllm_jax.options.notices import tell
 
 if TYPE_CHECKING:
     import rich.progress
@@ -189,6 +190,8 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
         self._slots: Slots | None = None
         self._lane: Any = None
         self._entered = 0  # requests that have entered in the turn of this lane
+        self._longer: dict[tuple[int, int], Waiting] = {}  # requests on longer rungs, by index and rung
+        self._told = set[type[Warning]]()  # warnings about requests are given once
 
     def __next__(self) -> tuple[int, Output | Exception]:
         while not self._answered:
@@ -198,7 +201,7 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
         index, answer = next(iter(self._answered.items()))
         if isinstance(answer, Output):
             try:
-                report(answer.stats, self._policy, self._sampler, self._nonfinite, stacklevel=2)
+                report(answer.stats, self._policy, self._sampler, self._nonfinite)
             except FloatingPointError as error:
                 answer = error
             except Warning:  # where the user's program makes errors of them: this one is told once
@@ -236,6 +239,7 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
         """Forgets a request: its answer was yielded, or is not wanted."""
         self._open.pop(index, None)
         self._answered.pop(index, None)
+        self._longer = {key: longer for key, longer in self._longer.items() if key[0] != index}
 
     @property
     def _waiting(self) -> list[Waiting]:
@@ -279,6 +283,7 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
                 return
             try:
                 waiting = self._prepared(self._read, self._item)
+                tell(waiting.request.notices, self._told)
             except (ValueError, TypeError) as error:
                 self._answered[self._read] = error
             else:
@@ -316,12 +321,24 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
         return Waiting(index, options, request, lane)
 
     def _enter(self):
-        """Requests of the lane enter slots that are free, and steps run."""
+        """Requests of the lane enter slots that are free, and steps run.
+
+        Some options are refused only when a program is traced: all requests of the lane then have that error.
+        """
+        try:
+            self._enter_slots()
+        except (ValueError, TypeError) as error:
+            lane = self._lane
+            refused = [w for w in self._open.values() if w.lane == lane and w.index not in self._answered]
+            self._answered |= {waiting.index: error for waiting in refused}
+            self._slots, self._lane, self._held = None, None, {}
+
+    def _enter_slots(self):
         if not self._held and (waiting := self._waiting):
             oldest, self._entered = waiting[0], 0
             if self._slots is None or oldest.lane != self._lane:
-                self._slots = None  # frees the memory of the slots before
-                self._slots, self._lane = Slots(self._model, oldest.request, self._count), oldest.lane
+                self._slots, self._lane = None, oldest.lane  # frees the memory of the slots before
+                self._slots = Slots(self._model, oldest.request, self._count)
         if self._slots is None:
             return
         for slot in sorted(set(range(self._slots.count)) - self._held.keys()):
@@ -348,9 +365,11 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
         rung = ladders.Ladder((self._slots.prompt,))
         for waiting in self._waiting:
             if waiting.request.plan.layout.prompt < self._slots.prompt:
-                longer = self._checked(waiting.index, waiting.options | {"buckets": rung})
-                if longer.lane == self._lane:
-                    return longer
+                key = waiting.index, self._slots.prompt
+                if key not in self._longer:
+                    self._longer[key] = self._checked(waiting.index, waiting.options | {"buckets": rung})
+                if self._longer[key].lane == self._lane:
+                    return self._longer[key]
         return None
 
 

@@ -19,6 +19,7 @@ from dllm_jax.nn.keys import one_key
 from dllm_jax.nn.mesh import constrain, current_mesh, number_modes, over_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, TracedUnlessZero, check_argument, check_names, shown
+from dllm_jax.options.notices import tell
 from dllm_jax.state import host, inputs
 from dllm_jax.state.host import AnyArray
 from dllm_jax.traced import Number, argument, fixed_at
@@ -186,7 +187,7 @@ def _asked(model: Model, prompt: Any, answer: Any, estimator: Estimator) -> Aske
         raise ValueError(
             f"prompt has {prompt.shape[0]} sequences, answer has {answer.shape[0]}; they must be equal"
         )
-    inputs.warn_of_length(prompt.shape[1] + answer.shape[1], spec, stacklevel=5)
+    tell(inputs.notices_of_length(prompt.shape[1] + answer.shape[1], spec))
     if estimator.order == "confidence":
         masks = np.ones((1, *answer.shape), bool) if real is None else real[None]
     elif estimator.masks is None:

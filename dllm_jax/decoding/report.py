@@ -1,12 +1,11 @@
 """Warnings and errors about a finished generation: what was not finite, idled, or was not filled."""
 
-import warnings
-
 import numpy as np
 from jax.core import Tracer
 
 from dllm_jax.engine.nonfinite import NonFinite, NonFiniteWarning
 from dllm_jax.engine.stats import Stats
+from dllm_jax.options.notices import warn
 from dllm_jax.options.returned import users_own
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.base import Sampler
@@ -26,8 +25,8 @@ class LengthWarning(UserWarning):
     """Answers of a generation reached their maximum length, and were to grow further."""
 
 
-def report(stats: Stats, policy: Policy, sampler: Sampler, how: NonFinite, stacklevel: int):
-    """Tells of a generation by its statistics; waits for it unless `how` is ignore.
+def report(stats: Stats, policy: Policy, sampler: Sampler, how: NonFinite):
+    """Tells of a generation by its statistics; waits for it if there may be something to tell.
 
     Nothing is told inside of a traced program, whose values are not known.
 
@@ -35,8 +34,7 @@ def report(stats: Stats, policy: Policy, sampler: Sampler, how: NonFinite, stack
       stats: Statistics of the generation. All processes must call this if they are global.
       policy: Policy of the generation.
       sampler: Sampler of the generation.
-      how: warn, raise, or say nothing.
-      stacklevel: Stack level of a warning, as `warnings.warn` counts from here.
+      how: warn, raise, or say nothing of logits that are not finite.
 
     Raises:
       FloatingPointError: sequences ended for want of finite logits, and `how` is to raise.
@@ -47,26 +45,30 @@ def report(stats: Stats, policy: Policy, sampler: Sampler, how: NonFinite, stack
       UnfilledWarning: masks are left, by constraints without an allowed token, or by policy or sampler.
       LengthWarning: answers ended at their maximum length although they were to grow.
     """
-    if how == "ignore" or isinstance(stats.finite, Tracer):
+    if isinstance(stats.finite, Tracer):
         return
-    if stats.masked_tokens is not None and (masked := host.everywhere(stats.masked_tokens)).any():
+    # The library's own classes leave none, so that nobody waits to see that.
+    waits = how != "ignore" or _of_user(policy, sampler) != (False, False)
+    if waits and stats.masked_tokens is not None and (masked := host.everywhere(stats.masked_tokens)).any():
         message = _masked(masked, stats, policy, sampler)
-        warnings.warn(message, UnfilledWarning, stacklevel=stacklevel + 1)
+        warn(message, UnfilledWarning)
     elif stats.idle is not None and host.everywhere(stats.idle).any():
-        warnings.warn(_idle(stats, policy, sampler), IdleStepsWarning, stacklevel=stacklevel + 1)
+        warn(_idle(stats, policy, sampler), IdleStepsWarning)
     if stats.unfilled_tokens is not None and (unfilled := host.everywhere(stats.unfilled_tokens)).any():
         message = (
             f"constraints= allow no token to {unfilled.sum()} masks of sequences "
             f"{np.flatnonzero(unfilled).tolist()}, which are still masked (stats.unfilled_tokens). Allow "
             "each position a token once those are unmasked that it waits for"
         )
-        warnings.warn(message, UnfilledWarning, stacklevel=stacklevel + 1)
+        warn(message, UnfilledWarning)
     if stats.wanted_more is not None and (more := host.everywhere(stats.wanted_more)).any():
         message = (
             f"answers of sequences {np.flatnonzero(more).tolist()} of {len(more)} were to grow beyond "
             "max_length (stats.wanted_more), and end there; what did not fit is lost. Pass a larger one"
         )
-        warnings.warn(message, LengthWarning, stacklevel=stacklevel + 1)
+        warn(message, LengthWarning)
+    if how == "ignore":
+        return
     ended = np.flatnonzero(~host.everywhere(stats.finite)).tolist()
     if not ended:
         return
@@ -77,7 +79,7 @@ def report(stats: Stats, policy: Policy, sampler: Sampler, how: NonFinite, stack
     )
     if how == "raise":
         raise FloatingPointError(message)
-    warnings.warn(message, NonFiniteWarning, stacklevel=stacklevel + 1)
+    warn(message, NonFiniteWarning)
 
 
 def _idle(stats: Stats, policy: Policy, sampler: Sampler) -> str:
@@ -97,12 +99,19 @@ def _idle(stats: Stats, policy: Policy, sampler: Sampler) -> str:
     )
 
 
+def _of_user(policy: Policy, sampler: Sampler) -> tuple[bool, bool]:
+    """Whether policy and sampler have methods of the user's by which masks may be left."""
+    return (
+        users_own(policy, "select", "eligible", "reads", "layer"),
+        users_own(sampler, "transfer", "decide", "finished", "max_steps"),
+    )
+
+
 def _masked(masked: np.ndarray, stats: Stats, policy: Policy, sampler: Sampler) -> str:
     """Says how many masks are left, of which sequences, and which class leaves them."""
     names = f"policy={type(policy).__name__}(..)", f"sampler={type(sampler).__name__}(..)"
     missed = stats.idle is not None and not sampler.may_idle and bool(host.everywhere(stats.idle).any())
-    of_policy = users_own(policy, "select", "eligible", "reads", "layer")
-    of_sampler = users_own(sampler, "transfer", "decide", "finished", "max_steps")
+    of_policy, of_sampler = _of_user(policy, sampler)
     if missed or (of_policy and not of_sampler):
         most = int(np.argmax(masked))
         passes, idle = (0 if a is None else host.everywhere(a)[most] for a in (stats.nfe, stats.idle))

@@ -16,7 +16,7 @@ from annotated_types import MinLen
 from jaxtyping import Array, Bool, Int, Key
 
 from dllm_jax.decoding import buckets as ladders
-from dllm_jax.decoding.checks import Case, check_request, fitting_interventions
+from dllm_jax.decoding.checks import Case, check_request, fitting_interventions, notices_of
 from dllm_jax.decoding.constraints import allowed_tokens, constraints_of
 from dllm_jax.decoding.geometry import blocks_of, canvas_length, completed, growing_widths, template_room
 from dllm_jax.decoding.options import Asked, GenerateOptions, InfillOptions, Stops
@@ -32,6 +32,7 @@ from dllm_jax.nn.keys import Keys, typed_key
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument, check_names, shown
+from dllm_jax.options.notices import Notice
 from dllm_jax.policies.base import for_model
 from dllm_jax.samplers import KeyNoise, Noise, RecordedNoise, Sampler
 from dllm_jax.state import host, inputs
@@ -50,6 +51,7 @@ class Request(NamedTuple):
       extra: positions a bucket added on the left.
       nonfinite: Action of the host for sequences without finite logits.
       progress: whether a bar is drawn.
+      notices: Warnings about the request, which who answers it gives.
     """
 
     inputs: Inputs
@@ -57,6 +59,7 @@ class Request(NamedTuple):
     extra: int
     nonfinite: NonFinite
     progress: bool = False
+    notices: tuple[Notice, ...] = ()
 
 
 def prepare(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions]) -> Request:
@@ -151,7 +154,7 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: 
         arrays = arrays._replace(noise=noise)
     if own or asked.gives("forbid", "allow") or asked.sampler.suppress_tokens:
         arrays = arrays._replace(allowed=allowed_tokens(case))
-    return Request(arrays, plan, extra, asked.nonfinite, asked.progress)
+    return Request(arrays, plan, extra, asked.nonfinite, asked.progress, notices_of(case))
 
 
 def plan_of(case: Case) -> Plan:

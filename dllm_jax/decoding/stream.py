@@ -19,6 +19,7 @@ from dllm_jax.engine.logprobs import LogProbs
 from dllm_jax.engine.pieces import Piece, begin_pieces, recorded_steps, resume
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument, check_names
+from dllm_jax.options.notices import tell
 from dllm_jax.state import host, inputs
 
 if TYPE_CHECKING:
@@ -87,7 +88,9 @@ def stream(
     """
     steps = check_argument("every", every, PositiveInt | None)
     check_names("stream", options, (*StreamOptions.__annotations__, "every"))
-    placed = place(model, prepare(model, prompt, **options), prompt)
+    request = prepare(model, prompt, **options)
+    tell(request.notices)
+    placed = place(model, request, prompt)
     return _reported(snapshots(placed, steps), placed)
 
 
@@ -95,7 +98,7 @@ def _reported(pieces: Generator[Snapshot, None, None], placed: Placed) -> Genera
     for snapshot in pieces:
         if snapshot.output is not None:
             plan = placed.plan
-            report(snapshot.output.stats, plan.policy, plan.sampler, placed.nonfinite, stacklevel=2)
+            report(snapshot.output.stats, plan.policy, plan.sampler, placed.nonfinite)
         yield snapshot
 
 

@@ -13,6 +13,7 @@ from dllm_jax.decoding.request import prepare
 from dllm_jax.decoding.slots import Slots
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument, check_names
+from dllm_jax.options.notices import tell
 
 
 class Compiled(NamedTuple):
@@ -68,7 +69,8 @@ def warmup(
     if slots is None:
         return _compile(model, ladder.rungs, batch, {**options})
     count = check_argument("slots", slots, PositiveInt)
-    return [_compile_slots(model, rung, count, {**options}) for rung in ladder.rungs]
+    told = set[type[Warning]]()
+    return [_compile_slots(model, rung, count, {**options}, told) for rung in ladder.rungs]
 
 
 def _compile(model: Model, rungs: Sequence[int], batch: int, options: dict) -> list[Compiled]:
@@ -78,9 +80,10 @@ def _compile(model: Model, rungs: Sequence[int], batch: int, options: dict) -> l
     return [Compiled(rung, batch, run.seconds, run.memory) for rung, run in zip(rungs, runs, strict=True)]
 
 
-def _compile_slots(model: Model, rung: int, count: int, options: dict) -> Compiled:
+def _compile_slots(model: Model, rung: int, count: int, options: dict, told: set) -> Compiled:
     start = time.perf_counter()
     request = prepare(model, [[model.spec.eos_id]], buckets=Ladder((rung,)), **options)
+    tell(request.notices, told)
     nothing = request.inputs._replace(valid=np.zeros_like(request.inputs.valid))
     slots = Slots(model, request, count)
     slots.enter(0, request._replace(inputs=nothing))

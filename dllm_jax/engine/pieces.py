@@ -89,10 +89,13 @@ def run_piece(
 
 
 def settled_positions(plan: Plan, canvas: Canvas) -> Int[Array, "b"]:
-    """The position of each sequence's first mask or stop, or of its block while it may be revised."""
+    """The position of each sequence's first mask or stop, or of its block while it may be revised.
+
+    The first token of a draft is the last that is known, which no verification takes back.
+    """
     first = jnp.minimum(first_of(canvas.masked & canvas.response, canvas.layout.length), canvas.stops_at)
     stays = canvas.done | final(canvas, plan.sampler)
-    return jnp.where(stays, first, jnp.minimum(first, canvas.block_start))
+    return jnp.where(stays, first, jnp.minimum(first, canvas.block_start + canvas.layout.drafts))
 
 
 @jax.jit

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from jaxtyping import Array, PyTree, Shaped
 
 from dllm_jax.options import Options
+from dllm_jax.options.notices import warn
 from dllm_jax.xla.partitioner import partitioned_over
 
 AnyMesh = Mesh | AbstractMesh
@@ -97,7 +97,7 @@ class MeshRules(Options):
             )
         if replicated := [name for name in unknown if mesh.shape[name] > 1]:
             message = f"mesh axes {replicated} have no rule: everything is replicated over them"
-            warnings.warn(message, ReplicationWarning, stacklevel=3)
+            warn(message, ReplicationWarning)
 
     def axes(self, mesh: AnyMesh, letter: str, length: int | None = None) -> tuple[str, ...]:
         """The mesh's axes that split an axis of arrays, only as many of them as divide its `length`."""

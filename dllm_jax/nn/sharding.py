@@ -1,7 +1,6 @@
 """Placement of parameters on a mesh: a table from parameter to axes, a rule from axes to mesh axes."""
 
 import math
-import warnings
 
 import jax
 import numpy as np
@@ -10,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 
 from dllm_jax.nn.mesh import MeshRules, ReplicationWarning, ways
 from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options.notices import warn
 from dllm_jax.xla.order import STACKED_HEADS_FIRST
 
 # Axes of every parameter in `dllm_jax.nn.parameters`, one letter each; a leading `n` marks stacked layers.
@@ -184,7 +184,7 @@ def warn_of_replicas(spec: ModelSpec, mesh: Mesh | None, rules: MeshRules):
     if mesh is not None and (short := replicas(spec, mesh, rules)):
         listed = ", ".join(f"{leaf} ({split} parts of {wanted})" for leaf, (split, wanted) in short.items())
         message = f"not split over all devices of the mesh, as their sizes do not divide: {listed}"
-        warnings.warn(message, ReplicationWarning, stacklevel=3)
+        warn(message, ReplicationWarning)
 
 
 def stacked_format(leaf: str, where: Sharding | None, platform: str) -> Sharding | Format | None:

@@ -5,7 +5,6 @@ are checked. Of a global one, which several processes hold parts of, each proces
 holds; both stay what they are.
 """
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from dllm_jax.nn.model import check_embeds
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import shown
+from dllm_jax.options.notices import Notice
 from dllm_jax.state import host
 from dllm_jax.state.host import AnyArray
 
@@ -337,15 +337,13 @@ class PositionsWarning(UserWarning):
     """A canvas is longer than the sequences that the model was made for."""
 
 
-def warn_of_length(length: int, spec: ModelSpec, stacklevel: int):
-    """Warns of a canvas with more positions than the model was made for (`ModelSpec.positions`).
-
-    Python shows such a warning once for each place that it comes from.
-    """
-    if spec.positions is not None and length > spec.positions:
-        extend = "" if spec.rope_scaling else " Use load(path, rope_factor=...) to extend it."
-        message = (
-            f"prompt and response exceed {spec.positions} tokens, the model's context length: quality may "
-            f"degrade.{extend}"
-        )
-        warnings.warn(message, PositionsWarning, stacklevel=stacklevel + 1)
+def notices_of_length(length: int, spec: ModelSpec) -> list[Notice]:
+    """The warning of a canvas with more positions than the model was made for (`ModelSpec.positions`)."""
+    if spec.positions is None or length <= spec.positions:
+        return []
+    extend = "" if spec.rope_scaling else " Use load(path, rope_factor=...) to extend it."
+    message = (
+        f"prompt and response exceed {spec.positions} tokens, the model's context length: quality may "
+        f"degrade.{extend}"
+    )
+    return [Notice(message, PositionsWarning)]

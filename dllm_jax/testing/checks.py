@@ -10,6 +10,7 @@ import functools
 import itertools
 import os
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -21,6 +22,7 @@ from jaxtyping import Array, Bool
 
 from dllm_jax.decoding.generate import generate, infill
 from dllm_jax.decoding.output import Output
+from dllm_jax.decoding.report import LengthWarning, UnfilledWarning
 from dllm_jax.engine.generation import Inputs, Plan
 from dllm_jax.engine.group import group_size
 from dllm_jax.engine.loop import denoise
@@ -38,6 +40,7 @@ from dllm_jax.samplers import (
     Threshold,
 )
 from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.inputs import IdleStepsWarning
 from dllm_jax.state.layout import Layout
 from dllm_jax.testing import runs
 from dllm_jax.testing.models import cast, prompts, separate, tiny
@@ -95,7 +98,10 @@ class Subject:
         key = jax.random.split(jax.random.key(7), len(LENGTHS))[own] if drawn else None
         # What ends for want of finite logits differs from what does not, and is told by step and place.
         options = dict(block=BLOCK, prompt_mask=mask, key=key, trace=True, nonfinite="ignore") | options
-        return generate(options.pop("model"), prompt, **options)
+        with warnings.catch_warnings():
+            for category in (IdleStepsWarning, UnfilledWarning, LengthWarning):  # checks tell of them
+                warnings.simplefilter("ignore", category)
+            return generate(options.pop("model"), prompt, **options)
 
 
 Check: TypeAlias = Callable[[Subject], None]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import warnings
 from typing import Annotated, Any
 
 import jax
@@ -23,6 +22,7 @@ from dllm_jax.options import (
     PositiveInt,
     Seed,
 )
+from dllm_jax.options.notices import warn
 
 Blocks = Annotated[tuple[PositiveInt, ...], MinLen(1)]
 DecayRate = Annotated[float, Interval(ge=0, lt=1)]
@@ -99,10 +99,9 @@ class TrainConfig(Options):
             )
 
         if self.steps == 1 and self.warmup_steps:
-            warnings.warn(
+            warn(
                 f"steps=1 with warmup={self.warmup_steps} learns nothing: a warm-up begins with a rate "
-                "of 0. Use warmup=0, or more steps.",
-                stacklevel=3,
+                "of 0. Use warmup=0, or more steps."
             )
 
     @property

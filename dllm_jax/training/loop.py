@@ -3,7 +3,6 @@
 import contextlib
 import os
 import time
-import warnings
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dllm_jax.interrupts import uninterrupted
 from dllm_jax.nn.model import Model
 from dllm_jax.options import check_argument, local_path
+from dllm_jax.options.notices import warn
 from dllm_jax.state import host
 from dllm_jax.training.batch import IGNORED, Checked, Memory, Source
 from dllm_jax.training.config import TrainConfig
@@ -176,11 +176,10 @@ def _warn_of_nothing(batch: Checked, step: int, setup: Setup) -> bool:
     if known is None or known.any():
         return False
     decay = setup.config.weight_decay
-    warnings.warn(
+    warn(
         f"the batch of step {step} has no answer token that counts (all are {IGNORED} or padding): it "
         f"teaches nothing, and the optimizer's momentum and weight_decay={decay} alone move the weights. "
-        "Look for prompts that truncation leaves no answer. This is said once",
-        stacklevel=4,
+        "Look for prompts that truncation leaves no answer. This is said once"
     )
     return True
 

@@ -6,7 +6,6 @@ With it, which parameters are trained, and by which transformation: masks and la
 import contextlib
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
@@ -23,6 +22,7 @@ from dllm_jax.nn.parameters import Params
 from dllm_jax.nn.sharding import warn_of_replicas
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument, shown
+from dllm_jax.options.notices import warn
 from dllm_jax.training import placement as place
 from dllm_jax.training.batch import Batch, Checked, checked
 from dllm_jax.training.config import OF_THE_OPTIMISER, TrainConfig, optimiser
@@ -171,10 +171,9 @@ def _warn_of_base(model: Model, mask: PyTree[bool]):
         return
     factors = jax.tree.leaves(factors_of(parameters(model)))
     if any(on and not factor for on, factor in zip(jax.tree.leaves(mask), factors, strict=True)):
-        warnings.warn(
+        warn(
             "trainable= trains more than the model's LoRA adapters: lora.save writes these alone. Use "
-            "lora.merge and save_hf for the result, or trainable=lora.trainable",
-            stacklevel=4,
+            "lora.merge and save_hf for the result, or trainable=lora.trainable"
         )
 
 

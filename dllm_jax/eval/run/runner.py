@@ -10,7 +10,8 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from typing_extensions import override
 import dllm_jax as dj
 from dllm_jax.checkpoint.files import sha256
 from dllm_jax.decoding.prefill import common, prefill
+from dllm_jax.decoding.report import LengthWarning
 from dllm_jax.engine.prefix import Prefix, reads_causally, refusal
 from dllm_jax.eval.results.schema import Decoded, Entry
 from dllm_jax.eval.run.answering import NOT_FINITE, Answering, failure
@@ -191,14 +193,14 @@ class Runner(Answering[Request]):
         # The first request of each shape compiles its programs before the clock starts, and runs again.
         for shape, i in dict(zip(reversed(shapes), reversed(range(len(shapes))), strict=True)).items():
             if shape not in self.compiled:
-                list(answer([self._asked(*pairs[i], prefix)]))
+                _next(answer([self._asked(*pairs[i], prefix)]), 1)
                 self.compiled.add(shape)
 
         # Sequences of a batch end together: the first one's time alone would be the whole batch's. So as many
         # as there are slots share the time that they took.
         start = time.perf_counter()
         flight = iter(answer(self._asked(key, request, prefix) for key, request in pairs))
-        while answered := list(itertools.islice(flight, at_once)):
+        while answered := _next(flight, at_once):
             now = time.perf_counter()
             seconds, start = (now - start) / len(answered), now
             yield [self._entry(*pairs[i], out, seconds) for i, out in answered]
@@ -282,6 +284,13 @@ class Runner(Answering[Request]):
         ids, ends = response[0].tolist(), self.lm.model.spec.ends
         ids = itertools.takewhile(lambda token: token not in ends, ids)
         return cut(decode(self.lm.tokenizer, ids), request.stop)
+
+
+def _next(flight: Iterable[Any], count: int) -> list[Any]:
+    """The next answers; some of a set reach their maximum length, as records show, which is not told of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LengthWarning)
+        return list(itertools.islice(flight, count))
 
 
 def cut(answer: str, stop: Sequence[str]) -> str:
