@@ -2,10 +2,9 @@
 
 import errno
 import fcntl
+import warnings
 from pathlib import Path
 from typing import IO
-
-from dllm_jax.options.notices import warn
 
 UNKNOWN = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
@@ -35,4 +34,4 @@ def hold(opened: IO[bytes] | int, path: Path, wait: bool = False):
         if error.errno not in UNKNOWN:
             raise
         message = f"{path}: its file system has no locks ({error.strerror}). Let one process write there"
-        warn(message, NoLockWarning)
+        warnings.warn(message, NoLockWarning, stacklevel=3)

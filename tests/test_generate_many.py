@@ -332,7 +332,7 @@ def test_slots_are_split_over_devices(axes):
     ("llada", dict(policy=policies.FOCUS())),
     ("sdar", dict(policy=policies.SuffixDropout(), block=None)),
 ])  # fmt: skip
-def test_what_is_refused_when_it_is_traced_is_refused_once_for_each_request(family, options):
+def test_options_refused_by_tracing_are_refused_once_for_each_request(family, options):
     options = dict(length=8, slots=1) | options
     answers = dj.generate_many(tiny(family), [[7, 8], [9]], errors="return", **options)
     found = dict(itertools.islice(answers, 5))

@@ -162,7 +162,7 @@ def encode_chats(
     names = ["messages"] if len(conversations) == 1 else [f"messages[{i}]" for i in range(len(conversations))]
     pairs = zip(conversations, names, strict=True)
     ids = padded_together([_chat_ids(tokenizer, one, template, name) for one, name in pairs], pad_id)
-    _warn_of_unread(tokenizer, template)
+    warn_of_unread(tokenizer, template)
     return ids
 
 
@@ -184,7 +184,7 @@ def chat_ids(
         rewrites a special token of a message, or a tokenizer without a chat template.
     """
     ids = _chat_ids(tokenizer, conversation, template, name)
-    _warn_of_unread(tokenizer, template)
+    warn_of_unread(tokenizer, template)
     return ids
 
 
@@ -331,7 +331,7 @@ def _check_template(template: Mapping[str, Any]):
     check_texts("template", template)
 
 
-def _warn_of_unread(tokenizer: Any, template: Mapping[str, Any]):
+def warn_of_unread(tokenizer: Any, template: Mapping[str, Any]):
     """Warns of variables that the chat template does not read."""
     # A template that knows no thinking does not think.
     asked = {name for name, value in template.items() if (name, value) != ("enable_thinking", False)}

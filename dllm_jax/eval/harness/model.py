@@ -16,7 +16,7 @@ from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports
 from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
 from lm_eval.models.utils import normalize_gen_kwargs  # pyright: ignore[reportMissingImports]
 
-from dllm_jax.decoding.chat import render
+from dllm_jax.decoding.chat import render, warn_of_unread
 from dllm_jax.eval.harness import arguments as harness_args
 from dllm_jax.eval.results import record
 from dllm_jax.eval.results.schema import Entry
@@ -51,6 +51,7 @@ class DllmJax(TemplateLM):
         super().__init__()
         self.arguments, self.runner, self.journal = arguments, runner, journal
         self.lm, self.tokenizer = runner.lm, runner.lm.tokenizer
+        warn_of_unread(self.tokenizer, self.lm.template)
         self.entries: dict[str, list[Entry]] = {"generate_until": [], "loglikelihood": []}
 
         # lm_eval divides requests by rank: all of them are this process's.

@@ -286,7 +286,7 @@ class Runner(Answering[Request]):
         return cut(decode(self.lm.tokenizer, ids), request.stop)
 
 
-def _next(flight: Iterable[Any], count: int) -> list[Any]:
+def _next(flight: Iterable[tuple[int, Any]], count: int) -> list[tuple[int, Any]]:
     """The next answers; some of a set reach their maximum length, as records show, which is not told of."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LengthWarning)
