@@ -1,10 +1,8 @@
 """Compares checkpoints: `dllm-jax verify` in a clone without installation."""
 
-from dllm_jax.command_line import PATHS, run  # first: Ctrl-C in what follows is one line
-
-# isort: split
 import tyro
 
+from dllm_jax.command_line import PATHS, run
 from dllm_jax.commands.verify import Tolerance as Tolerance
 from dllm_jax.commands.verify import compare_logits as compare_logits
 from dllm_jax.commands.verify import main as main

@@ -7,9 +7,6 @@ Axes, used in every annotation and einsum: `b` batch, `l` canvas positions, `c` 
 
 # isort: off
 
-# First of all: Ctrl-C during what follows ends a command in one line
-from dllm_jax import starting as _starting  # noqa: F401
-
 import importlib
 import importlib.metadata
 import sys
@@ -42,7 +39,8 @@ from dllm_jax.engine.prefix import Prefix
 from dllm_jax.decoding.compare import compare
 from dllm_jax.decoding.explain import explain_kernels
 from dllm_jax.decoding.answers import decode_answers
-from dllm_jax.decoding.chat import chat
+from dllm_jax.decoding.chat import ChatOutput, chat
+from dllm_jax.decoding.defaults import generation_defaults
 from dllm_jax.decoding.geometry import delimiters
 from dllm_jax.decoding.stops import StopTexts
 from dllm_jax.decoding.stream import Snapshot, stream
@@ -87,6 +85,7 @@ __all__ = [
     "EMBEDS_PLACEHOLDER",
     "AdaBlock",
     "Capture",
+    "ChatOutput",
     "ChatSnapshot",
     "Intervention",
     "Journal",
@@ -113,6 +112,7 @@ __all__ = [
     "forward",
     "generate",
     "generate_many",
+    "generation_defaults",
     "hidden_states",
     "infill",
     "load",

@@ -17,11 +17,13 @@ import jax
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from dllm_jax import starting
+from dllm_jax import provenance
 from dllm_jax.encoding import SIMILAR_ERRORS
+from dllm_jax.options import hints
 
-INTERRUPTED, BROKEN_PIPE = starting.STATUS, 141  # exit status of what SIGINT or SIGPIPE ended, as in shells
+INTERRUPTED, BROKEN_PIPE = 130, 141  # exit status of what SIGINT or SIGPIPE ended, as in shells
 HELP = {"-h", "--help"}
+VERSION = "--version"
 # How tyro shows the value of an option that is a text, may be None, or is a list.
 METAVAR = r"--([a-z-]+) (STR|\{None\}\|[A-Z]+|\[([A-Z]+) \[\3 \.\.\.\]\])(?=[ ,]) *"
 PATHS = ConstructorRegistry()  # `registry` of every tyro.cli: a shell leaves the `~` of --out=~/runs as it is
@@ -81,7 +83,29 @@ def keep_programs() -> Path:
         chosen = str(caches / "dllm_jax" / platform.node())
         jax.config.update("jax_compilation_cache_dir", chosen)
         jax.config.update("jax_compilation_cache_max_size", 2**30)
+        _drop_unfinished(Path(chosen))
     return Path(chosen)
+
+
+def _drop_unfinished(where: Path):
+    """Removes programs without the file of their last use, as a kill between the two leaves them.
+
+    JAX reads that file of every entry before it adds one, and adds none while one is missing.
+    """
+    if not _unfinished(where):
+        return
+    import filelock  # slow to import, and seldom used
+
+    # JAX writes both files under this lock: an entry that lacks one now is nobody's.
+    with filelock.FileLock(where / ".lockfile"):
+        for entry in _unfinished(where):
+            entry.unlink()
+
+
+def _unfinished(where: Path) -> list[Path]:
+    """Entries of JAX's cache that lack the file of their last use."""
+    last_use = lambda entry: entry.with_name(f"{entry.name.removesuffix('-cache')}-atime")
+    return [entry for entry in where.glob("*-cache") if not last_use(entry).exists()]
 
 
 def kept_programs(where: Path) -> str:
@@ -169,7 +193,29 @@ def run_subcommand(
         near = difflib.get_close_matches(name, subcommands, 1)
         fix = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(subcommands)}."
         raise ValueError(f"command={name[:40]!r} is not a command of {command}. {fix}")
-    return tyro.cli(find(name), prog=f"{command} {name}", args=args, registry=PATHS) or 0
+    function, prog = find(name), f"{command} {name}"
+    _check_options(function, prog, args)
+    return tyro.cli(function, prog=prog, args=args, registry=PATHS) or 0
+
+
+def _check_options(function: Any, prog: str, words: list[str]):
+    """Raises ValueError, with what to write here, for an option that other libraries have by this name."""
+    foreign = [word for word in words if _name_of(word) in hints.NAMES]
+    if not foreign or not HELP.isdisjoint(words):
+        return
+    parser = tyro.extras.get_parser(function, prog=prog, registry=PATHS)
+    known = {_name_of(word) for action in parser._actions for word in action.option_strings}
+    for word in foreign:
+        _, equals, value = word.partition("=")
+        following = [*words[words.index(word) + 1 :], "--"][0]
+        value = value if equals else "..." if following.startswith("--") else following
+        if (error := hints.unknown_option(prog, _name_of(word), value, known)) is not None:
+            raise ValueError(error)
+
+
+def _name_of(word: str) -> str:
+    """The name of an option, as an argument of Python is spelled; "" of a word that is none."""
+    return word.partition("=")[0].removeprefix("--").replace("-", "_") if word.startswith("--") else ""
 
 
 def _listed(command: str, usage: str, about: str, subcommands: Mapping[str, str]) -> str:
@@ -179,7 +225,7 @@ def _listed(command: str, usage: str, about: str, subcommands: Mapping[str, str]
         shutil.get_terminal_size().columns, subsequent_indent=" " * indent, break_on_hyphens=False
     )
     lines = (wrapper.fill(f"  {name:{indent - 2}}{text}") for name, text in subcommands.items())
-    last = f"{command} COMMAND --help describes the options of a command."
+    last = f"{command} COMMAND --help describes the options of a command, {command} --version the versions."
     return "\n".join([f"usage: {usage}", "", about, "", "commands:", *lines, "", last])
 
 
@@ -192,16 +238,24 @@ def usable_output():
         sys.stdout.reconfigure(errors=SIMILAR_ERRORS)
 
 
+def version() -> int:
+    """Prints the versions of the library, jax and Python."""
+    known = provenance.versions(("dllm-jax", "jax"))
+    print(f"dllm_jax {known['dllm-jax']} (jax {known['jax']}, Python {platform.python_version()})")
+    return 0
+
+
 def run(main: Callable[[], object], interrupted: str = "interrupted") -> NoReturn:
     """Runs a command and ends the process with its status: the number that `main` returns, else 0.
+
+    `--version` prints versions in place of it.
 
     After Ctrl-C the interpreter is not torn down: threads of XLA may still work, and crash without it.
     """
     usable_output()
     try:
         with wrapped_help(), plain_errors(interrupted):
-            starting.raise_again()
-            returned = main()
+            returned = version() if VERSION in sys.argv[1:] else main()
             status = returned if isinstance(returned, int) else 0
         sys.stdout.flush()
     except SystemExit as ended:

@@ -50,9 +50,15 @@ def measured_on(dtype: str) -> dict[str, Any]:
     where = device()
     return {
         "device": where.kind, "platform": where.platform, "devices": where.count, "cpu": processor(),
-        "cores": len(os.sched_getaffinity(0)), "driver": driver(where.platform), "jax": jax.__version__,
+        "cores": cores(), "driver": driver(where.platform), "jax": jax.__version__,
         "jaxlib": jaxlib.version.__version__, "dllm_jax": _version("dllm-jax"), "dtype": dtype, "date": now(),
     }  # fmt: skip
+
+
+def cores() -> int:
+    """Number of cores that this process may run on; of the machine, where the system does not tell."""
+    affinity = getattr(os, "sched_getaffinity", None)  # of Linux
+    return (os.cpu_count() or 1) if affinity is None else len(affinity(0))
 
 
 def processor() -> str | None:

@@ -23,10 +23,12 @@ LEFT_OUT: dict[str, str] = {
         test_training_run.py::test_a_directory_is_free_again_*
         test_training_run.py::test_a_reader_that_stops_ends_a_command_without_a_traceback
         test_training_run.py::test_an_interrupted_command_*
+        test_training_run.py::test_an_import_leaves_*
         test_watch.py::test_a_browser_*
     """,
     "Runs a page or an example; what it calls has tests of its own.": """
         test_constraints.py::test_the_page_limits_answers_to_a_pattern_and_a_schema
+        test_defaults.py::test_the_first_conversation_*
         test_docs.py::test_pages_on_a_bundled_model_run_as_printed
         test_docs.py::test_examples_in_docstrings_print_what_they_say
         test_docs.py::test_the_example_of_*

@@ -18,8 +18,8 @@ STATE = NETWORK | {"state"}
 POLICIES = STATE | {"eviction", "policies"}
 MAY_IMPORT = {
     "traced": set(), "options": {"traced", "options"}, "provenance": set(), "xla": {"xla"},
-    "command_line": {"encoding", "starting"},
-    "encoding": set(), "interrupts": set(), "locks": set(), "starting": set(),
+    "command_line": {"encoding", "options", "provenance"},
+    "encoding": set(), "interrupts": set(), "locks": set(),
     "nn": NETWORK, "state": STATE,
     "samplers": STATE | {"samplers"},  # a sampler never imports a policy, nor a policy a sampler
     "eviction": STATE | {"eviction"}, "policies": POLICIES,

@@ -30,7 +30,6 @@ from dllm_jax.command_line import plain_errors
 from dllm_jax.commands import generate as answering
 from dllm_jax.decoding.watch.recording import Recording
 from dllm_jax.demo import chatting, trains
-from dllm_jax.eval.run.settings import Checkpoint
 from dllm_jax.nn.intervention import Place
 from examples import animate, dpo, form, grpo, see_inside, sft_lora
 from examples.learning import pretrained
@@ -176,7 +175,7 @@ def test_a_line_that_cannot_be_read_is_reported_and_the_others_are_answered(monk
 
 
 def test_a_picture_shows_masks_ends_and_what_has_just_been_decoded():
-    conversation = chatting.Conversation.open(chatting.Arguments("tiny-llada", length=4, block=2))
+    conversation = chatting.Conversation.open(chatting.Arguments("tiny-llada", length=4, block="2"))
     ids = conversation.lm.tokenizer.encode("21", add_special_tokens=False)
     end, mask = conversation.lm.model.spec.eot_id, conversation.lm.model.spec.mask_id
     tokens = np.array([[0, *ids, end, mask]])
@@ -257,7 +256,8 @@ def test_a_file_of_prompts_is_answered_once_line_by_line(tmp_path):
     """A question that occurs twice, a line that a kill has cut, and another run at the same time."""
     questions, answers = tmp_path / "questions.txt", tmp_path / "answers.jsonl"
     questions.write_text("T=211;T=\nT=105;T=\n\nT=211;T=\n", encoding="utf-8-sig")
-    ask = lambda: answering.answer(answering.Arguments(questions, answers, slots=2, length=4, block=2))
+    files = {"questions": questions, "answers": answers}
+    ask = lambda: answering.answer(answering.Arguments(**files, slots=2, length=4, block="2"))
     assert ask() == 0
     whole = answers.read_bytes()
     entries = [json.loads(line) for line in whole.splitlines()[1:]]
@@ -269,17 +269,16 @@ def test_a_file_of_prompts_is_answered_once_line_by_line(tmp_path):
         refuses(f"{answers}: another run is adding answers to it", ask)
     ask()
     assert answers.read_bytes() == whole
-    scaled = Checkpoint(rope_factor=2)
-    answering.answer(answering.Arguments(questions, answers, scaled, slots=2, length=4, block=2))
+    answering.answer(answering.Arguments(**files, rope_factor=2, slots=2, length=4, block="2"))
     assert len(answers.read_bytes().splitlines()) == 7, "other options, other answers"
-    growing = dict(length=2, max_length=8, block=2, sampler="DAEDAL(expansion=2, checked=2)")
+    growing = dict(length=2, max_length=8, block="2", sampler="DAEDAL(expansion=2, checked=2)")
     grown = tmp_path / "grown.jsonl"
-    assert answering.answer(answering.Arguments(questions, grown, **growing)) == 0
+    assert answering.answer(answering.Arguments(questions=questions, answers=grown, **growing)) == 0
     of = lambda path: {e["asked"]: e["answer"] for e in map(json.loads, path.read_text().splitlines()[1:])}
     assert of(grown) == {"T=211;T=": "211", "T=105;T=": "105"}
     questions.write_text("iez=830;T=211;T=")  # tokens after the end of this answer are no part of it
     cut = tmp_path / "cut.jsonl"
-    assert answering.answer(answering.Arguments(questions, cut, length=8, block=4)) == 0
+    assert answering.answer(answering.Arguments(questions=questions, answers=cut, length=8, block="4")) == 0
     assert of(cut) == {"iez=830;T=211;T=": "21"}
     questions.write_bytes(b"T=1\nT=\xe9\n")
     refuses(f"{questions}:2: not UTF-8: byte 0xe9", ask)

@@ -53,7 +53,7 @@ def policies_named(names: Sequence[str], spec: dj.ModelSpec | None = None) -> li
       ValueError: unknown name, or options that a policy refuses.
     """
     if names:
-        return [expressions.policy(name) for name in names]
+        return [expressions.typed_policy(name) for name in names]
     return [policy for policy in dj.policies.ALL if spec is None or accepts(policy, spec)]
 
 

@@ -88,11 +88,17 @@ def ceilings(dtype: str, repeats: int = 5, megabytes: int | None = None, side: i
     for kind in dict.fromkeys((jnp.dtype(dtype).name, "float32")):
         square = _random((side, side), kind)
         rates[kind] = 2 * side**3 / best(_product, square, square)
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    capacity = float((device.memory_stats() or {}).get("bytes_limit", host))
+    capacity = float((device.memory_stats() or {}).get("bytes_limit", _memory_of_the_host()))
     notes = f"measured: copy {copy:.3g} B/s, matrix times vector {product:.3g} B/s"
     flops = rates[jnp.dtype(dtype).name]
     return Hardware(device.device_kind, flops, max(copy, product), capacity, notes, rates["float32"])
+
+
+def _memory_of_the_host() -> int:
+    """Bytes of memory of this machine; 16 GB where the system does not tell (Windows)."""
+    if not hasattr(os, "sysconf"):
+        return 16 * 10**9
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _random(shape: tuple[int, ...], dtype: Any) -> jax.Array:

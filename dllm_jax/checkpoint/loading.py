@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.checkpoint.dtypes import choose, choose_weights
 from dllm_jax.checkpoint.files import check_integrity
+from dllm_jax.checkpoint.generation import generation_of
 from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.rope import MOST_POSITIONS
 from dllm_jax.checkpoint.sharded import Source, Stored
@@ -112,6 +113,7 @@ def load(
     source = open_checkpoint(path, revision, family)
     source = source if vocab is None else resized(source, vocab)
     # Everything that can be refused is refused before a weight is read.
+    generation = generation_of(source.path)
     asked = asked_for(implementation) if isinstance(implementation, Mapping) else implementation
     check_implementation(asked)
     chosen = evidence_for(mesh) if asked is None else asked
@@ -123,8 +125,9 @@ def load(
     warn_of_replicas(source.spec, mesh, rules)
     params, vision = fill(source, target, mesh, check_finite, separate_layers, held, rules)
     return dataclasses.replace(
-        empty, params=params, vision=vision, origin=source.path, quantised=source.quantised
-    )
+        empty, params=params, vision=vision, origin=source.path, quantised=source.quantised,
+        generation=generation,
+    )  # fmt: skip
 
 
 def evidence_for(mesh: Mesh | None) -> Evidence | None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import difflib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -82,9 +83,11 @@ def locate(path: str | os.PathLike[str], revision: str | None = None) -> Path:
         raise NotADirectoryError(f"{here} is a file; expected a checkpoint directory")
     if re.fullmatch(HUB_ID, named) and not named.startswith("."):
         return _fetched(named, here, revision)
-    hint = ""
-    if len(Path(named).parts) == 1 and (BUNDLED / named).is_dir():
-        hint = f"; the path of the bundled checkpoint of this name is dj.bundled.path({shown(named)})"
+    hint, bundled = "", [folder.name for folder in BUNDLED.iterdir() if (folder / "config.json").is_file()]
+    if len(Path(named).parts) == 1 and (near := difflib.get_close_matches(named, bundled, 1)):
+        place = f"dj.bundled.path({shown(near[0])})"
+        hint = f"; the path of the bundled checkpoint of this name is {place}"
+        hint = hint if near[0] == named else f". Did you mean {near[0]}? Its path is {place}"
     if at := re.fullmatch(f"({HUB_ID})[@:](.+)", named):
         hint = f"; a revision of a hub id is dj.load({at[1]!r}, revision={at[2]!r})"
     raise FileNotFoundError(

@@ -9,6 +9,8 @@ from pathlib import Path
 from dllm_jax import locks
 from dllm_jax.options import absolute
 
+ON_WINDOWS = os.name == "nt"
+
 
 @contextlib.contextmanager
 def atomic_directory(destination: Path, overwrite: bool = False) -> Iterator[Path]:
@@ -34,16 +36,16 @@ def atomic_directory(destination: Path, overwrite: bool = False) -> Iterator[Pat
     partial, old = (parent / f".{destination.name}.dllm_jax-{kind}" for kind in ("partial", "replaced"))
     # Under the parent's lock, so that two runs do not take each other's directories for leftovers.
     with contextlib.ExitStack() as held:
-        with _locked(parent):
+        with locks.hold(parent, wait=True):
             _clear_up(destination, partial, old)
             _check_free(destination, overwrite)
             partial.mkdir()
-            held.enter_context(_locked(partial))
+            held.enter_context(locks.hold(partial, wait=True))
         try:
             yield partial
             # Everything is on the disk before it has its name.
             _flush(partial)
-            with _locked(parent):
+            with locks.hold(parent, wait=True):
                 _check_free(destination, overwrite)
                 _swap(partial, destination, old)
         except BaseException as error:
@@ -102,7 +104,7 @@ def _clear_up(destination: Path, partial: Path, old: Path):
     shutil.rmtree(old, ignore_errors=True)
     if partial.exists():
         try:
-            with _locked(partial, wait=False):
+            with locks.hold(partial):
                 shutil.rmtree(partial)
         except BlockingIOError:
             raise FileExistsError(f"{destination} is being written by another process") from None
@@ -116,19 +118,10 @@ def _flush(directory: Path):
 
 
 def _sync(path: Path):
-    descriptor = os.open(path, os.O_RDONLY)
+    if ON_WINDOWS and path.is_dir():  # which it opens no descriptor of
+        return
+    descriptor = os.open(path, os.O_RDWR if ON_WINDOWS else os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _locked(path: Path, wait: bool = True) -> Iterator[None]:
-    """Locks a directory; the lock dies with the process."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        locks.hold(descriptor, path, wait)
-        yield
     finally:
         os.close(descriptor)

@@ -14,8 +14,10 @@ from jaxtyping import Bool, Int
 
 from dllm_jax.decoding.answers import decode_answers
 from dllm_jax.decoding.buckets import Ladder, check_ladder
+from dllm_jax.decoding.defaults import generation_defaults
 from dllm_jax.decoding.generate import generate
 from dllm_jax.decoding.options import AskedConversation, ChatOptions, ConversationOptions, shows
+from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.stops import StopTexts, listed
 from dllm_jax.decoding.watch import recording
 from dllm_jax.nn.model import Model
@@ -58,8 +60,13 @@ class Processor(Protocol):
 
 
 @shows(ChatOptions, AskedConversation)
-def chat(model: Model, tokenizer: Any, messages: Messages, **options: Unpack[ChatOptions]) -> str | list[str]:
+def chat(
+    model: Model, tokenizer: Any, messages: Messages, **options: Unpack[ChatOptions]
+) -> "str | list[str] | ChatOutput":
     """Answers a conversation, or a batch of conversations.
+
+    Length, block, steps, policy and sampler are those of the checkpoint unless they are given
+    (`generation_defaults`): its generation_config.json may name them.
 
     Args:
       model: Model from `load`.
@@ -73,14 +80,19 @@ def chat(model: Model, tokenizer: Any, messages: Messages, **options: Unpack[Cha
       enable_thinking: Variable of Qwen3-like chat templates. Default: the template's own choice, and False of
         A2D models, which are trained without thinking.
       template: Further variables of the chat template by name.
-      sampler: Remasking strategy, see `generate`.
+      length: Number of tokens to generate. Default: the checkpoint's, else 128.
+      block: Block length. Default: the checkpoint's, else 32; None is one block.
+      policy: Cache policy. Default: the checkpoint's, else `DualCache()`.
+      sampler: Remasking strategy. Default: the checkpoint's, else `Threshold(0.9)`.
+      logprobs: Number of most likely tokens to return with log-probabilities (`generate`), together with the
+        tokens and statistics of the answer. Default: the text alone.
       forbid: Ids that are never unmasked, see `generate`; those that a processor suppresses join them.
       buckets: Bucket lengths for prompts, see `generate`.
-      **options: Options of `generate` (length, block, steps, policy, key, ...).
+      **options: Options of `generate` (steps, key, ...).
 
     Returns:
       The answer without special tokens, up to the first end-of-text or end-of-turn; a list of answers for a
-      batch.
+      batch. With `logprobs`, a `ChatOutput`: answer, and output of `generate`.
 
     Raises:
       ValueError: An empty or invalid conversation, a tokenizer without a chat template, or
@@ -90,8 +102,10 @@ def chat(model: Model, tokenizer: Any, messages: Messages, **options: Unpack[Cha
       >>> model = dj.load(dj.bundled.path("tiny-llada"))
       >>> tokenizer = dj.load_tokenizer(dj.bundled.path("tiny-llada"))
       >>> question = [{"role": "user", "content": "aob=407;T=211;iez=830;T="}]
-      >>> dj.chat(model, tokenizer, question, length=8, block=4)
+      >>> dj.chat(model, tokenizer, question)
       '211'
+      >>> dj.chat(model, tokenizer, question, logprobs=1).output.stats.length.tolist()
+      [4]
     """
     text_alone = {"trace": "The answer is text alone. Use dj.generate(.., trace=True)."}
     check_names("chat", options, ChatOptions.__annotations__, text_alone)
@@ -99,7 +113,20 @@ def chat(model: Model, tokenizer: Any, messages: Messages, **options: Unpack[Cha
     out = generate(model, asked.prompt, **asked.options)
     responses = host.everywhere(out.tokens)[:, asked.prompt.shape[1] :]
     answers = decode_answers(model, asked.tokenizer, responses, asked.stops)
-    return answers[0] if asked.single else answers
+    text = answers[0] if asked.single else answers
+    return text if options.get("logprobs") is None else ChatOutput(text, out)
+
+
+class ChatOutput(NamedTuple):
+    """What `chat` returns with `logprobs`.
+
+    Attributes:
+      text: The answer, or a list of answers for a batch.
+      output: Tokens, log-probabilities and statistics of the generation.
+    """
+
+    text: str | list[str]
+    output: Output
 
 
 class AskedChat(NamedTuple):
@@ -123,7 +150,7 @@ class AskedChat(NamedTuple):
 def prepare_chat(model: Model, tokenizer: Any, messages: Messages, options: ConversationOptions) -> AskedChat:
     """Encodes conversations; arguments and errors are those of `chat`."""
     check_argument("model", model, Model, ", such as dj.load(path)")
-    asked = AskedConversation(**options)
+    asked, complete = AskedConversation(**options), generation_defaults(model, **options)
     processor = tokenizer if isinstance(tokenizer, Processor) and not isinstance(tokenizer, type) else None
     tokenizer = tokenizer if processor is None else processor.tokenizer
     check_tokenizer(tokenizer)
@@ -146,7 +173,7 @@ def prepare_chat(model: Model, tokenizer: Any, messages: Messages, options: Conv
         if asked.buckets is not None:
             check_ladder("buckets", asked.buckets)
         prompts = processor.encode(model, conversations, asked.buckets)
-    passed = {name: value for name, value in options.items() if name not in ("enable_thinking", "template")}
+    passed = {name: value for name, value in complete.items() if name not in ("enable_thinking", "template")}
     passed |= dict(prompt_mask=prompts.mask, prompt_embeds=prompts.embeds, stop=stops or ())
     if processor is not None:
         passed["forbid"] = (*asked.forbid, *processor.suppress_tokens)

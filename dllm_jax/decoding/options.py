@@ -19,7 +19,8 @@ from dllm_jax.nn.intervention import Intervention
 from dllm_jax.nn.keys import Keys
 from dllm_jax.options import NonNegativeInt, PositiveInt, ShortSignature, check_argument
 from dllm_jax.policies.base import Policy
-from dllm_jax.samplers import Confidence, Constraint, FreeDave, Noise, Sampler
+from dllm_jax.policies.fast_dllm import DualCache
+from dllm_jax.samplers import Confidence, Constraint, FreeDave, Noise, Sampler, Threshold
 from dllm_jax.samplers.free_dave import Drafting
 from dllm_jax.state import inputs
 from dllm_jax.state.sliding import BlockSchedule
@@ -90,6 +91,7 @@ class ConversationOptions(ResponseOptions, DrawOptions, total=False):
 class ChatOptions(ConversationOptions, total=False):
     """Options of `chat`, which returns no trace."""
 
+    logprobs: int | None
     progress: bool
 
 
@@ -178,8 +180,12 @@ class Asked:
 
 @dataclasses.dataclass(frozen=True)
 class AskedConversation(Asked):
-    """The options of conversations with their defaults, checked."""
+    """The options of conversations with their defaults, checked; those of a checkpoint's own come first."""
 
+    block: int | BlockSchedule | None = 32
+    policy: Policy = DualCache()
+    sampler: Sampler = Threshold(0.9)
+    stop_at_eos: bool = True
     stop: Any = ()
     enable_thinking: bool | None = None
     template: Mapping[str, Any] | None = None

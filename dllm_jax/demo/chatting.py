@@ -14,14 +14,13 @@ import rich.text
 import tyro
 
 import dllm_jax as dj
+from dllm_jax.commands.options import Answering
 from dllm_jax.decoding.chat import Message, check_tokenizer, encode_chats
 from dllm_jax.decoding.watch.grid import END
 from dllm_jax.decoding.watch.recording import harmless, pieces
 from dllm_jax.engine.prefix import Prefix, reads_causally, refusal
-from dllm_jax.eval.run.settings import Checkpoint, LanguageModel
-from dllm_jax.options import NonNegativeInt, PositiveInt
-from dllm_jax.published import expressions
-from dllm_jax.state.text import check_text
+from dllm_jax.eval.run.settings import LanguageModel
+from dllm_jax.options import PositiveInt
 
 MASK = "░"
 Encoded = tuple[np.ndarray, np.ndarray]  # a prompt and its padding mask
@@ -29,32 +28,14 @@ PATH = "A bundled model (tiny-llada, tiny-dream, tiny-sdar, tiny-sdar-moe), a di
 
 
 @dataclasses.dataclass(frozen=True)
-class Arguments(Checkpoint):
-    """Options of `dllm-jax chat`, besides those of the checkpoint."""
+class Arguments(Answering):
+    """Options of `dllm-jax chat`, besides those that it shares with `generate`."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH", help=PATH)] = (
         dataclasses.field()
     )
-    policy: Annotated[str, tyro.conf.arg(metavar="POLICY")] = "Policy"
-    """Cache policy, as a constructor call: 'DKVDecode(refresh_every=8)'."""
-    sampler: Annotated[str, tyro.conf.arg(metavar="SAMPLER")] = "Confidence"
-    """Sampler (remasking strategy), as a constructor call: 'Threshold(0.9)'."""
-    length: PositiveInt = 128
-    """Number of tokens to generate."""
-    max_length: PositiveInt | None = None
-    """Maximum number of tokens of an answer that grows from --length on ('DAEDAL()'). Default: none grows."""
-    block: PositiveInt | None = None
-    """Block length. Default: one block."""
-    steps: PositiveInt | None = None
-    """Number of denoising steps. Default: one per token."""
     every: PositiveInt = 1
     """Redraw every N denoising steps."""
-    system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
-    """System message before the conversation."""
-    stop: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT...")] = ()
-    """Texts at which an answer ends, and decoding with it."""
-    seed: NonNegativeInt = 0
-    """Seed of the sampler's draws."""
 
 
 def main(arguments: Annotated[Arguments, tyro.conf.arg(name="")]) -> int:
@@ -69,8 +50,6 @@ def main(arguments: Annotated[Arguments, tyro.conf.arg(name="")]) -> int:
         raise ValueError(
             "standard input is closed, but chat reads messages from it: use a terminal or a pipe"
         )
-    for name in ("system", "chat_template_args"):
-        check_text(f"--{name.replace('_', '-')}", getattr(arguments, name) or "")
     console = rich.console.Console()
     conversation = Conversation.open(arguments)
     messages: list[Message] = []
@@ -135,16 +114,12 @@ class Conversation:
     @classmethod
     def open(cls, arguments: Arguments) -> "Conversation":
         """Loads what the arguments name; raises as `load` and the constructors of policy and sampler do."""
-        policy, sampler = expressions.policy(arguments.policy), expressions.sampler(arguments.sampler)
+        arguments.given()  # refused before anything is loaded
         lm = arguments.open(identify=False)
         check_tokenizer(lm.tokenizer)
-        names = ("length", "max_length", "block", "steps", "every")
-        named = {name: getattr(arguments, name) for name in names}
         # The conversation grows: its lengths share programs.
-        shared = {"policy": policy, "sampler": sampler, "stop_at_eos": True, "buckets": dj.buckets.DEFAULT}
-        if arguments.stop:
-            shared["stop"] = dj.StopTexts(lm.tokenizer, arguments.stop)
-        return cls(lm, named | shared, arguments.seed)
+        options = arguments.options(lm) | {"every": arguments.every, "buckets": dj.buckets.DEFAULT}
+        return cls(lm, options, arguments.seed)
 
     def encode(self, messages: list[Message]) -> Encoded:
         """The prompt of a conversation and its padding mask; errors are those of `chat_ids`."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from jax import export
 
+from dllm_jax.nn.generation import Generation
 from dllm_jax.nn.int8 import Int8Matrix
 from dllm_jax.nn.low_rank import LowRankMatrix
 from dllm_jax.nn.mesh import MeshRules
@@ -28,7 +29,7 @@ CHECKS = (export.DisabledSafetyCheck.custom_call("LayoutConstraint"),)
 
 
 def _model_to_bytes(static: tuple[Any, ...]) -> bytes:
-    spec, implementation, rules = static
+    spec, implementation, rules, _ = static
     if isinstance(implementation, tuple):
         implementation = [dataclasses.asdict(entry) for entry in implementation]
     return json.dumps([dataclasses.asdict(spec), implementation, dataclasses.asdict(rules)]).encode()
@@ -41,7 +42,7 @@ def _model_from_bytes(data: bytes) -> tuple[Any, ...]:
 
     # JSON has no tuples, and lists would make the rules unhashable.
     names = {axis: tuple(listed) for axis, listed in rules.items()}
-    return ModelSpec.of_fields(spec), implementation, MeshRules(**names)
+    return ModelSpec.of_fields(spec), implementation, MeshRules(**names), Generation()
 
 
 export.register_pytree_node_serialization(

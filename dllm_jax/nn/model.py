@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from dllm_jax.nn.generation import Generation
 from dllm_jax.nn.int8 import Weights, held_as
 from dllm_jax.nn.intervened import embedded, intervened
 from dllm_jax.nn.intervention import Intervention
@@ -41,6 +42,7 @@ class Model:
       rules: Sharding rules for the axes of a mesh (static); unused without one.
       vision: parameters of the tower that `spec.vision` describes, and of its projector, in the form of
         `params`; None of text models. Nothing that decodes reads it, see `dllm_jax.vision`; training can.
+      generation: What its checkpoint asks to be decoded with (static), see `generation_defaults`.
       origin: the directory that it was loaded from, whose tokenizer `save_hf` writes along. No part of the
         pytree: programs are the same whatever it is, and what they or `jax.tree.map` return has None.
       is_rebuilt: Whether a program or `jax.tree.map` returned it, which drops an origin: `save_hf` warns.
@@ -53,6 +55,7 @@ class Model:
     implementation: Choice = None
     rules: MeshRules = MeshRules()
     vision: Params | None = None
+    generation: Generation = Generation()
     origin: Path | None = dataclasses.field(default=None, compare=False)
     is_rebuilt: bool = dataclasses.field(default=False, compare=False)
     quantised: str | None = dataclasses.field(default=None, compare=False)
@@ -63,16 +66,16 @@ class Model:
         check_implementation(self.implementation)
 
     def tree_flatten_with_keys(self) -> tuple[Any, tuple[Any, ...]]:
-        """Parameters as children; spec, implementation and rules as the static part."""
+        """Parameters as children; spec, implementation, rules and generation as the static part."""
         key = jax.tree_util.GetAttrKey
         children = (key("params"), self.params), (key("vision"), self.vision)
-        return children, (self.spec, self.implementation, self.rules)
+        return children, (self.spec, self.implementation, self.rules, self.generation)
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], children: Sequence[Any]) -> "Model":
         """The model of these parameters, whose origin is not known."""
-        (params, vision), (spec, implementation, rules) = children, static
-        return cls(params, spec, implementation, rules, vision, is_rebuilt=True)
+        (params, vision), (spec, implementation, rules, generation) = children, static
+        return cls(params, spec, implementation, rules, vision, generation, is_rebuilt=True)
 
     def __repr__(self) -> str:
         size, *lines = describe(self.params)

@@ -1,8 +1,10 @@
 """Names of arguments that people bring from other libraries, and ours for them."""
 
 import difflib
+import re
+import shlex
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 NOTHING: Mapping[str, Any] = types.MappingProxyType({})
@@ -109,24 +111,63 @@ def unknown_arguments(
     (name, value), *_ = unknown.items()
     known = sorted(known)
     shown = repr(value) if isinstance(value, bool | int | float | str | None) else "..."
-    _, fixes = NAMES.get(name, ("", ()))
     close = difflib.get_close_matches(name, known, 1)
-    # "length=32" helps where there is a length; a sentence helps everywhere.
-    ours = {fix: fix.partition("=")[0] for fix in fixes}
-    mine = [fix for fix, argument in ours.items() if argument in known]
-    said = [fix for fix, argument in ours.items() if not argument.isidentifier()]
     if name in instead:
         hint = instead[name]
-    elif mine:
-        code, _, remark = mine[0].format(value=shown).partition("; ")
-        hint = f"Did you mean {code}?" + (f" {_sentence(remark)}" if remark else "")
-    elif said:
-        hint = _sentence(said[0].format(value=shown))
+    elif (fix := fix_for(name, known)) is not None:
+        hint = _hint(fix.format(value=shown), lambda code: code)
     elif close:
         hint = f"Did you mean {close[0]}=?"
     else:
         hint = f"Arguments: {', '.join(known) or 'none'}."
     return TypeError(f"{function}() got an unexpected argument {name!r}. {hint}")
+
+
+def unknown_option(command: str, name: str, value: str, known: Iterable[str]) -> str | None:
+    """Returns the error of a command line with another library's option; None if there is no hint for it.
+
+    Args:
+      command: The command, as it is typed.
+      name: Name of the option, as an argument of Python would be spelled.
+      value: What follows it; "..." if nothing does.
+      known: Names of the options that the command has, in the same spelling.
+    """
+    known = {*known}
+    if name in known or (fix := fix_for(name, known)) is None:
+        return None
+    hint = _hint(fix.format(value=value), lambda code: _as_options(code, known))
+    return f"--{name} is not an option of {command}. {hint}"
+
+
+def fix_for(name: str, known: Iterable[str]) -> str | None:
+    """The entry of `NAMES` that is meant where these arguments are known; None if there is none."""
+    _, fixes = NAMES.get(name, ("", ()))
+    # "length=32" helps where there is a length; a sentence helps everywhere.
+    arguments = {fix: fix.partition("=")[0] for fix in fixes}
+    mine = [fix for fix, argument in arguments.items() if argument in known]
+    said = [fix for fix, argument in arguments.items() if not argument.isidentifier()]
+    return next(iter((*mine, *said)), None)
+
+
+def _hint(fix: str, written: Callable[[str], str]) -> str:
+    """What to do instead, as sentences, with code as `written` has it."""
+    if not fix.partition("=")[0].isidentifier():
+        return _sentence(written(fix))
+    code, _, remark = fix.partition("; ")
+    return f"Did you mean {written(code)}?" + (f" {_sentence(remark)}" if remark else "")
+
+
+def _as_options(text: str, known: set[str]) -> str:
+    """Arguments in a text as options of a command line: `length=32` is `--length 32`."""
+
+    def option(found: re.Match) -> str:
+        name, value = found[1], found[2]
+        if name not in known:
+            return found[0]
+        plain = re.sub(r"^dj\.(samplers|policies)\.", "", value)
+        return f"--{name.replace('_', '-')} {shlex.quote(plain.strip(chr(39)))}".rstrip()
+
+    return re.sub(r"\b(\w+)=((?:dj\.)?[\w.]+(?:\([^()]*\))?|'[^']*'|)", option, text)
 
 
 def _sentence(text: str) -> str:

@@ -1,7 +1,17 @@
-"""Policies, samplers and the like as text such as `DKVDecode(8)`, read without evaluating any code."""
+"""Policies, samplers and the like as text such as `DKVDecode(8)`, read without evaluating any code.
+
+Command lines also take a class of the user's own, `module:Name(field=1)`: its module alone is imported.
+"""
 
 import ast
+import contextlib
 import difflib
+import hashlib
+import importlib
+import inspect
+import os
+import re
+import sys
 from collections.abc import Iterable, Mapping
 from inspect import isabstract
 from types import ModuleType
@@ -15,17 +25,76 @@ from dllm_jax.samplers import Sampler
 from dllm_jax.state import sliding
 from dllm_jax.state.sliding import Blocks
 
+OWN = re.compile(r"([\w.]+):(\w+)\s*(\(.*\))?\s*", re.DOTALL)  # module:Name, module:Name(..)
 BLOCKS = "positions (32), a schedule (Sliding(32, longest=64), AdaBlock(32, delimiters=(198,))), or None"
 
 
-def policy(text: str) -> Policy:
-    """Makes a policy of its constructor call, or of its name alone with the paper's defaults."""
-    return construct(text, policies, Policy, eviction)
+def policy(text: str, typed: bool = False) -> Policy:
+    """Makes a policy of its constructor call, or of its name alone with the paper's defaults.
+
+    Args:
+      text: the call.
+      typed: Whether a user typed it, whose `module:Name` is imported. Files of others name no modules.
+
+    Raises:
+      ValueError: see `construct`; or the module has no such policy.
+    """
+    parts = policies, Policy, eviction
+    return _own(text, *parts) if typed and OWN.fullmatch(text.strip()) else construct(text, *parts)
 
 
-def sampler(text: str) -> Sampler:
-    """Makes a sampler of its constructor call, or of its name alone with its defaults."""
-    return construct(text, samplers, Sampler)
+def sampler(text: str, typed: bool = False) -> Sampler:
+    """Makes a sampler of its constructor call, or of its name alone with its defaults; see `policy`."""
+    parts = samplers, Sampler
+    return _own(text, *parts) if typed and OWN.fullmatch(text.strip()) else construct(text, *parts)
+
+
+def typed_policy(text: str) -> Policy:
+    """Makes the policy that a user has typed: a constructor call, or `module:Name` (`policy`)."""
+    return policy(text, typed=True)
+
+
+def typed_sampler(text: str) -> Sampler:
+    """Makes the sampler that a user has typed: a constructor call, or `module:Name` (`sampler`)."""
+    return sampler(text, typed=True)
+
+
+def described(made: Any) -> str:
+    """The constructor call of a policy or sampler; with a hash of its source if that is not the library's."""
+    kind = type(made)
+    if kind.__module__.partition(".")[0] == __name__.partition(".")[0]:
+        return call(made)
+    source = hashlib.sha256(inspect.getsource(inspect.getmodule(kind) or kind).encode()).hexdigest()
+    return f"{kind.__module__}:{call(made)} sha256:{source[:16]}"
+
+
+def _own(text: str, module: ModuleType, kind: type, *parts: ModuleType) -> Any:
+    """The instance that `module:Name(..)` describes, of a class of the user's own."""
+    found = OWN.fullmatch(text.strip())
+    assert found is not None, "checked by the caller"
+    where, name, arguments = found[1], found[2], found[3] or "()"
+    made = getattr(_imported(where, text), name, None)
+    if not isinstance(made, type) or not issubclass(made, kind):
+        raise ValueError(f"{shown(text)}: {name} of the module {where} is no {kind.__name__}")
+    try:
+        node = ast.parse(f"{name}{arguments.replace(';', ',')}", mode="eval").body
+    except SyntaxError as error:
+        raise ValueError(
+            f"{shown(text)} is not a constructor call such as {where}:{name}(field=1)"
+        ) from error
+    return _value(node, _classes((module, *parts), object) | {name: made}, text)
+
+
+def _imported(where: str, text: str) -> ModuleType:
+    """A module by its name, in the current directory too."""
+    with contextlib.ExitStack() as held:
+        if (here := os.getcwd()) not in sys.path:
+            sys.path.insert(0, here)
+            held.callback(sys.path.remove, here)
+        try:
+            return importlib.import_module(where)
+        except ImportError as error:
+            raise ValueError(f"{shown(text)}: the module {where} cannot be imported: {error}") from error
 
 
 def block(text: str) -> Blocks | None:

@@ -57,6 +57,8 @@ class DAEDAL(UntilDone):
       expansion: Number of masks appended at once, and in the place of one.
       checked: Number of positions that the confidence in the end is averaged over. Half as many end-of-texts
         are appended when the growth ends.
+      any_end: Whether end-of-turn counts as an end like end-of-text, for answers that may fill their length
+        up to it.
     """
 
     high: TracedFraction = 0.9
@@ -65,6 +67,7 @@ class DAEDAL(UntilDone):
     insert_below: TracedFraction = 0.9
     expansion: PositiveInt = 8
     checked: PositiveInt = 32
+    any_end: bool = False
 
     grows: ClassVar[bool] = True
     scored: ClassVar[Literal["answer"]] = "answer"
@@ -96,11 +99,12 @@ class DAEDAL(UntilDone):
         masked or not. Steps that leave out a part of the answer keep the last confidence, unless they predict
         its end (`PrefixCache`): they have it of the positions that they predict.
         """
-        index, eos = candidates.index, canvas.spec.eos_id
+        index, spec = candidates.index, canvas.spec
+        counted = spec.ends_of_turn if self.any_end else (spec.eos_id,)
         unconstrained, real = unconstrained.astype(jnp.float32), index < canvas.layout.length
-        ends = real & (argmax(unconstrained) == eos)
+        ends = real & jnp.isin(argmax(unconstrained), jnp.array(counted))
         from_the_end = jnp.cumsum(ends[:, ::-1], axis=1)[:, ::-1]
-        belief = scores.probability(unconstrained, jnp.full_like(index, eos))
+        belief = sum(scores.probability(unconstrained, jnp.full_like(index, end)) for end in counted)
         belief = jnp.where(ends & (from_the_end <= self.checked), belief, 0.0)
         confidence = jnp.sum(belief, axis=1) / self.checked
 

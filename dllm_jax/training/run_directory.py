@@ -203,7 +203,8 @@ def _claim(log: Path, held: contextlib.ExitStack):
 
     def hold():
         try:
-            locks.hold(held.enter_context(log.open("ab")), log)
+            log.touch()
+            held.enter_context(locks.hold(log))
         except BlockingIOError:
             raise ValueError(
                 f"directory={shown(str(log.parent))} is in use: another run trains in it. Wait until it has "

@@ -75,7 +75,7 @@ class Options:
         """
         # What can be refused is refused before anything is loaded, or else before anything is decoded.
         number, count = part_of(self.part)
-        under = lambda text: dataclasses.replace(self.decoding, policy=expressions.policy(text))
+        under = lambda text: dataclasses.replace(self.decoding, policy=expressions.typed_policy(text))
         decodings = {text: under(text) for text in self.policy}
         paths = record.paths(self.out, kind, self.policy)
         lm, progress = self.checkpoint.open(), sys.stderr.isatty()

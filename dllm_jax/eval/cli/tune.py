@@ -55,7 +55,7 @@ def run_tune(
       out: Folder of the results and of the journal from which an interrupted run resumes.
     """
     asked_for = [named(text) for text in dict.fromkeys(policy)] or None
-    under = [expressions.sampler(text) for text in dict.fromkeys(samplers)]
+    under = [expressions.typed_sampler(text) for text in dict.fromkeys(samplers)]
     settings: dict[str, Any] = dict(task=task, sizes=sizes, count=count, policy=policy, samplers=samplers)
     settings |= {"questions": None if questions is None else str(questions)}
     settings |= {name: getattr(search, name) for name in ("objective", "accelerator", "first", "keep_all")}
@@ -83,6 +83,8 @@ def run_tune(
 
 def named(text: str) -> Any:
     """Parses --policy: a candidate, a policy, or a policy's class, which stands for a grid."""
+    if expressions.OWN.fullmatch(text.strip()):
+        return expressions.typed_policy(text)
     kinds, parts = policies.Policy | candidates.Candidate, (eviction, samplers, sliding, candidates)
     made = expressions.construct(text, policies, kinds, *parts)
     return type(made) if text.strip() == type(made).__name__ else made

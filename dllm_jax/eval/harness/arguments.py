@@ -127,9 +127,10 @@ def _with_preset(given: Mapping[str, Any], decoding: Mapping[str, Any]) -> dict[
     decoding = {name: value for name, value in decoding.items() if value is not None}
     if "length" in decoding and "steps" not in decoding and {"length", "steps"} <= chosen.keys():
         chosen["steps"] = rescaled(chosen["steps"], chosen["length"], decoding["length"])
-    for name in ("policy", "sampler", "block"):
+    readers = {"policy": expressions.typed_policy, "sampler": expressions.typed_sampler}
+    for name, read in (readers | {"block": expressions.block}).items():
         if given.get(name) is not None:
-            decoding[name] = getattr(expressions, name)(str(given[name]))
+            decoding[name] = read(str(given[name]))
     return chosen | decoding
 
 

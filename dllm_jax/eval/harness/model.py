@@ -24,6 +24,7 @@ from dllm_jax.eval.run.answering import Answering, failure
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.likelihoods import Likelihood, Pair
 from dllm_jax.eval.run.runner import Request, Runner
+from dllm_jax.eval.run.settings import rendering
 from dllm_jax.options import local_path
 from dllm_jax.provenance import device
 from dllm_jax.state.text import Rendered, check_texts, encode_pair, encode_plain, encode_rendered, mark_plain
@@ -74,8 +75,8 @@ class DllmJax(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """For lm_eval's cache of requests."""
-        return self.lm.name.replace("/", "__")
+        """Name in the key of lm_eval's cache of requests: prompts are kept for what they were rendered by."""
+        return f"{self.lm.name.replace('/', '__')}__{rendering(self.tokenizer, self.lm.template)[:16]}"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
         """Encodes a text and adds no special tokens; only a chat template's own are recognised in it."""

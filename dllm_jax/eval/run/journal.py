@@ -61,7 +61,7 @@ class Journal:
       ValueError: a broken line that is not the last, with file and line; or another device or version.
     """
 
-    _file = None  # locked, open for appending
+    _file = _lock = None  # open for appending, and its lock
 
     def __init__(self, path: str | os.PathLike[str] | None = None):
         self.path = path = None if path is None else local_path("path", path)
@@ -138,22 +138,26 @@ class Journal:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by `close`)
+        lock: locks.Lock | None = None
         try:
-            locks.hold(file, self.path)
+            lock = locks.hold(self.path)
             self._read(self.path.read_bytes())
         except BaseException as error:
             file.close()
+            if lock is not None:
+                lock.close()
             if isinstance(error, BlockingIOError):
                 reason = "another run is adding answers to it: wait until it has ended"
                 raise ValueError(f"{self.path}: {reason}, or choose another file or --out") from None
             raise
-        self._file = file
+        self._file, self._lock = file, lock
 
     def close(self):
         """Gives the lock back; the journal may be claimed again."""
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
+        for held in (self._file, self._lock):
+            if held is not None:
+                held.close()
+        self._file = self._lock = None
 
     __del__ = close
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,7 +28,7 @@ from dllm_jax.state.sliding import Blocks, BlockSchedule, positions
 # How command lines read and show block schedules and samplers.
 FORMS = "INT|Sliding(INT)|AdaBlock(..)|None"
 FROM_TEXT = from_word(FORMS, expressions.block, int | BlockSchedule | None, expressions.call)
-SAMPLER = from_word("SAMPLER", expressions.sampler, dj.samplers.Sampler, expressions.call)
+SAMPLER = from_word("SAMPLER", expressions.typed_sampler, dj.samplers.Sampler, expressions.call)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +248,14 @@ class Checkpoint(Options):
         identity = f"sha256:{fingerprint(path)} {model.dtype} rope_factor={self.rope_factor:g}"
         identity += "" if model.weights is None else f" weights={model.weights}"
         identity += "" if self.vocab is None else f" vocab={self.vocab}"
+        identity += "" if self.tokenizer is None else f" tokenizer={fingerprint(locate(self.tokenizer))}"
         return identity if adapter is None else f"{identity} peft={fingerprint(adapter)}"
+
+
+def rendering(tokenizer: Any, template: Mapping[str, Any]) -> str:
+    """sha256 of all that a rendered prompt depends on: chat template, its variables, and the vocabulary."""
+    parts = str(tokenizer.chat_template), dict(template), tokenizer.special_tokens_map, tokenizer.get_vocab()
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def identity_in_memory(model: dj.Model) -> str:

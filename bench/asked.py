@@ -1,0 +1,109 @@
+"""What each bundled model can be asked: exact match of `dj.chat` without options, and where a length helps.
+
+python -m bench.asked --json bench/results/asked_cpu.json
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+import dllm_jax as dj
+from bench.shared import runner
+from dllm_jax.command_line import run
+from dllm_jax.eval.run.files import read_json
+from dllm_jax.provenance import measured_on
+from dllm_jax.tasks import Chain, FewShot, ReadNumbers, Recall, Sorting, Task, accuracy, examples, needle
+
+RESULT = Path(__file__).parent / "results" / "asked_cpu.json"
+TEXT = dj.bundled.TEXT + dj.bundled.BLOCK_CAUSAL
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of question.
+
+    Attributes:
+      title: What is asked.
+      asked: Beginning and end of a question, and its answer.
+      task: Task of the questions.
+      size: Their size.
+      length: Length that is passed to `chat`; None leaves it to the checkpoint.
+      models: Bundled models that are asked.
+    """
+
+    title: str
+    asked: str
+    task: Task
+    size: int
+    length: int | None = None
+    models: tuple[str, ...] = TEXT
+
+
+VALUE = "`b=407;T=211;..;T=` `211`"
+PICTURE = ReadNumbers(digits=1, scattered=True)
+LINKS = "`c>T;b>c;..;b>` `b>c;c>T;..`"
+KINDS = (
+    Kind("value of a letter, 8 pairs", VALUE, Recall(), 8),
+    Kind("2 pairs", VALUE, Recall(), 2),
+    Kind("40 pairs in 512 tokens", VALUE, *needle(512)),
+    Kind("form of 8 values, 16 pairs", "`..;b=???;T=???;..` `b=407;T=211;..`", *needle(256, 8)),
+    Kind("form of 8 values, 16 pairs", "", *needle(256, 8), length=56),
+    Kind("chain: 7 steps, 16 letters", LINKS, Chain(), 7),
+    Kind("7 steps, 8 letters, among values", LINKS, Chain(8, values=12), 7),
+    Kind("7 steps, 8 letters, among values", "", Chain(8, values=12), 7, length=32),
+    Kind("16 steps, 20 letters", LINKS, Chain(20), 16),
+    Kind("16 steps, 20 letters", "", Chain(20), 16, length=72),
+    Kind("class by most of 5 examples", "`bz:3;Tk:8;bX:3;..;bq:` `3`", FewShot(), 5),
+    Kind("16 letters in order", "`qTbz..>` `bqzT..`", Sorting(), 16, length=24),
+    Kind("digit of a colour among 5", "`value r`, a picture: `7`", PICTURE, 5, models=dj.bundled.PICTURED),
+)
+
+
+def measure(kind: Kind, model: dj.Model, reader: Any, questions: int) -> float:
+    """Fraction of exactly right answers to held-out questions of a kind."""
+    asked = examples(kind.task, 0, kind.size, questions, "held_out")
+    options: Any = {} if kind.length is None else {"length": kind.length}
+    return accuracy(model, reader, asked, batch=32, **options)
+
+
+def main(json: Path | None = None, questions: int = 64):
+    """Measures every kind of question.
+
+    Args:
+      json: File of the results.
+      questions: Number of held-out questions of each kind.
+    """
+    rows: list[dict[str, Any]] = []
+    for name in dj.bundled.NAMES:
+        path = dj.bundled.path(name)
+        model = dj.load(path)
+        pictured = name in dj.bundled.PICTURED
+        reader = dj.vision.Processor.load(path) if pictured else dj.load_tokenizer(path)
+        for kind in (kind for kind in KINDS if name in kind.models):
+            share = measure(kind, model, reader, questions)
+            row = {"model": name, "kind": kind.title, "length": kind.length, "accuracy": share}
+            rows.append(row)
+            print(row, flush=True)
+    runner.write(json, measured_on("float32") | {"questions": questions, "rows": rows})
+
+
+def table() -> str:
+    """Makes a row for each kind of question and length, with the accuracy of each model."""
+    found = read_json(RESULT)
+    known = {(row["model"], row["kind"], row["length"]): row["accuracy"] for row in found["rows"]}
+    lines = []
+    for kind in KINDS:
+        cells = [known.get((name, kind.title, kind.length)) for name in dj.bundled.NAMES]
+        shares = ["-" if share is None else f"{share:.0%}" for share in cells]
+        length = "default" if kind.length is None else f"`length={kind.length}`"
+        lines.append([kind.title, kind.asked, length, *shares])
+    names = [f"`{name}`" for name in dj.bundled.NAMES]
+    shown = runner.table(["question", "example", "length", *names], "lll" + "r" * len(names), lines)
+    when = f"{found['date'][:10]}, dllm_jax {found['dllm_jax']}, CPU, float32"
+    return f"{shown}\n\n*Exact match on {found['questions']} held-out questions each; {when}.*"
+
+
+if __name__ == "__main__":
+    run(lambda: tyro.cli(main))

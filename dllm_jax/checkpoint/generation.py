@@ -1,0 +1,77 @@
+"""What a checkpoint asks to be decoded with: the object "dllm_jax" of its generation_config.json.
+
+    {"dllm_jax": {"length": 32, "block": 32, "policy": "DualCache", "sampler": "Threshold(0.9)",
+                  "growing": {"length": 4, "max_length": 56, "sampler": "DAEDAL(expansion=28)"}}}
+
+Each key is an option of `chat`, policy and sampler as on command lines. Those of `growing` take the place of
+the others where the caller leaves the answer's length open.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dllm_jax.checkpoint.config import GENERATION
+from dllm_jax.checkpoint.files import has_entry, read_object
+from dllm_jax.nn.generation import Generation
+from dllm_jax.options import PositiveInt, check_argument, shown
+from dllm_jax.published import expressions
+
+KEY, GROWING = "dllm_jax", "growing"
+
+
+def _policy(_: str, text: Any) -> Any:
+    return expressions.policy(text)
+
+
+def _sampler(_: str, text: Any) -> Any:
+    return expressions.sampler(text)
+
+
+def _count(name: str, value: Any) -> int:
+    return check_argument(name, value, PositiveInt)
+
+
+def _block(_: str, value: Any) -> Any:
+    return expressions.block(str(value))
+
+
+FIXED: Mapping[str, Callable[[str, Any], Any]] = {
+    "length": _count, "block": _block, "steps": _count, "policy": _policy, "sampler": _sampler
+}  # fmt: skip
+GROWS = {name: FIXED[name] for name in ("length", "block", "policy", "sampler")} | {"max_length": _count}
+
+
+def generation_of(folder: Path) -> Generation:
+    """Reads the settings of a checkpoint's directory; of one that says nothing they are empty.
+
+    Raises:
+      ValueError: an unknown key, or a value that the option refuses; names the file and the key.
+    """
+    if not has_entry(folder, GENERATION):
+        return Generation()
+    said, where = read_object(folder / GENERATION).get(KEY, {}), f"{folder / GENERATION}: {KEY}"
+    fixed = _read(where, said, FIXED, GROWING)
+    growing = _read(f"{where}.{GROWING}", said.get(GROWING, {}), GROWS)
+    if growing and not ({"length", "max_length", "sampler"} <= growing.keys() and growing["sampler"].grows):
+        raise ValueError(
+            f"{where}.{GROWING} must have length, max_length and a sampler whose answers grow, such as "
+            '"DAEDAL()"'
+        )
+    return Generation(fixed, growing)
+
+
+def _read(where: str, said: Any, readers: Mapping[str, Callable[[str, Any], Any]], *others: str) -> Any:
+    """The options in an object, each checked by its reader."""
+    if not isinstance(said, dict):
+        raise ValueError(f"{where}={shown(said)} must be an object")
+    if unknown := sorted(said.keys() - readers.keys() - {*others}):
+        raise ValueError(f"{where}.{unknown[0]} is no option. Options: {', '.join([*readers, *others])}.")
+    options = {}
+    for name, value in said.items():
+        if name in readers:
+            try:
+                options[name] = readers[name](name, value)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{where}.{name}={shown(value)}: {error}") from None
+    return options

@@ -1,0 +1,56 @@
+"""What a conversation is decoded with by default: the checkpoint's settings, or the usual ones."""
+
+from typing import Any, Unpack
+
+from dllm_jax.decoding.options import AskedConversation, ChatOptions
+from dllm_jax.nn.model import Model
+from dllm_jax.options import check_argument, check_names
+from dllm_jax.policies.base import Policy
+
+USUAL = {
+    name: getattr(AskedConversation, name) for name in ("length", "block", "policy", "sampler", "stop_at_eos")
+}
+# None is no value of these; with one of those an answer's length is not open.
+UNSET = ("length", "policy", "sampler")
+OF_ONE_LENGTH = {"length", "max_length", "block", "steps", "sampler", "suffix", "allow", "constraints"}
+
+
+def generation_defaults(model: Model, **options: Unpack[ChatOptions]) -> dict[str, Any]:
+    """Returns the options of `chat` with the values that it takes for those that are left out.
+
+    They are the settings in the checkpoint's generation_config.json (docs/how-to/loading.md), or else
+    length=128, block=32, `DualCache()` and `Threshold(0.9)`; block-causal models have their own blocks.
+    Settings for answers that find their own length count while nothing is given that fixes it: length, block,
+    steps, sampler, suffix, allow or constraints. A sampler that needs exact keys and values gets `Policy()`.
+
+    `chat`, `stream_chat`, `dllm-jax chat` and `dllm-jax generate` decode with them. `generate` does so if it
+    is passed them: without options it decodes exactly.
+
+    Args:
+      model: Model returned by `load`.
+      **options: Options that are given; they stay.
+
+    Raises:
+      TypeError: An option that `chat` does not have.
+
+    Examples:
+      >>> model = dj.load(dj.bundled.path("tiny-sdar"))
+      >>> options = dj.generation_defaults(model, length=8)
+      >>> options["sampler"], dj.generate(model, [[40, 41]], **options).tokens.shape
+      (Threshold(threshold=0.9), (1, 10))
+    """
+    check_argument("model", model, Model, ", such as dj.load(path)")
+    check_names("generation_defaults", options, ChatOptions.__annotations__)
+    given: dict[str, Any] = {k: v for k, v in options.items() if v is not None or k not in UNSET}
+    own_blocks: dict[str, Any] = {"block": None} if model.spec.context.has_blocks else {}
+    complete: dict[str, Any] = USUAL | own_blocks | dict(model.generation.fixed) | given
+    growing = dict(model.generation.growing)
+    fixed = {name for name in given.keys() & OF_ONE_LENGTH if name != "max_length" or given[name] is None}
+    if growing and not fixed and complete["policy"].fixed_within_blocks:
+        complete |= growing | given
+    sampler = complete["sampler"]
+    if "policy" not in given and (sampler.verifies_causally or sampler.own_block is not None):
+        complete["policy"] = Policy()
+    if "block" not in given and sampler.own_block is not None:
+        complete["block"] = None
+    return complete
