@@ -1,4 +1,4 @@
-"""What each bundled model can be asked: exact match of `dj.chat` without options, and where a length helps.
+"""Questions that each bundled model can be asked: exact match of `dj.chat` without options, and with some.
 
 python -m bench.asked --json bench/results/asked_cpu.json
 """
@@ -29,7 +29,7 @@ class Kind:
       asked: Beginning and end of a question, and its answer.
       task: Task of the questions.
       size: Their size.
-      length: Length that is passed to `chat`; None leaves it to the checkpoint.
+      options: Length and block that are passed to `chat`; none leaves them to the checkpoint.
       models: Bundled models that are asked.
     """
 
@@ -37,7 +37,7 @@ class Kind:
     asked: str
     task: Task
     size: int
-    length: int | None = None
+    options: tuple[int, int] | None = None
     models: tuple[str, ...] = TEXT
 
 
@@ -49,14 +49,14 @@ KINDS = (
     Kind("2 pairs", VALUE, Recall(), 2),
     Kind("40 pairs in 512 tokens", VALUE, *needle(512)),
     Kind("form of 8 values, 16 pairs", "`..;b=???;T=???;..` `b=407;T=211;..`", *needle(256, 8)),
-    Kind("form of 8 values, 16 pairs", "", *needle(256, 8), length=56),
+    Kind("form of 8 values, 16 pairs", "", *needle(256, 8), options=(56, 4)),
     Kind("chain: 7 steps, 16 letters", LINKS, Chain(), 7),
     Kind("7 steps, 8 letters, among values", LINKS, Chain(8, values=12), 7),
-    Kind("7 steps, 8 letters, among values", "", Chain(8, values=12), 7, length=32),
+    Kind("7 steps, 8 letters, among values", "", Chain(8, values=12), 7, options=(32, 4)),
     Kind("16 steps, 20 letters", LINKS, Chain(20), 16),
-    Kind("16 steps, 20 letters", "", Chain(20), 16, length=72),
+    Kind("16 steps, 20 letters", "", Chain(20), 16, options=(72, 4)),
     Kind("class by most of 5 examples", "`bz:3;Tk:8;bX:3;..;bq:` `3`", FewShot(), 5),
-    Kind("16 letters in order", "`qTbz..>` `bqzT..`", Sorting(), 16, length=24),
+    Kind("16 letters in order", "`qTbz..>` `bqzT..`", Sorting(), 16, options=(24, 4)),
     Kind("digit of a colour among 5", "`value r`, a picture: `7`", PICTURE, 5, models=dj.bundled.PICTURED),
 )
 
@@ -64,7 +64,7 @@ KINDS = (
 def measure(kind: Kind, model: dj.Model, reader: Any, questions: int) -> float:
     """Fraction of exactly right answers to held-out questions of a kind."""
     asked = examples(kind.task, 0, kind.size, questions, "held_out")
-    options: Any = {} if kind.length is None else {"length": kind.length}
+    options: Any = {} if kind.options is None else dict(zip(("length", "block"), kind.options, strict=True))
     return accuracy(model, reader, asked, batch=32, **options)
 
 
@@ -83,7 +83,7 @@ def main(json: Path | None = None, questions: int = 64):
         reader = dj.vision.Processor.load(path) if pictured else dj.load_tokenizer(path)
         for kind in (kind for kind in KINDS if name in kind.models):
             share = measure(kind, model, reader, questions)
-            row = {"model": name, "kind": kind.title, "length": kind.length, "accuracy": share}
+            row = {"model": name, "kind": kind.title, "options": kind.options, "accuracy": share}
             rows.append(row)
             print(row, flush=True)
     runner.write(json, measured_on("float32") | {"questions": questions, "rows": rows})
@@ -92,15 +92,16 @@ def main(json: Path | None = None, questions: int = 64):
 def table() -> str:
     """Makes a row for each kind of question and length, with the accuracy of each model."""
     found = read_json(RESULT)
-    known = {(row["model"], row["kind"], row["length"]): row["accuracy"] for row in found["rows"]}
+    key = lambda row: (row["model"], row["kind"], row["options"] and tuple(row["options"]))
+    known = {key(row): row["accuracy"] for row in found["rows"]}
     lines = []
     for kind in KINDS:
-        cells = [known.get((name, kind.title, kind.length)) for name in dj.bundled.NAMES]
+        cells = [known.get((name, kind.title, kind.options)) for name in dj.bundled.NAMES]
         shares = ["-" if share is None else f"{share:.0%}" for share in cells]
-        length = "default" if kind.length is None else f"`length={kind.length}`"
-        lines.append([kind.title, kind.asked, length, *shares])
+        given = "default" if kind.options is None else "`length={}, block={}`".format(*kind.options)
+        lines.append([kind.title, kind.asked, given, *shares])
     names = [f"`{name}`" for name in dj.bundled.NAMES]
-    shown = runner.table(["question", "example", "length", *names], "lll" + "r" * len(names), lines)
+    shown = runner.table(["question", "example", "options", *names], "lll" + "r" * len(names), lines)
     when = f"{found['date'][:10]}, dllm_jax {found['dllm_jax']}, CPU, float32"
     return f"{shown}\n\n*Exact match on {found['questions']} held-out questions each; {when}.*"
 

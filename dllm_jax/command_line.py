@@ -203,8 +203,10 @@ def _check_options(function: Any, prog: str, words: list[str]):
     foreign = [word for word in words if _name_of(word) in hints.NAMES]
     if not foreign or not HELP.isdisjoint(words):
         return
-    parser = tyro.extras.get_parser(function, prog=prog, registry=PATHS)
-    known = {_name_of(word) for action in parser._actions for word in action.option_strings}
+    described = io.StringIO()
+    with contextlib.redirect_stdout(described), contextlib.suppress(SystemExit):
+        tyro.cli(function, prog=prog, args=["--help"], registry=PATHS)
+    known = {_name_of(word) for word in re.findall(r"--[a-z][\w-]*", described.getvalue())}
     for word in foreign:
         _, equals, value = word.partition("=")
         following = [*words[words.index(word) + 1 :], "--"][0]

@@ -65,7 +65,7 @@ def test_a_stream_and_generate_take_the_same_settings():
     assert whole.output.stats.length.tolist() == [8]
 
 
-def test_what_is_given_wins_and_settings_for_open_lengths_give_way():
+def test_given_options_win_and_settings_for_open_lengths_give_way():
     model, _ = loaded("tiny-llada")
     defaults = lambda **given: dj.generation_defaults(model, **given)
     open_length, fixed = dict(length=8, max_length=56, block=8), dict(length=32, block=32)

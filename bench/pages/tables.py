@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import dllm_jax as dj
-from bench import peer_bonsai
+from bench import asked, peer_bonsai
 from bench.pages import checkpoints, speed
 from bench.pages.policy import (
     IN_BLOCKS,
@@ -133,6 +133,7 @@ TABLES = {
     "other implementations": peer_bonsai.table,
     "block-causal": lambda: summary.block_causal(measured(IN_BLOCKS), dj.bundled.BLOCK_CAUSAL),
     "pictures": lambda: summary.pictured(measured("policies_pictures_cpu"), *dj.bundled.PICTURED),
+    "what bundled models can be asked": asked.table,
     "names of other libraries": hints.table,
     "published checkpoints": checkpoints.table,
 }

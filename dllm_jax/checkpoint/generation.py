@@ -1,4 +1,4 @@
-"""What a checkpoint asks to be decoded with: the object "dllm_jax" of its generation_config.json.
+"""Settings that a checkpoint asks to be decoded with: the object "dllm_jax" of its generation_config.json.
 
     {"dllm_jax": {"length": 32, "block": 32, "policy": "DualCache", "sampler": "Threshold(0.9)",
                   "growing": {"length": 4, "max_length": 56, "sampler": "DAEDAL(expansion=28)"}}}

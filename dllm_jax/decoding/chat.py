@@ -118,7 +118,7 @@ def chat(
 
 
 class ChatOutput(NamedTuple):
-    """What `chat` returns with `logprobs`.
+    """Answer and output of `chat` with `logprobs`.
 
     Attributes:
       text: The answer, or a list of answers for a batch.

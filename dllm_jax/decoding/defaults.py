@@ -1,4 +1,4 @@
-"""What a conversation is decoded with by default: the checkpoint's settings, or the usual ones."""
+"""Settings that a conversation is decoded with by default: the checkpoint's own, or the usual ones."""
 
 from typing import Any, Unpack
 

@@ -150,7 +150,7 @@ def fix_for(name: str, known: Iterable[str]) -> str | None:
 
 
 def _hint(fix: str, written: Callable[[str], str]) -> str:
-    """What to do instead, as sentences, with code as `written` has it."""
+    """Says what to do instead, in sentences, with code as `written` has it."""
     if not fix.partition("=")[0].isidentifier():
         return _sentence(written(fix))
     code, _, remark = fix.partition("; ")
