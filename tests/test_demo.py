@@ -92,7 +92,7 @@ def test_help_lists_every_command_and_a_typing_error_gets_the_name_that_is_meant
     )
     assert ended("eval", "taks")[2].endswith("is not a command of dllm-jax eval. Did you mean tasks?\n")
     code, _, error = ended("bench", "nothing")
-    assert (code, error.startswith("error: bench needs one of card, compiled, generate")) == (2, True)
+    assert (code, error.startswith("error: bench needs one of asked, card, compiled")) == (2, True)
 
 
 def test_closed_streams_end_in_a_line(monkeypatch, capsys):

@@ -105,7 +105,7 @@ def chat(
       >>> dj.chat(model, tokenizer, question)
       '211'
       >>> dj.chat(model, tokenizer, question, logprobs=1).output.stats.length.tolist()
-      [4]
+      [8]
     """
     text_alone = {"trace": "The answer is text alone. Use dj.generate(.., trace=True)."}
     check_names("chat", options, ChatOptions.__annotations__, text_alone)
