@@ -59,7 +59,7 @@ from dllm_jax.decoding.trajectory import trajectory_log_probs
 
 # Seeing inside
 from dllm_jax import analysis
-from dllm_jax.analysis import Capture, capture
+from dllm_jax.analysis import Capture, capture, logit_lens
 
 # Low-rank adapters
 from dllm_jax import lora
@@ -118,6 +118,7 @@ __all__ = [
     "load",
     "load_tokenizer",
     "log_likelihood",
+    "logit_lens",
     "lora",
     "nn",
     "nnx",
