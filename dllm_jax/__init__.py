@@ -59,7 +59,7 @@ from dllm_jax.decoding.trajectory import trajectory_log_probs
 
 # Seeing inside
 from dllm_jax import analysis
-from dllm_jax.analysis import Capture, capture, logit_lens
+from dllm_jax.analysis import Capture, capture
 
 # Low-rank adapters
 from dllm_jax import lora
@@ -73,7 +73,6 @@ from dllm_jax.options import renamed as _renamed
 
 # Applications: loaded at first use
 if TYPE_CHECKING:
-    from dllm_jax.decoding.watch.animation import animate
     from dllm_jax import nnx, roofline, tasks, testing, training
     from dllm_jax.eval.run.journal import Journal
     from dllm_jax.eval.tuning import tune
@@ -101,7 +100,6 @@ __all__ = [
     "StopTexts",
     "abstract",
     "analysis",
-    "animate",
     "buckets",
     "bundled",
     "capture",
@@ -120,7 +118,6 @@ __all__ = [
     "load",
     "load_tokenizer",
     "log_likelihood",
-    "logit_lens",
     "lora",
     "nn",
     "nnx",
@@ -147,8 +144,7 @@ __all__ = [
 
 _ON_DEMAND = ("nnx", "roofline", "tasks", "testing", "training")  # packages that are imported at first use
 
-# Names of modules that wait.
-_FROM = {"Journal": "eval.run.journal", "animate": "decoding.watch.animation", "tune": "eval.tuning"}
+_FROM = {"Journal": "eval.run.journal", "tune": "eval.tuning"}  # names of modules that wait
 
 _RENAMED = {"embedded": "bundled", "EMBEDDED": "EMBEDS_PLACEHOLDER", "explain": "explain_kernels"}
 

@@ -115,7 +115,8 @@ def _masked(masked: np.ndarray, stats: Stats, policy: Policy, sampler: Sampler) 
     if missed or (of_policy and not of_sampler):
         most = int(np.argmax(masked))
         passes, idle = (0 if a is None else host.everywhere(a)[most] for a in (stats.nfe, stats.idle))
-        who, why = names[0], f"{idle} of {passes} forward passes of a sequence predict none of them. {COVER}"
+        unpredicted = f"{idle} of {passes} forward passes of a sequence predict none of them. {COVER}"
+        who, why = names[0], unpredicted if missed else "its sets do not offer them to the sampler"
     elif of_sampler and not of_policy:
         who, why = names[1], "its `transfer` did not select them. Select at least one candidate in every step"
     else:

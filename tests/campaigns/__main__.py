@@ -18,6 +18,7 @@ import tests.conftest  # noqa: F401  jax is set as in tests
 from tests.campaigns import (
     adapters,
     arguments,
+    authors,
     batches,
     configs,
     generations,
@@ -32,7 +33,8 @@ from tests.campaigns.verdicts import Outcome, Verdict
 from tests.programs import forget_in_time
 
 CAMPAIGNS: tuple[ModuleType, ...] = (
-    malformed, configs, adapters, generations, arguments, batches, journals, messages, stops, ways, kills,
+    malformed, configs, adapters, generations, arguments, authors, batches, journals, messages, stops, ways,
+    kills,
 )  # fmt: skip
 MEMORY = 16 * 2**30  # bytes; a case that allocates more fails
 

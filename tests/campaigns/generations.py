@@ -68,6 +68,7 @@ POLICIES: dict[type[p.Policy], dict[str, tuple[Any, ...]]] = {
     p.ESDLLM: {
         "prompt_every": EVERY, "block_every": EVERY, "alpha": (0.0, 0.5, 1.0),
         "compare": ("hidden", "key", "value", "query"),
+        "evict": (None, None, p.SparseDLLM(keep=0.4, kernel=1), p.SparseDLLM(keep=0.5, delay=2)),
     },
     p.SlidingCache: {"window": (0, 2, 50)},
     p.SuffixDropout: {
