@@ -59,7 +59,7 @@ from dllm_jax.decoding.trajectory import trajectory_log_probs
 
 # Seeing inside
 from dllm_jax import analysis
-from dllm_jax.analysis import Capture, capture
+from dllm_jax.analysis import Capture, capture, logit_lens
 
 # Low-rank adapters
 from dllm_jax import lora
@@ -73,6 +73,7 @@ from dllm_jax.options import renamed as _renamed
 
 # Applications: loaded at first use
 if TYPE_CHECKING:
+    from dllm_jax.decoding.watch.animation import animate
     from dllm_jax import nnx, roofline, tasks, testing, training
     from dllm_jax.eval.run.journal import Journal
     from dllm_jax.eval.tuning import tune
@@ -100,6 +101,7 @@ __all__ = [
     "StopTexts",
     "abstract",
     "analysis",
+    "animate",
     "buckets",
     "bundled",
     "capture",
@@ -118,6 +120,7 @@ __all__ = [
     "load",
     "load_tokenizer",
     "log_likelihood",
+    "logit_lens",
     "lora",
     "nn",
     "nnx",
@@ -144,7 +147,8 @@ __all__ = [
 
 _ON_DEMAND = ("nnx", "roofline", "tasks", "testing", "training")  # packages that are imported at first use
 
-_FROM = {"Journal": "eval.run.journal", "tune": "eval.tuning"}  # names of modules that wait
+# Names of modules that wait.
+_FROM = {"Journal": "eval.run.journal", "animate": "decoding.watch.animation", "tune": "eval.tuning"}
 
 _RENAMED = {"embedded": "bundled", "EMBEDDED": "EMBEDS_PLACEHOLDER", "explain": "explain_kernels"}
 

@@ -13,6 +13,7 @@ LEFT_OUT: dict[str, str] = {
     "Starts processes, or a browser.": """
         test_checkpoint_hints.py::test_a_full_disk_is_one_line
         test_convert_crash.py
+        test_demo.py::test_a_narrow_demonstration_*
         test_demo.py::test_the_demonstration_answers_and_measures
         test_eval_harness.py::test_the_command_line
         test_examples.py::test_every_example_begins_*
@@ -23,11 +24,15 @@ LEFT_OUT: dict[str, str] = {
         test_training_run.py::test_a_directory_is_free_again_*
         test_training_run.py::test_a_reader_that_stops_ends_a_command_without_a_traceback
         test_training_run.py::test_an_interrupted_command_*
+        test_commands.py::test_nothing_needs_what_windows_*
         test_training_run.py::test_an_import_leaves_*
         test_watch.py::test_a_browser_*
     """,
     "Runs a page or an example; what it calls has tests of its own.": """
         test_constraints.py::test_the_page_limits_answers_to_a_pattern_and_a_schema
+        test_commands.py::test_prompts_and_conversations_*
+        test_defaults.py::test_a_stream_and_generate_*
+        test_defaults.py::test_ids_that_one_types_*
         test_defaults.py::test_the_first_conversation_*
         test_docs.py::test_pages_on_a_bundled_model_run_as_printed
         test_docs.py::test_examples_in_docstrings_print_what_they_say
@@ -99,6 +104,7 @@ LEFT_OUT: dict[str, str] = {
         test_training_loss.py::test_padding_and_what_is_recomputed_change_neither_loss_nor_gradient
         test_training_loss.py::test_the_clean_half_learns_to_predict_the_next_token
         test_training_loss.py::test_the_loss_of_block_causal_models_is_that_of_a_pass_for_each_block
+        test_training_objectives.py::test_a_reference_may_be_any_distance_away
         test_training_objectives.py::test_chunks_and_what_is_recomputed_change_nothing
         test_training_objectives.py::test_plain_forwards_give_the_same
         test_training_objectives.py::test_vrpo_begins_at_log_two_and_learns_from_its_gradient

@@ -165,8 +165,8 @@ def test_bad_input_is_refused():
         (dict(what=("keys",)), r"what=\('keys',\) must be some of residual, attention, "),
         (dict(chunk=0), "chunk=0 must be a whole number of at least 1"),
         (dict(prompt_mask=np.ones((2, 9))), "prompt_mask has 9 positions; the canvas has 6"),
-        (dict(source=np.zeros(4, int)), r"expected an Output .*got shape \(4,\)"),
-        (dict(source="text"), "expected an Output .*got str"),
+        (dict(source=np.zeros(4, int)), r"source must be an Output .*got shape \(4,\)"),
+        (dict(source="text"), "source must be an Output .*got str"),
         (dict(source=np.full((1, 4), 99)), "tokens holds id 99, outside the vocabulary"),
         (dict(source=without), "the output has no trace"),
     ):
@@ -174,3 +174,22 @@ def test_bad_input_is_refused():
             dj.capture(model, **{"source": np.ones((2, 6), int)} | options)
     with pytest.raises(ValueError, match="cannot be called inside jit"):
         jax.jit(lambda t: dj.capture(model, t).k)(jnp.ones((1, 4), jnp.int32))
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+def test_the_lens_of_the_last_layer_is_the_forward_pass(family):
+    """And of each layer, final norm and head in float64."""
+    model = tiny(family)
+    ids = random_tokens(model.spec, 2, 7)
+    seen = dj.capture(model, ids, "residual")
+    logits = dj.logit_lens(model, seen.residual)
+    np.testing.assert_allclose(logits[0, -1], dj.forward(model, ids), rtol=1e-5, atol=1e-5)
+    stream = np.asarray(seen.residual, np.float64)
+    normed = stream / np.sqrt(np.mean(stream**2, axis=-1, keepdims=True) + model.spec.norm_eps)
+    head = model.params["embed" if model.spec.tied else "head"]
+    expected = (normed * np.float64(model.params["norm"])) @ np.float64(head).T
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
+    one = dj.logit_lens(model, seen.residual[0, 1, 0, 2])
+    np.testing.assert_allclose(one, logits[0, 1, 0, 2], rtol=1e-4, atol=1e-5)
+    refuses(r"residual has shape \(2, 7\)", dj.logit_lens, model, ids)
+    refuses("model=3 must be", dj.logit_lens, 3, seen.residual)

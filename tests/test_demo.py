@@ -19,6 +19,7 @@ from dllm_jax.__main__ import COMMANDS, command
 from dllm_jax.command_line import keep_programs, kept_programs
 from dllm_jax.demo import trains
 from dllm_jax.demo.command import Arguments
+from dllm_jax.demo.command import main as demonstrate
 from dllm_jax.encoding import encodable
 from dllm_jax.eval import __main__ as evaluations
 from dllm_jax.policies import DualCache, Policy
@@ -106,6 +107,18 @@ def test_closed_streams_end_in_a_line(monkeypatch, capsys):
     error = capsys.readouterr().err
     assert error.startswith("error: standard input is closed")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("width", "shown"), [(60, False), (80, True)])
+def test_a_narrow_demonstration_explains_what_it_shows_alone(width, shown, monkeypatch, capsys):
+    """Words about numbers that a terminal of 60 columns has no room for are left out."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    demonstrate(Arguments(prompts=2))
+    told = capsys.readouterr().out
+    assert "accuracy" in told
+    for word in ("Speedup:", "speedup", "right: unmasked"):
+        assert (word in told) == shown, word
+    assert max(map(len, told.splitlines())) <= max(width, 72)  # of the route and the next commands
 
 
 def test_commands_keep_programs_where_the_user_says_or_in_a_cache_of_the_machine(tmp_path, monkeypatch):

@@ -89,6 +89,20 @@ def evaluate(lm, names, folder, **options):
     return lm_eval.simple_evaluate(lm, task_manager=manager, **settings)
 
 
+def test_requests_are_cached_for_the_template_that_renders_them(lm):
+    """lm_eval's key of them is `tokenizer_name`: variables of the template and its text are in it."""
+    assert lm.tokenizer_name == model().tokenizer_name
+    assert lm.tokenizer_name.startswith("tiny-llada__")
+    thinking = model(enable_thinking=True)
+    assert len({lm.tokenizer_name, thinking.tokenizer_name, model(enable_thinking=False).tokenizer_name}) == 3
+    edited, name = model(), lm.tokenizer_name
+    edited.tokenizer.chat_template += "{# edited #}"
+    assert edited.tokenizer_name != name
+    other = model()
+    other.tokenizer.add_tokens(["<new>"])
+    assert other.tokenizer_name != name
+
+
 def test_generation_and_choice_are_solved_and_the_result_is_reproducible(lm, tasks):
     found = evaluate(lm, ["tiny_generate", "tiny_choose"], tasks)
     assert found["results"]["tiny_generate"]["exact_match,none"] == 1

@@ -6,6 +6,7 @@ import json
 import pathlib
 import re
 import shlex
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from dllm_jax.eval.results import record, show
 from dllm_jax.eval.results.comparison import bootstrap, compare
 from dllm_jax.eval.results.record import paths, read
 from dllm_jax.eval.results.schema import Entry
+from dllm_jax.eval.run.files import write_json
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.settings import Checkpoint, Decoding
 from dllm_jax.state.sliding import Sliding
@@ -296,3 +298,13 @@ def test_responses_without_a_length_are_as_long_as_the_longest_answer_and_its_en
     assert needed == (2, 6, 4)
     of = lambda **options: cli.Options(decoding=Decoding(**options)).with_length(6).decoding.length
     assert (of(), of(block=4), of(block=Sliding(4)), of(block=4, length=12)) == (6, 8, 8, 12)
+
+
+def test_writers_of_one_file_have_a_part_each(tmp_path):
+    """Threads of a process, too: the file is always one that somebody wrote."""
+    path, values = tmp_path / "one.json", [[i] * 2000 for i in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(20):
+            list(pool.map(functools.partial(write_json, path), values))
+            assert json.loads(path.read_text()) in values
+    assert [each.name for each in tmp_path.iterdir()] == ["one.json"]

@@ -28,10 +28,11 @@ from dllm_jax import lora
 from dllm_jax.analysis import activations
 from dllm_jax.command_line import plain_errors
 from dllm_jax.commands import generate as answering
+from dllm_jax.decoding.watch import animation as animate
 from dllm_jax.decoding.watch.recording import Recording
 from dllm_jax.demo import chatting, trains
 from dllm_jax.nn.intervention import Place
-from examples import animate, dpo, form, grpo, see_inside, sft_lora
+from examples import dpo, form, grpo, see_inside, sft_lora
 from examples.learning import pretrained
 from tests import refuses, run_page
 
@@ -105,7 +106,6 @@ def test_steps_appear_when_their_positions_are_computed():
     """What a step decodes is dark, not in the colour of what is computed."""
     expected = CACHED.recording.computed & ~CACHED.recording.changed
     np.testing.assert_array_equal(CACHED.spent, [0, 7, 11, 14, 16])
-    assert CACHED.stops == "Lyon"
     for clock, steps in ((6.9, 0), (7, 1), (13.9, 2), (16, 4), (28, 4)):
         np.testing.assert_array_equal(cells(clock), expected & (np.arange(4) < steps)[:, None])
 
@@ -115,11 +115,20 @@ def test_the_page_animates_a_run_of_ones_own(tmp_path, monkeypatch, capsys):
     page = (ROOT / "docs" / "how-to" / "watching.md").read_text()
     (command,) = re.findall(r"^python (examples/animate.py .*)$", page, re.MULTILINE)
     monkeypatch.setattr(sys, "argv", shlex.split(command.replace("runs/", f"{tmp_path}/").replace("16", "8")))
-    runpy.run_path(str(ROOT / "examples" / "animate.py"), run_name="__main__")
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "examples" / "animate.py"), run_name="__main__")
+    assert ended.value.code == 0
     assert "wrote" in capsys.readouterr().out
     with Image.open(tmp_path / "answer.gif") as made:
         assert made.n_frames > 2
         assert made.width == 2 * animate.LEAST + 3 * animate.MARGIN
+    out = dj.generate(dj.load(path := dj.bundled.path("tiny-llada")), [[40, 41]], length=4, trace=True)
+    tokenizer, made = dj.load_tokenizer(path), tmp_path / "own" / "run.gif"
+    assert dj.animate(out, tokenizer, made, frames=3, question="bc", heading="Mine") == made
+    with Image.open(made) as drawn:
+        assert (drawn.n_frames, drawn.width) == (3, animate.LEAST + 2 * animate.MARGIN)
+    refuses("the output has no trace", dj.animate, {"a": out._replace(trace=None)}, tokenizer, made)
+    refuses("outputs are empty", dj.animate, {}, tokenizer, made)
     long = dataclasses.replace(EXACT, labels=["a long token of forty characters or more"] * 7)
     assert [top for _, top, _ in long.boxes] == [i * animate.LINE_OF_TOKENS for i in range(4)]
     assert long.map_top == EXACT.map_top + 3 * animate.LINE_OF_TOKENS

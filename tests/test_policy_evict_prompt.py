@@ -1,3 +1,5 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,10 +9,11 @@ from typing_extensions import override
 
 import dllm_jax as dj
 from dllm_jax import eviction, policies, samplers
+from dllm_jax.decoding.request import prepare
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.testing.runs import assert_same_run, finite
-from tests.models import families, generated
+from tests.models import families, generated, tiny
 from tests.policy_cases import short, suited
 from tests.test_policy_reads import NearBlocks
 
@@ -95,3 +98,33 @@ def test_policies_that_decide_what_they_attend_to_are_refused(over):
             ValueError, match=rf"policy={kind.__name__}\(.* is not supported by {over.__name__}"
         ):
             over(policy=kind())
+
+
+NAMES = {name: getattr(place, name) for place in (dj.eviction, dj.policies) for name in place.__all__}
+
+
+def advised(message: str) -> list[str]:
+    """The calls of policies that a message proposes."""
+    calls = re.findall(r"(?:Use|or) ((?:EvictPrompt|MaskKV)\(.*?\)), which", message)
+    assert calls, message
+    return calls
+
+
+REFUSED = ["EvictPrompt(budget=16)", "EvictPrompt(budget=2, policy=PrefixCache(), votes=SnapKV())"]
+REFUSED += ["EvictPrompt(3, policy=Policy())", "MaskKV(budget=4, reselect=True, layers=PyramidKV())"]
+REFUSED += ["MaskKV(budget=4, reselect=True, heads=EvenHeads(), layers=UniformLayers(), votes=PromptVotes())"]
+REFUSED += ["EvictPrompt(3, policy=DelayedCache())"]
+
+
+@pytest.mark.parametrize("policy", REFUSED)
+def test_refusals_in_blocks_give_calls_that_run(policy):
+    """Complete ones, of the same class and budget, which are not refused again."""
+    model = tiny("sdar")
+    with pytest.raises(ValueError, match="selects again at each block") as refusal:
+        dj.generate(model, [[7, 8, 9]], length=4, policy=eval(policy, NAMES))
+    asked = eval(policy, NAMES)
+    for text in advised(str(refusal.value)):
+        other = eval(text, NAMES)
+        assert (type(other), other.budget) == (type(asked), asked.budget)
+        prepare(model, [[7, 8, 9]], length=4, policy=other)
+        jax.eval_shape(lambda policy: dj.generate(model, [[7, 8, 9]], length=4, policy=policy), other)

@@ -92,6 +92,13 @@ def interrupts():
     signal.signal(signal.SIGINT, before)
 
 
+def test_a_resumed_run_says_at_which_step(tmp_path, capsys):
+    run = functools.partial(train, tiny("llada"), config=CONFIG, directory=tmp_path)
+    refuses("^interrupted: ", run, Interrupted(), error=KeyboardInterrupt, progress=False)
+    run(Counting(), progress=True)
+    assert f"{tmp_path}: resumed from step 4 of 10" in capsys.readouterr().out
+
+
 def test_an_interrupted_run_says_how_to_go_on_and_does(tmp_path):
     run = functools.partial(train, tiny("llada"), config=CONFIG, progress=False)
     interrupted = functools.partial(run, Interrupted(), directory=tmp_path / "a")

@@ -360,6 +360,8 @@ def test_the_table_the_figure_and_the_description_show_every_setting(found):
     console.print(table)
     drawn = console.file.getvalue()
     assert "…" not in drawn
+    assert str(table).split() == str(found).split() == drawn.split()
+    assert repr(found) == f"Tuned(tiny-llada: {len(found.rows)} settings, chosen DualCache())"
     assert re.search(r"DualCache\(\) +64 +90\.6 +-3\.1 +4 +300 +1 +5 *$", drawn, re.MULTILINE)
     labels = axes.get_legend_handles_labels()[1]
     assert {"Policy", "DKVPrefill, dropped", "chosen: DualCache()"} <= set(labels)

@@ -102,9 +102,15 @@ KV pairs per layer and head that a later step attends to, on average. computed: 
 exact decoding. CPU, float32. [All policies](index.md#long-prompts-on-block-causal-models).*
 
 """
-BESIDES = """\
-One panel for each layer, or for layers that do the same. Light blue: only values (`SPACache`: and keys) are
-new, attention and MLP outputs are cached. Paler: retained by fewer heads. """
+SEVERAL = "One panel for each layer, or for layers that do the same. "
+LIGHT = "Light blue: only {} are new; attention and MLP outputs are cached. "
+PALE = "Paler: retained by fewer heads. "
+UPDATES = {  # of policies whose pictures have light blue: what it stands for
+    "DLLMCache": "values", "MaskKV": "values", "DyLLM": "values", "FOCUS": "values",
+    "SPACache": "keys and values",
+}  # fmt: skip
+BY_HEAD = ("MaskKV", "EvictPrompt", "MAGE")  # have paler colours
+ALIKE = ("D2Cache",)  # has a layer of its own, yet all layers do the same
 UNMEASURED = """
 
 The defaults are the paper's, for models of 8B parameters and long answers. No row above has them: `{}` is not
@@ -124,6 +130,12 @@ def measured(name: str = "policies_cpu") -> dict[str, Any]:
     return read_json(ROOT / "bench" / "results" / f"{name}.json")["models"]
 
 
+def besides(name: str) -> str:
+    """Says which further panels and colours the picture of a policy with a layer of its own has."""
+    light = LIGHT.format(UPDATES[name]) if name in UPDATES else ""
+    return SEVERAL * (name not in ALIKE) + light + PALE * (name in BY_HEAD)
+
+
 def page_of(policy: dj.policies.Policy) -> str:
     """Makes a policy's page, in Markdown with a directive of mkdocstrings."""
     name, kind = _name(policy), type(policy)
@@ -140,7 +152,7 @@ def page_of(policy: dj.policies.Policy) -> str:
         module=module(kind),
         package=kind.__module__,
         example=example(policy),
-        besides="" if policy.only_sets else BESIDES,
+        besides="" if policy.only_sets else besides(name),
         fields=markdown_table("option | meaning | values | default | published", fields(policy)) or "None.",
         citation=citation(policy),
         settings=markdown_table("setting | for | source", published(kind)) or "None.",

@@ -5,5 +5,6 @@ How much of it changes between steps, and figures of it, are in `examples/simila
 """
 
 from dllm_jax.analysis.activations import Capture, capture
+from dllm_jax.analysis.lens import logit_lens
 
-__all__ = ["Capture", "capture"]
+__all__ = ["Capture", "capture", "logit_lens"]

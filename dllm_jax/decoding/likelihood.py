@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import jax
@@ -254,8 +255,17 @@ def _drawn(estimator: Estimator, shape: tuple[int, int], real) -> Bool[Array, "d
     check_argument("draws", draws, PositiveInt)
     check_argument("strata", strata, PositiveInt)
     if draws % strata:
-        raise ValueError(f"draws={draws} must be a positive multiple of strata={strata}")
+        raise ValueError(
+            f"draws={draws} must be a positive multiple of strata={strata}: among each {strata} draws the "
+            f"number of masks is spread evenly. {fitting_draws(draws, strata)}"
+        )
     return _all_masks(one_key(estimator.key), real, shape, draws, strata)
+
+
+def fitting_draws(draws: int, strata: int) -> str:
+    """What to pass where draws are no multiple of the strata."""
+    common = math.gcd(draws, strata)
+    return f"Use strata={common}, or draws={-(-draws // strata) * strata}"
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "draws", "strata"))

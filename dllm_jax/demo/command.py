@@ -33,8 +33,10 @@ EXPLANATION = """\
 Policy is exact decoding: every step recomputes every token. DualCache recomputes the current block and \
 reuses cached keys and values elsewhere. Threshold unmasks several tokens per step (parallel decoding).
 
-Computed: tokens per new token. Speedup: wall time on this device ({device}), without compilation; it \
-differs on other devices and for larger models."""
+Computed: tokens per new token."""
+SPEEDUP = """\
+ Speedup: wall time on this device ({device}), without compilation; it differs on other devices and for \
+larger models."""
 NEXT = """\
   dllm-jax chat tiny-llada                talk to a model
   dllm-jax check --quick                  test this device
@@ -50,6 +52,7 @@ STEPS = 7  # of a question's chain
 LENGTH, BLOCK = 32, 4
 COUNTED = ("answer_tokens", "computed_tokens")  # of the statistics
 WIDTH = 10  # of the longest bar
+WITH_BARS, WITH_SPEEDUP = 72, 66  # columns of a terminal from which on the table has them
 READING = dj.bundled.TEXT + dj.bundled.BLOCK_CAUSAL
 
 
@@ -90,7 +93,8 @@ def main(arguments: Annotated[Arguments, tyro.conf.arg(name="")]) -> int:
     prompts = f"{arguments.prompts} held-out prompts, {LENGTH} new tokens, block length {BLOCK}"
     console.print(f"[bold]2. Cost:[/] {prompts}", highlight=False)
     console.print(table(tables, console.width))
-    console.print(EXPLANATION.format(device=device.platform))
+    shows_speedup = console.width >= WITH_SPEEDUP
+    console.print(EXPLANATION + SPEEDUP.format(device=device.platform) * shows_speedup)
     console.print(f"\n[bold]Next:[/]\n{NEXT}\n", highlight=False, soft_wrap=True)
     console.print(kept_programs(keep_programs()), style="dim", highlight=False)
     if arguments.json:
@@ -110,9 +114,12 @@ def _first_answer(console: rich.console.Console, name: str, model: dj.Model, tok
         out = dj.generate(model, prompt, length=LENGTH, block=block, sampler=sampler, trace=True)
         (answer,) = dj.decode_answers(model, tokenizer, out.tokens[:, prompt.shape[1] :])
     console.print("[bold]1. Denoising:[/] each step unmasks every token with confidence of at least 0.9")
-    about = f"{name}, {count(model.params):,} parameters"
-    console.print(f"{about}   · masked   ∎ end of text   right: unmasked\n", style="dim", highlight=False)
-    console.print(grid(Recording.of(out.trace, 0), tokenizer, console.width, counts=True))
+    about = f"{name}, {count(model.params):,} parameters   · masked   ∎ end of text"
+    picture = grid(recording := Recording.of(out.trace, 0), tokenizer, console.width, counts=True)
+    # A picture that is cut into parts has no numbers at its right.
+    is_whole = str(picture) != str(grid(recording, tokenizer, console.width))
+    console.print(f"{about}{'   right: unmasked' * is_whole}\n", style="dim", highlight=False)
+    console.print(picture)
     console.print(f"{LENGTH} tokens in {int(out.stats.nfe[0])} forward passes:", highlight=False)
     console.print(f"  {' → '.join(trains.route(answer))}\n", style="bold", highlight=False)
 
@@ -169,7 +176,7 @@ def table(measured: list[dict[str, Any]], width: int) -> rich.table.Table:
     shown = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
     shown.padding = (0, 1, 0, 0)
     names = ["policy", "sampler", "accuracy", "forward\npasses", "computed\nper token"]
-    names += ["", "speedup"] if width >= 72 else ["speedup"] if width >= 66 else []
+    names += [""] * (width >= WITH_BARS) + ["speedup"] * (width >= WITH_SPEEDUP)
     for name in names:
         shown.add_column(name, justify="left" if name in ("policy", "sampler", "") else "right", no_wrap=True)
 
@@ -179,8 +186,8 @@ def table(measured: list[dict[str, Any]], width: int) -> rich.table.Table:
         shown.add_row(f"[bold]{one['model']}[/]")
         for row in one["rows"]:
             numbers = [f"{row['accuracy']:.0%}", f"{row['forwards']:.1f}", f"{row['computed']:.0f}"]
-            numbers += [_bar(row["computed"] / most)] if width >= 72 else []
-            numbers += [f"{row['speed_up']:.1f}x"] if width >= 66 else []
+            numbers += [_bar(row["computed"] / most)] if width >= WITH_BARS else []
+            numbers += [f"{row['speed_up']:.1f}x"] if width >= WITH_SPEEDUP else []
             sampler = row["sampler"].removesuffix("()").replace("threshold=", "")
             shown.add_row(row["policy"].removesuffix("()"), sampler, *numbers)
     return shown

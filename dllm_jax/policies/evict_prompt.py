@@ -20,7 +20,7 @@ from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
 from dllm_jax.policies.fast_dllm import DualCache
 from dllm_jax.policies.parts.prompt_eviction import LayerStep, PromptEviction
-from dllm_jax.policies.parts.rolling_eviction import rolling
+from dllm_jax.policies.parts.rolling_eviction import calls_in_blocks, rolling
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
@@ -105,11 +105,6 @@ class EvictPrompt(PromptEviction):
         """Raises ValueError for options that evict nothing on this kind of model."""
         if not self.policy.stores(spec):
             raise ValueError(f"policy={self.policy!r} recomputes the prompt in every step: nothing to evict")
-        if spec.context.has_blocks and self.reselect:  # `_in_blocks` has taken those over `Policy`
-            raise ValueError(
-                f"reselect=True is not supported by EvictPrompt on block-causal models ({spec.family}): "
-                "their prompt is computed once. Use policy=Policy(), which selects again at each block."
-            )
 
     def dense_positions(self, spec: ModelSpec, layout: Layout) -> int:
         """Positions that are stored densely, the last ones: the response and inputs next to it."""
@@ -179,9 +174,14 @@ class EvictPrompt(PromptEviction):
     def _in_blocks(self, spec: ModelSpec) -> Policy:
         """`RollingEviction`, which goes on selecting: its budget is of all earlier blocks; else the same."""
         require_blocks(spec, "EvictPrompt", "Use Policy()")
-        if not (self.reselect and type(self.policy) is Policy):
+        if not self.reselect:
             return self
-        return rolling(self.budget, self.layers, self.heads, self.votes)
+        if type(self.policy) is not Policy:
+            raise ValueError(
+                f"reselect=True is not supported by EvictPrompt over {type(self.policy).__name__} on "
+                f"block-causal models ({spec.family}): their prompt is computed once. {calls_in_blocks(self)}"
+            )
+        return rolling(self)
 
     @override
     def _evicted(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:

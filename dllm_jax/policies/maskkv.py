@@ -15,6 +15,7 @@ from dllm_jax.policies.base import Policy
 from dllm_jax.policies.dllm_cache import DLLMCache, OutputStore
 from dllm_jax.policies.evict_prompt import EvictPrompt
 from dllm_jax.policies.parts.prompt_eviction import LayerStep, PromptEviction
+from dllm_jax.policies.parts.rolling_eviction import rolling
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
@@ -77,8 +78,9 @@ class MaskKV(PromptEviction, DLLMCache):
     def _in_blocks(self, spec: ModelSpec) -> Policy:
         """`EvictPrompt` over exact decoding: nothing refreshes prompt or response there."""
         require_blocks(spec, "MaskKV", "Use Policy()")
-        budgets = self.budget, self.layers, self.heads, self.votes
-        return EvictPrompt(*budgets, policy=Policy(), reselect=self.reselect)._in_blocks(spec)
+        if self.reselect:
+            return rolling(self)
+        return EvictPrompt(self.budget, self.layers, self.heads, self.votes, policy=Policy(), reselect=False)
 
     @override
     def _evicted(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:

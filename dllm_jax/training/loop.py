@@ -1,6 +1,7 @@
 """The training loop: step, review, log, save; resumes where a killed run stopped."""
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Collection
@@ -22,6 +23,9 @@ from dllm_jax.training.loss import Metrics
 from dllm_jax.training.run_directory import Begun, LogEntry, RunDirectory, Window, check_names, record_of
 from dllm_jax.training.setup import Optimizer, Setup, Trainable, prepare
 from dllm_jax.training.state import abstract_state, begin, model_of, step_on
+
+LOG = logging.getLogger(__name__)
+RESUMED = "%s: resumed from step %d of %d"
 
 
 class Run(NamedTuple):
@@ -106,6 +110,9 @@ def train(
                 begun = _begin(model, source, setup)
             else:
                 begun = files.resume(abstract_state(model, setup), allowed)
+                LOG.info(RESUMED, directory, files.step, config.steps)
+                if progress:
+                    bar.console.print(RESUMED % (directory, files.step, config.steps), soft_wrap=True)
         # Entries after the checkpoint were written before a kill: they come again.
         files.write_log(begun.entries, "w")
         try:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from dllm_jax import presets, provenance
 from dllm_jax.decoding.chat import template_variables
-from dllm_jax.decoding.likelihood import Order
+from dllm_jax.decoding.likelihood import Order, fitting_draws
 from dllm_jax.eval.run.settings import Checkpoint, Decoding, rescaled
 from dllm_jax.options import NoneMeans, NonNegativeFloat, Options, PositiveInt, shown
 from dllm_jax.published import expressions
@@ -62,7 +62,8 @@ class Arguments(Options):
     def __post_init__(self):
         super().__post_init__()
         if self.draws % self.strata:
-            raise ValueError(f"draws={self.draws} must be a multiple of strata={self.strata}")
+            fix = fitting_draws(self.draws, self.strata)
+            raise ValueError(f"draws={self.draws} must be a multiple of strata={self.strata}. {fix}")
 
     def prefix(self, tokenizer: Any) -> list[int]:
         """Returns what precedes every prompt: beginning-of-text if `add_bos`, else nothing.

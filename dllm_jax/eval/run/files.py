@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -115,8 +116,8 @@ def write_json(path: Path, value: Any):
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A reader, or a run that is killed here, sees the old file or the new one; two runs have a part each.
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    # A reader, or a run that is killed here, sees the old file or the new one; two writers have a part each.
+    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
     try:
         part.write_text(text + "\n", encoding="utf-8")
         os.replace(part, path)

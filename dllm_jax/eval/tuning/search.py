@@ -296,7 +296,7 @@ def tune(
     seed: int = 0,
     slots: int = 8,
     journal: str | os.PathLike[str] | None = None,
-    name: str = "model",
+    name: str | None = None,
     progress: bool = False,
     samplers: Iterable[dj.samplers.Sampler] = (),
     keep_all: bool = False,
@@ -335,7 +335,7 @@ def tune(
       slots: Number of sequences that decode together.
       journal: a file that keeps every answer. Tuning again resumes from it; it may then have more questions
         or policies.
-      name: Name of the model in results.
+      name: Name of the model in results. Default: that of its directory, else its family.
       progress: report rounds and answers to standard error.
       samplers: Samplers to combine with each policy. Default: that of exact decoding.
       keep_all: Whether all settings answer all questions: one table of your policies and samplers, in which
@@ -366,6 +366,8 @@ def tune(
     search = Search(accuracy_within, objective, accelerator, score, first_round, confidence, keep_all)
     decoding = Decoding(length, block, steps, sampler=sampler, seed=seed, batch=slots)
     answers = None if journal is None else dj.Journal(local_path("journal", journal))
+    known = model.origin.name if model.origin is not None else model.spec.family
+    name = known if name is None else name
     lm = LanguageModel(name, model, tokenizer, identity_in_memory(model) if answers else "")
     return search.run(lm, questions, decoding, policies, answers, progress, samplers)
 

@@ -1,13 +1,18 @@
 """Result of tuning: a row per setting, the Pareto front, and the chosen setting as a preset."""
 
 import dataclasses
+import functools
+import io
 import json
 import math
+import re
+import shutil
 import textwrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import rich.box
+import rich.console
 import rich.table
 from rich.markup import escape
 
@@ -151,15 +156,23 @@ class Tuned:
             "rows": [{name: text(row[name]) for name in row if name != "setting"} for row in rows],
         }
 
+    def __repr__(self) -> str:
+        chosen = self.chosen.setting.beside(self.exact.setting)
+        return f"Tuned({self.model}: {len(self.rows)} settings, chosen {chosen})"
+
+    def __str__(self) -> str:
+        """Returns the table as text."""
+        return str(self.table())
+
     def table(self) -> rich.table.Table:
-        """All rows, for a terminal: the front by cost, then those that came farthest."""
+        """All rows, for a terminal: the front by cost, then those that came farthest; `print` shows it."""
         title = f"{self.model}: within {100 * self.accuracy_within:g} points of the exact decoder"
         box, gap = rich.box.SIMPLE_HEAD, (0, 1, 0, 0)
-        shown = rich.table.Table(title=title, title_justify="left", box=box, padding=gap, pad_edge=False)
+        shown = Table(title=title, title_justify="left", box=box, padding=gap, pad_edge=False)
         shown.add_column("setting", overflow="fold")
         per_question = "forward\npasses", "computed\ntokens", "seconds"
         # Numbers are never broken: 80 columns hold them, and leave some for the setting.
-        unit = textwrap.fill(self.unit, 9)
+        unit = textwrap.fill(self.unit, 8)
         for name in ("asked", "accuracy\nin %", "against\nexact", *per_question, unit):
             shown.add_column(name, justify="right", no_wrap=True)
         front, exact = self.front, self.exact.setting
@@ -173,6 +186,12 @@ class Tuned:
             cells = _percent(row.accuracy), _percent(row.difference, "+"), *means, _cost(row.cost)
             told = f"{escape(name)}\n[dim]{escape(note)}[/]" if note else escape(name)
             shown.add_row(told, f"{row.questions}", *cells)
+        # Settings break between words alone, as far as numbers leave room for the longest.
+        first, *others = shown.columns
+        lines = [[line for cell in (c.header, *c.cells) for line in str(cell).split("\n")] for c in others]
+        room = shutil.get_terminal_size().columns - sum(2 + max(map(len, each)) for each in lines) - 2
+        words = (word for row in self.rows for word in row.setting.beside(exact).split())
+        first.min_width = max(1, min(room, max(map(len, words))))
         return shown
 
     def figure(self) -> "Figure":
@@ -184,20 +203,23 @@ class Tuned:
 
         figure = Figure(figsize=(9, 5.5), layout="constrained")
         axes = figure.subplots()
-        priced: dict[tuple[str, bool], list[Row]] = {}
+        priced: dict[tuple[str, str, bool], list[Row]] = {}
         for row in (row for row in self.rows if row.cost):
-            kind = type(row.setting.policy).__name__, row.dropped is not None
-            priced.setdefault(kind, []).append(row)
-        # A marker and colour for each policy, with value, low and high as rows; grey where they were dropped.
-        names = list(dict.fromkeys(name for name, _ in priced))
-        for (name, dropped), rows in priced.items():
-            i = names.index(name)
+            policy, sampler = type(row.setting.policy).__name__, _sampler(row.setting)
+            priced.setdefault((policy, sampler, row.dropped is not None), []).append(row)
+        # A colour for each policy, and a marker for each sampler if there are several, else for each policy;
+        # with value, low and high as rows. Grey where they were dropped.
+        policies, samplers = (list(dict.fromkeys(kind[i] for kind in priced)) for i in (0, 1))
+        for (policy, sampler, dropped), rows in priced.items():
+            i = policies.index(policy)
+            j, name = (samplers.index(sampler), f"{policy}, {sampler}") if samplers[1:] else (i, policy)
             cost, right = np.array([row.cost for row in rows]).T, np.array([row.accuracy for row in rows]).T
-            marker, colour, label = MARKERS[i % len(MARKERS)], COLOURS[i % len(COLOURS)], name
+            marker, colour, label = MARKERS[j % len(MARKERS)], COLOURS[i % len(COLOURS)], name
             y, spread = 100 * right[0], (100 * abs(right[1:] - right[0]), abs(cost[1:] - cost[0]))
             if dropped:
-                # One entry per policy: its shape says which one a grey point is.
-                colour, label = "0.75", None if (name, False) in priced else f"{name}, dropped"
+                # One entry for each: its shape says which one a grey point is.
+                kept = (policy, sampler, False) in priced
+                colour, label = "0.75", None if kept else f"{name}, dropped"
             axes.errorbar(cost[0], y, *spread, fmt=marker, elinewidth=0.7, color=colour, label=label)
 
         # The front below them, the tolerance, and a ring around the choice.
@@ -208,9 +230,25 @@ class Tuned:
         label = f"chosen: {self.chosen.setting.beside(self.exact.setting)}"
         axes.scatter(*at([self.chosen]), s=180, facecolors="none", edgecolors="black", label=label)
         scale_costs(axes, (row.cost.value for row in self.rows if row.cost))
-        axes.set(xlabel=self.unit, ylabel="accuracy in percent", title=self.model)
+        asked = f"{len(self.rows)} settings, {max(row.questions for row in self.rows)} questions"
+        title = f"{self.model}: accuracy by cost\n{asked}, answers of {self.length} tokens"
+        axes.set(xlabel=self.unit, ylabel="accuracy in percent", title=title)
         figure.legend(loc="outside right upper", fontsize=8, title="grey: dropped")
         return figure
+
+
+def _sampler(setting: Candidate) -> str:
+    """The call of a setting's sampler, without what is at its default."""
+    return "" if setting.sampler is None else call(setting.sampler, always=("threshold",))
+
+
+class Table(rich.table.Table):
+    """A table that `print` shows as it is, as wide as the terminal."""
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        rich.console.Console(file=text, width=shutil.get_terminal_size().columns).print(self)
+        return text.getvalue().rstrip("\n")
 
 
 def _percent(estimate: Estimate, sign: str = "") -> str:
@@ -221,4 +259,10 @@ def _percent(estimate: Estimate, sign: str = "") -> str:
 def _cost(cost: Estimate | None) -> str:
     if cost is None:
         return "-"
-    return f"{cost.value:.4g}" + (f"\n{cost.low:.2g}..{cost.high:.2g}" if cost.low < cost.high else "")
+    few, fewer = (functools.partial(_short, digits=digits) for digits in (4, 2))
+    return few(cost.value) + (f"\n{fewer(cost.low)}..{fewer(cost.high)}" if cost.low < cost.high else "")
+
+
+def _short(number: float, digits: int) -> str:
+    """A number with so many digits, whose exponent has no zeros: 1.444e9."""
+    return re.sub(r"e\+?(-?)0*", r"e\1", f"{number:.{digits}g}")

@@ -13,6 +13,7 @@ from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.mask import key_mask
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt
+from dllm_jax.options.help import call
 from dllm_jax.policies.base import Policy
 from dllm_jax.policies.parts.block_votes import (
     check_voters,
@@ -20,6 +21,7 @@ from dllm_jax.policies.parts.block_votes import (
     queries_of_block,
     rows_of_block,
 )
+from dllm_jax.policies.parts.prompt_eviction import PromptEviction
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
@@ -181,21 +183,33 @@ class RollingEviction(Policy):
         return canvas.before_model_block & ~cache.shared
 
 
-def rolling(
-    budget: int, layers: eviction.LayerBudgets, heads: eviction.HeadBudgets, votes: eviction.Voters
-) -> RollingEviction:
-    """The policy of these budgets, which are equal in all layers and heads.
+def rolling(asked: PromptEviction) -> RollingEviction:
+    """The policy of a policy's budgets, which are equal in all layers and heads.
 
     Raises:
-      ValueError: they differ.
+      ValueError: they differ, or the prompt votes.
     """
-    if not isinstance(heads, eviction.EvenHeads) or layers != eviction.UniformLayers():
+    if not isinstance(asked.heads, eviction.EvenHeads) or asked.layers != eviction.UniformLayers():
         raise ValueError(
-            "reselect=True on block-causal models keeps as many KV pairs in every layer and head: "
-            f"heads={heads!r}, layers={layers!r} are not supported. Use heads=EvenHeads() and "
-            "layers=UniformLayers(), or reselect=False."
+            "reselect=True on block-causal models retains as many KV pairs in every layer and head: "
+            f"heads={call(asked.heads)}, layers={call(asked.layers)} are not supported. "
+            f"{calls_in_blocks(asked)}"
         )
-    return RollingEviction(budget, votes)
+    if asked.votes.of_prompt:
+        raise ValueError(
+            f"votes={call(asked.votes)} is not supported with reselect=True on block-causal models: steps of "
+            f"later blocks compute no prompt position. {calls_in_blocks(asked)}"
+        )
+    return RollingEviction(asked.budget, asked.votes)
+
+
+def calls_in_blocks(asked: PromptEviction) -> str:
+    """Returns advice for a refused policy: complete calls that block-causal models support."""
+    exact = {"policy": Policy()} if hasattr(asked, "policy") else {}
+    votes = eviction.MaskVotes() if asked.votes.of_prompt else asked.votes
+    even = {"heads": eviction.EvenHeads(), "layers": eviction.UniformLayers(), "votes": votes}
+    often, once = dataclasses.replace(asked, **even, **exact), dataclasses.replace(asked, reselect=False)
+    return f"Use {call(often)}, which selects again at each block, or {call(once)}, which selects once."
 
 
 def _enters(canvas: Canvas) -> Bool[Array, "b 1"]:
