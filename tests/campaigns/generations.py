@@ -216,6 +216,7 @@ def contradiction(setting: Setting, request: Request, out: dj.Output) -> str:
     valid = request.mask.sum(axis=1) + length
     possible, computed = valid * stats.nfe, stats.computed_tokens + stats.widened_tokens
     # Without its dropped suffix no step is of every position, unless the last block is decoded.
+    leaves = isinstance(setting.options["policy"], p.ESDLLM)  # fewer positions in later layers
     drops = isinstance(setting.options["policy"], p.SuffixDropout) and setting.options["stop_at_eos"]
     rules = {
         "shape": tokens.shape == (setting.batch, width + length),
@@ -226,7 +227,9 @@ def contradiction(setting: Setting, request: Request, out: dj.Output) -> str:
         "nfe": (stats.nfe >= 1) & (stats.nfe <= setting.options["steps"] + 2 * length),
         "refreshes": (stats.refreshes >= (not drops)) & (stats.refreshes <= stats.nfe),
         "computed": (stats.computed_tokens >= stats.refreshes * valid) & (stats.computed_tokens <= possible),
-        "widened": (stats.widened_tokens >= 0) & (stats.widened_tokens <= possible + valid),
+        "widened": (leaves | (stats.widened_tokens >= 0))
+        & (computed >= 0)
+        & (stats.widened_tokens <= possible + valid),
         "decoded": (stats.decoded_tokens <= length)
         & (setting.options["stop_at_eos"] | (stats.decoded_tokens == length)),
         "answer": stats.answer_tokens == np.where(is_eos.any(axis=1), is_eos.argmax(axis=1), length),

@@ -94,7 +94,6 @@ def es_dllm(case: Case):
     """Every step: tokens, rows of every layer, scores, what was remembered, candidates, and delayed ones."""
     s, arrays = case.settings, case.arrays
     s.only("temperature", 0.0)
-    s.only("delay_eos", True)
     s.describes("top_p", "top_k", "answer")  # greedy: filters change nothing
     s["smallest_gap"].describes("importance", "confidence")
     numbers = tuple(map(float, s["proportions"])), tuple(map(float, s["positions"]))
@@ -108,10 +107,10 @@ def es_dllm(case: Case):
         evict = dj.policies.SparseDLLM(**rule)
     policy = Logged(*settings, evict=evict)
     per_step = s["num_transfer_tokens"]
-    sampler = dj.samplers.Confidence(delay_eos=True)
+    sampler = dj.samplers.Confidence(delay_eos=s["delay_eos"])
     if s["threshold"] is not None:
         s.only("num_transfer_tokens", 1)  # the least number, which is one here
-        sampler = dj.samplers.Threshold(s["threshold"], delay_eos=True)
+        sampler = dj.samplers.Threshold(s["threshold"], delay_eos=s["delay_eos"])
     if s["block_length"] % per_step:
         raise Skipped(f"num_transfer_tokens={per_step} does not divide the block: schedules are even here")
     model, shape = case.model(eos_id=s["eos_token_id"]), dict(length=s["gen_length"], block=s["block_length"])

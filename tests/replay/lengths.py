@@ -54,10 +54,9 @@ def ada_block(case: Case):
     """Every step: what it computes, decodes and predicts, and where its block begins and ends."""
     s, arrays, model = case.settings, case.arrays, case.model()
     s.only("temperature", 0.0)
-    assert s["window"] == s["gen_length"] // 4
     dual = ReleasedDual if model.spec.shifted else policies.DualCache
     policy = {"none": policies.Policy, "prefix": policies.PrefixCache, "dual": dual}[s["cache"]]()
-    rule = dict(delimiters=s["delimiter_ids"], threshold=s["delimiter_threshold"])
+    rule = dict(delimiters=s["delimiter_ids"], threshold=s["delimiter_threshold"], window=s["window"])
     block = dj.AdaBlock(s["block_length"], **rule)
     shape = dict(length=s["gen_length"], block=block, sampler=samplers.Threshold(s["threshold"]))
     ran = list(states(model, arrays["prompt"], policy=policy, widths=case.widths, trace=True, **shape))
