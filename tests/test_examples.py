@@ -193,6 +193,8 @@ def test_a_picture_shows_masks_ends_and_what_has_just_been_decoded():
     picture = conversation._picture(snapshot, 1)
     assert str(picture) == "21∎░"
     assert [str(span.style) for span in picture.spans] == ["bold cyan", "dim", "dim"]
+    ended = snapshot._replace(tokens=np.array([[0, *ids, end, end]]))
+    assert str(conversation._picture(ended, 1)) == "21∎", "of the ends after it one is shown"
     assert chatting._cost(snapshot, 0.5) == "stopped after 1 steps, 0.5 s"
 
 

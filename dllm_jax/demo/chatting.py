@@ -181,8 +181,14 @@ class Conversation:
         return refusal(self.lm.model, self.options["policy"], self.options["sampler"]) is None
 
     def _picture(self, snapshot: dj.Snapshot, shown: int) -> rich.text.Text:
-        """The response as far as it is decoded; what has just been decoded is bright."""
-        tokens, new = snapshot.tokens[0, shown:].tolist(), snapshot.decoded[0, shown:]
+        """The response as far as it is decoded; what has just been decoded is bright.
+
+        Of the ends after the last other token one is shown: an answer that may grow has many.
+        """
+        response, ends = snapshot.tokens[0, shown:], self.lm.model.spec.ends_of_turn
+        said = np.flatnonzero(~np.isin(response, ends))
+        tokens = response[: said[-1] + 2 if said.size else 1].tolist()
+        new = snapshot.decoded[0, shown : shown + len(tokens)]
         known = pieces(self.lm.tokenizer, set(tokens))
         picture, text = rich.text.Text(), ""
         for token, just_decoded in zip(tokens, new, strict=True):

@@ -40,7 +40,7 @@ larger models."""
 NEXT = """\
   dllm-jax chat tiny-llada                talk to a model
   dllm-jax check --quick                  test this device
-  https://dllm-jax.github.io/dllm_jax/    documentation, also in docs/"""
+  https://dllm-jax.github.io/dllm_jax/    documentation"""
 
 # Each row changes one thing: exact; with Fast-dLLM's cache; with its parallel decoding as well.
 POLICIES = (
@@ -87,7 +87,7 @@ def main(arguments: Annotated[Arguments, tyro.conf.arg(name="")]) -> int:
         model, tokenizer = dj.load(dj.bundled.path(name)), dj.load_tokenizer(dj.bundled.path(name))
         if not tables:
             _first_answer(console, name, model, tokenizer)
-        with console.status(f"{name}: compiling {len(POLICIES)} programs, then running them in turns"):
+        with console.status(f"{name}: compiling, then running {len(POLICIES)} programs"):
             questions = examples(Chain(), arguments.seed, STEPS, arguments.prompts, "held_out")
             tables.append(measure(name, model, tokenizer, questions))
     prompts = f"{arguments.prompts} held-out prompts, {LENGTH} new tokens, block length {BLOCK}"
