@@ -87,7 +87,7 @@ def test_a_line_that_the_template_refuses_and_json_in_a_text_file_are_named(aske
 
 
 def test_draws_have_a_seed_and_repeat_whichever_prompts_are_left(asked):
-    options = dict(sampler="Confidence(temperature=1.0)", length=8)
+    options = dict(sampler="Confidence(temperature=9.0)", length=8)
     text = "T=211;T=\nb=407;b=\n"
     arguments = asked(text, "a.txt", **options)
     assert answering.answer(arguments) == 0
@@ -97,7 +97,9 @@ def test_draws_have_a_seed_and_repeat_whichever_prompts_are_left(asked):
     assert answering.answer(arguments) == 0
     assert {entry["asked"]: entry["answer"] for entry in entries(arguments)} == first
     answering.answer(asked(text, "a.txt", seed=1, **options))
+    *_, other, another = entries(arguments)
     assert [entry["settings"]["seed"] for entry in entries(arguments)] == [0, 0, 1, 1]
+    assert {other["answer"], another["answer"]} != set(first.values())
 
 
 def test_failures_are_said_with_their_number_and_the_first_reason(asked, capsys):
