@@ -36,10 +36,10 @@ def main(arguments: argparse.Namespace):
         )
         for text in arguments.policy
     }
-    about = {"heading": f"{Path(arguments.model).name} answers"}
+    about: dict[str, Any] = {"heading": f"{Path(arguments.model).name} answers"}
     if arguments.prompt == trains.QUESTION:
         (answer,) = dj.decode_answers(model, tokenizer, next(iter(outputs.values())).tokens[:, len(prompt) :])
-        about = {"heading": HEADING, "caption": ", ".join(trains.route(answer)[1:])}
+        about: dict[str, Any] = {"heading": HEADING, "caption": ", ".join(trains.route(answer)[1:])}
     dj.animate(outputs, tokenizer, arguments.out, question=arguments.prompt, **about)
     print(f"wrote {arguments.out}, {arguments.out.stat().st_size / 1000:.0f} kB")
 
