@@ -69,7 +69,7 @@ from dllm_jax import bundled
 from dllm_jax.published.presets import presets
 from dllm_jax.published.shapes import abstract
 
-from dllm_jax.options import renamed as _renamed
+from dllm_jax.options import hints as _renamed
 
 # Applications: loaded at first use
 if TYPE_CHECKING:

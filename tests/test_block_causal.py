@@ -13,7 +13,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import eviction, policies, samplers
 from dllm_jax.decoding import request
-from dllm_jax.eviction.profile import importance
+from dllm_jax.eviction.layers import importance
 from dllm_jax.nn.layer import Layer, embed
 from dllm_jax.nn.mask import block_causal, key_mask, segments
 from dllm_jax.nn.rope import grown, rope_of

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis.extra import numpy as hnp
 
 import dllm_jax as dj
-from dllm_jax.state.canvas import masks_in_block
-from dllm_jax.state.changes import write
+from dllm_jax.state.canvas import masks_in_block, write
 from dllm_jax.state.contexts import new_canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows, full_rows

@@ -17,7 +17,7 @@ import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.decoding.report import UnfilledWarning
 from dllm_jax.decoding.request import prepare
-from dllm_jax.engine import propose
+from dllm_jax.engine import decide
 from dllm_jax.engine.loop import denoise
 from dllm_jax.testing.runs import compilations
 from tests import examples, run_blocks
@@ -244,7 +244,7 @@ def test_a_program_without_constraints_is_the_same():
     assert program(forbid=[3]) != off
     denoise.clear_cache()
     unconstrained = lambda generation, canvas, index, logits: (logits, jnp.zeros(index.shape, bool))
-    with mock.patch.object(propose, "constrain_logits", unconstrained):
+    with mock.patch.object(decide, "constrain_logits", unconstrained):
         assert program() == off
     denoise.clear_cache()
 

@@ -19,7 +19,7 @@ import dllm_jax as dj
 from bench.pages import methods, pictures, speed, tables
 from bench.pages import policy as policy_pages
 from dllm_jax import checkpoint, testing
-from dllm_jax.options.renamed import Renamed
+from dllm_jax.options.hints import Renamed
 from dllm_jax.testing import checks
 from tests import DOCS, examples, refuses, run_blocks, run_page
 from tests.checkpoints import tiny as tiny_spec
@@ -150,7 +150,11 @@ def test_the_examples_of_watching_run(tmp_path, monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[3] == "4 1 211<|eot_id|>"
     assert lines[-1].split() == ["4", "2", "1", "1", "∎"]
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["answer.html", "policies.gif", "policies.html"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "answer.html",
+        "policies.gif",
+        "policies.html",
+    ]
 
 
 def test_a_family_from_outside_reads_and_writes_checkpoints(tmp_path, monkeypatch):

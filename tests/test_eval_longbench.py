@@ -17,7 +17,7 @@ from dllm_jax.eval.cli import commands as cli
 from dllm_jax.eval.cli.tune import read_jsonl
 from dllm_jax.eval.results import record
 from dllm_jax.eval.run.settings import Decoding
-from dllm_jax.eviction.profile import load_profile
+from dllm_jax.eviction.layers import load_profile
 from dllm_jax.published import preset
 
 TEMPLATES = {"hotpotqa": "{context}{input}", "trec": "{context}{input}", "gov_report": "Sum: {context}\nNow:"}

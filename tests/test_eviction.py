@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 import dllm_jax as dj
 from dllm_jax import eviction, policies
-from dllm_jax.eviction.attending import attend_to_kept
-from dllm_jax.eviction.pair_store import PairStore
+from dllm_jax.eviction.store import PairStore, attend_to_kept
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.rope import rope_table
 from dllm_jax.state.cache import KV

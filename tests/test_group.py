@@ -10,7 +10,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.decoding.request import prepare
-from dllm_jax.engine import denoising
+from dllm_jax.engine import step
 from dllm_jax.engine.group import group_size, next_variant, takes_part
 from dllm_jax.testing.runs import assert_same_run, assert_same_stats, of_sequence
 from tests.kernel_cases import some
@@ -52,8 +52,8 @@ def test_a_full_step_runs_its_group_and_a_partial_one_the_batch(monkeypatch):
         widths.add((rows.full, len(rows.index)))
         return step_network(generation, tokens, canvas, rows, *others)
 
-    step_network = denoising.network
-    monkeypatch.setattr(denoising, "network", network)
+    step_network = step.network
+    monkeypatch.setattr(step, "network", network)
     model = tiny("llada")
     prompt, _ = prompts(model, (9, 9, 9))
     out = dj.generate(model, prompt, length=LENGTH, block=6, policy=P.DualCache(), group=1)

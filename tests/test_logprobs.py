@@ -11,7 +11,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.decoding.request import prepare
-from dllm_jax.engine import propose, recorders
+from dllm_jax.engine import decide, records
 from dllm_jax.engine.loop import denoise
 from tests.models import WIDE, generated, prompts, tiny
 
@@ -118,7 +118,7 @@ def test_a_program_without_them_computes_none_and_what_is_no_number_is_refused()
     program = lambda: str(denoise.trace(model, request.inputs, request.plan).jaxpr)
     off = program()
     denoise.clear_cache()
-    with mock.patch.object(propose, "of_candidates", None), mock.patch.object(recorders, "LogProbs", None):
+    with mock.patch.object(decide, "of_candidates", None), mock.patch.object(records, "LogProbs", None):
         assert program() == off
     for value, message in ((-1, "of at least 0"), (True, "whole number"), (62, "must be at most the vocab")):
         with pytest.raises(ValueError, match=f"logprobs={value} .*{message}"):

@@ -11,7 +11,7 @@ import tyro
 import dllm_jax as dj
 from dllm_jax import checkpoint, lora
 from dllm_jax.command_line import PATHS
-from dllm_jax.eviction.profile import load_profile, save_profile
+from dllm_jax.eviction.layers import load_profile, save_profile
 from dllm_jax.options import local_path
 from dllm_jax.training import Batch, Batches, TrainConfig, train
 from tests import refuses

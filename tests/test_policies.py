@@ -12,7 +12,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.decoding.buckets import Ladder
-from dllm_jax.engine.network import computed_rows
+from dllm_jax.engine.step import computed_rows
 from dllm_jax.engine.widths import Variant, exceeds, step_widths
 from dllm_jax.testing import POLICY_CHECKS, SAMPLER_CHECKS, check_policy, check_sampler, checks
 from dllm_jax.testing.checks import SEVERAL_AT_ONCE, Subject, cache_copies_in_loops

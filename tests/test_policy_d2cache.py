@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 import dllm_jax as dj
 from dllm_jax.policies import D2Cache
-from dllm_jax.policies.parts import d2cache_rollout as rollout
-from dllm_jax.policies.parts import d2cache_sets as sets
+from dllm_jax.policies import d2cache as method
 from dllm_jax.state.rows import Rows, compact, full_rows
 from dllm_jax.xla.products import few_rows_at_once
 from tests.models import canvas, generated, spec
@@ -26,10 +25,10 @@ coarse = lambda n: st.lists(st.integers(0, 5), min_size=n, max_size=n).map(
 @jax.jit
 def rolled_out(attention, rows_index, valid):
     rows = Rows(rows_index, LENGTH)
-    c = rollout.identity_rows(rows)
+    c = method.identity_rows(rows)
     for a in attention:
-        c = rollout.roll(c, a, rows, valid)
-    return rollout.column_sums(c, rows, valid)
+        c = method.roll(c, a, rows, valid)
+    return method.column_sums(c, rows, valid)
 
 
 def plain_rollout(attention: np.ndarray, selected: np.ndarray, valid: np.ndarray) -> np.ndarray:
@@ -66,10 +65,10 @@ def test_rollout_of_a_whole_step_with_a_frozen_row_and_poisoned_padding():
     poisoned = attention.copy()
     poisoned[:, 0, :3] = np.nan
     rows = full_rows(jnp.asarray([[True] * LENGTH, [False] * LENGTH]))
-    c = rollout.identity_rows(rows)
+    c = method.identity_rows(rows)
     for a in poisoned:
-        c = rollout.roll(c, jnp.asarray(a), rows, jnp.asarray(valid))
-    ours = rollout.column_sums(c, rows, jnp.asarray(valid))
+        c = method.roll(c, jnp.asarray(a), rows, jnp.asarray(valid))
+    ours = method.column_sums(c, rows, jnp.asarray(valid))
     everything = np.ones(LENGTH, bool)
     np.testing.assert_allclose(ours[0], plain_rollout(attention[:, 0], everything, valid[0]), rtol=1e-5)
     np.testing.assert_allclose(ours[1], 1.0)
@@ -88,7 +87,7 @@ def test_rows_of_the_rollout_in_turn_are_the_product():
 @few
 @given(coarse(9), bits(9), st.sampled_from([0.0, 0.1234, 0.37, 0.613, 1.0]))
 def test_nucleus(weight, among, p):
-    ours = jax.jit(rollout.nucleus, static_argnums=2)(jnp.asarray(weight)[None], jnp.asarray(among)[None], p)
+    ours = jax.jit(method.nucleus, static_argnums=2)(jnp.asarray(weight)[None], jnp.asarray(among)[None], p)
     total, expected = 0.0, []
     for i in sorted(np.flatnonzero(among), key=lambda i: (-weight[i], i)):
         total += float(weight[i]) / (float(weight[among].sum()) + 1e-9)
@@ -120,13 +119,13 @@ def test_candidates_and_search_range(score, masked, k, block, current):
     full = np.concatenate([np.zeros(prompt, bool), masked])
     c = canvas(full[None], prompt, block, block_start=jnp.asarray(prompt + start))
     score = np.concatenate([np.zeros(prompt, np.float32), score])
-    ours = jax.jit(sets.expected_masks, static_argnums=2)(jnp.asarray(score)[None], c, k)
+    ours = jax.jit(method.expected_masks, static_argnums=2)(jnp.asarray(score)[None], c, k)
     assert set(np.flatnonzero(ours[0])) == plain_candidates(score, full, prompt, block, prompt + start, k)
 
 
 def test_a_prior_below_zero_prefers_known_neighbours_too():
     c = canvas(np.asarray([[False, True, True, True, True, True, True, True]]), prompt=1)
-    prior = jax.jit(lambda confidence: sets.prior(confidence, c, 1.0))
+    prior = jax.jit(lambda confidence: method.prior(confidence, c, 1.0))
     for confidence in (0.5, -0.5):
         score = np.asarray(prior(np.full((1, 8), confidence, np.float32)))[0, 1:]
         assert (np.diff(score[:4]) < 0).all()

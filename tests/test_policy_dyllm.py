@@ -6,7 +6,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax.engine.widths import step_phases
 from dllm_jax.policies import DyLLM
-from dllm_jax.policies.parts.dyllm_rows import EVERY, NARROW
+from dllm_jax.policies.dyllm import EVERY, NARROW
 from dllm_jax.testing.runs import assert_same_run, of_sequence
 from tests.models import generated, prompts, tiny
 

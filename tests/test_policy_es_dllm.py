@@ -11,7 +11,7 @@ import dllm_jax as dj
 from dllm_jax import samplers
 from dllm_jax.engine.widths import step_phases
 from dllm_jax.policies import ESDLLM, SparseDLLM
-from dllm_jax.policies.parts.es_dllm_rows import EVERY, NARROW
+from dllm_jax.policies.es_dllm import EVERY, NARROW
 from dllm_jax.samplers import Candidates, Confidence, Threshold
 from dllm_jax.testing.runs import assert_close_scores, assert_same_run, assert_same_stats, finite, of_sequence
 from tests.models import begun, generated, prompts, tiny

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import dllm_jax as dj
 from dllm_jax import eviction, policies
-from dllm_jax.eviction.rounding import round_to_total
+from dllm_jax.eviction.heads import round_to_total
 from dllm_jax.testing.runs import assert_close_scores, assert_same_run
 from tests import refuses
 from tests.models import canvas, generated, prompts, tiny

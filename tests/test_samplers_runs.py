@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dllm_jax import samplers as s
 from dllm_jax.engine.block_schedule import advance
 from dllm_jax.policies import Policy
-from dllm_jax.state.changes import write
+from dllm_jax.state.canvas import write
 from dllm_jax.state.layout import Layout
 from tests import numpy_sampler as plain
 from tests.models import begun, frequencies, random_tokens, spec

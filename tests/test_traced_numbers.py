@@ -16,7 +16,7 @@ from dllm_jax.decoding import likelihood
 from dllm_jax.decoding.request import Request, prepare
 from dllm_jax.engine.loop import denoise
 from dllm_jax.options import Options, check_numbers
-from dllm_jax.policies.parts.sparse_blocks import SparseBlocks
+from dllm_jax.policies.sparse_dllm import SparseBlocks
 from dllm_jax.testing.runs import compilations
 from dllm_jax.traced import Traced
 from tests.models import frequencies, prompts, tiny

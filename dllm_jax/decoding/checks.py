@@ -8,7 +8,7 @@ from typing import NamedTuple
 from dllm_jax.decoding.options import Asked
 from dllm_jax.engine.block_schedule import check_schedule
 from dllm_jax.engine.branches import check_policy
-from dllm_jax.engine.drafting import check_drafting
+from dllm_jax.engine.drafts import check_drafting
 from dllm_jax.engine.generation import Inputs
 from dllm_jax.nn.intervention import Intervention, checked, moved
 from dllm_jax.nn.low_rank import adapted, is_low_rank

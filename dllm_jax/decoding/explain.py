@@ -13,7 +13,7 @@ from typing_extensions import override
 from dllm_jax.decoding.compare import text_table
 from dllm_jax.engine.beginning import empty_cache
 from dllm_jax.engine.generation import Generation, Inputs, Plan
-from dllm_jax.engine.network import computed_rows, network
+from dllm_jax.engine.step import computed_rows, network
 from dllm_jax.engine.widths import Variant, step_widths
 from dllm_jax.nn.kernels import Kernels
 from dllm_jax.nn.layer import embed

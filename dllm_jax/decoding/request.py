@@ -23,7 +23,7 @@ from dllm_jax.decoding.options import Asked, GenerateOptions, InfillOptions, Sto
 from dllm_jax.decoding.prefill import with_prefix
 from dllm_jax.decoding.stops import StopTexts
 from dllm_jax.engine.closures import constants
-from dllm_jax.engine.drafting import drafting_widths
+from dllm_jax.engine.drafts import drafting_widths
 from dllm_jax.engine.generation import Inputs, Plan
 from dllm_jax.engine.nonfinite import NonFinite
 from dllm_jax.engine.stops import StopIds, StopTable

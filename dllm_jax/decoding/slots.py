@@ -25,7 +25,7 @@ from dllm_jax.engine.group import (
     stream_index,
 )
 from dllm_jax.engine.pieces import Piece, run_piece
-from dllm_jax.engine.recorders import final_trace
+from dllm_jax.engine.records import final_trace
 from dllm_jax.engine.trace import Trace
 from dllm_jax.nn.mesh import constrain, over_mesh
 from dllm_jax.nn.model import Model

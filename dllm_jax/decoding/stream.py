@@ -15,8 +15,8 @@ from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.placement import Placed, collect, numbers, on_mesh, place, runs_on, with_auto_axes
 from dllm_jax.decoding.report import report
 from dllm_jax.decoding.request import prepare
-from dllm_jax.engine.logprobs import LogProbs
 from dllm_jax.engine.pieces import Piece, begin_pieces, recorded_steps, resume
+from dllm_jax.engine.records import LogProbs
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument, check_names
 from dllm_jax.options.notices import tell

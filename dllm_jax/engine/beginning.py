@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from dllm_jax.engine import recorders
 from dllm_jax.engine.block_schedule import advance
-from dllm_jax.engine.denoising import select_positions
-from dllm_jax.engine.drafting import Predictions
+from dllm_jax.engine.drafts import Predictions
 from dllm_jax.engine.generation import Generation, Inputs, Plan, State
-from dllm_jax.engine.network import network_inputs
 from dllm_jax.engine.prefix import reuse
+from dllm_jax.engine.records import begin_record
+from dllm_jax.engine.step import network_inputs, select_positions
 from dllm_jax.nn.layer import embed
 from dllm_jax.nn.mesh import constrain
 from dllm_jax.nn.model import Model
@@ -31,7 +30,7 @@ def initial_state(generation: Generation, inputs: Inputs) -> State:
     canvas = initial_canvas(generation, inputs)
     cache, canvas = initial_cache(generation, canvas)
     extra, cache = cache.take_extra_positions(canvas, plan.streams)
-    record = recorders.begin_record(generation, canvas, extra)
+    record = begin_record(generation, canvas, extra)
     remembered = plan.sampler.init(canvas)
     if plan.drafting:
         canvas, remembered = dataclasses.replace(canvas, forwards=canvas.step), Predictions.none(canvas)

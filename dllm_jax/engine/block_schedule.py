@@ -15,8 +15,7 @@ from dllm_jax.options import shown
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers import scores
 from dllm_jax.samplers.base import Sampler
-from dllm_jax.state.canvas import Canvas, masks_in_block
-from dllm_jax.state.changes import end, revoke
+from dllm_jax.state.canvas import Canvas, end, masks_in_block, revoke
 from dllm_jax.state.ends import first_eos
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import first_of

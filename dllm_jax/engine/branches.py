@@ -24,6 +24,7 @@ from dllm_jax.nn.parameters import Params
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.base import Sampler
+from dllm_jax.samplers.free_dave import Drafting
 from dllm_jax.state.cache import KV, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows
@@ -178,3 +179,27 @@ def pairs_of_canvas(layer: Layer, x: Float[Array, "b q m"], rows: Rows) -> KV:
     """The layer's keys and values of the canvas, where the policy stores none, as the exact decoder."""
     assert rows.full, "what stores nothing computes everything"
     return KV(layer.qk(x, rows.positions)[1], layer.value(x))
+
+
+# -- positions that drafts reach (`FreeDave`) --------------------------------------------------------------
+
+
+def further_positions(drafting: Drafting, canvas: Canvas) -> Bool[Array, "b l"]:
+    """Positions of the further blocks that drafts reach into, which a step computes too."""
+    size, block, layout = canvas.layout.block, drafted_block(drafting, canvas), canvas.layout
+    beyond = canvas.position - block - size
+    reached = (beyond >= 0) & (beyond < drafting.further(layout) * size)
+    in_answer = block + size + beyond // size * size < layout.end
+    return canvas.valid & reached & in_answer
+
+
+def drafted_block(drafting: Drafting, canvas: Canvas) -> Int[Array, "b 1"]:
+    """Where the block begins in which drafts begin: the current one, or the finished one before it."""
+    if not drafting.eager:
+        return canvas.model_block if canvas.spec.context.has_blocks else canvas.block_start[:, None]
+    return jnp.where(goes_on(canvas), canvas.model_block - canvas.layout.block, canvas.model_block)
+
+
+def goes_on(canvas: Canvas) -> Bool[Array, "b 1"]:
+    """Whether eager drafts go on from a block that the last step has finished, as its pairs get stored."""
+    return canvas.block_begins & ~canvas.first_step & (canvas.stored[:, None] == canvas.model_block)

@@ -179,7 +179,7 @@ class State(NamedTuple):
       canvas: the sequences.
       cache: the policy's storage, for streams * b sequences.
       need: positions the coming step computes, for streams * b sequences.
-      record: what each recorder has kept (`engine.recorders`).
+      record: what each recorder has kept (`engine.records`).
       memory: State that the sampler keeps between steps; most keep nothing.
     """
 

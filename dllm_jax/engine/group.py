@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 
 from dllm_jax.engine.beginning import empty_cache
 from dllm_jax.engine.generation import Generation, Plan, State
-from dllm_jax.engine.recorders import recorders_of
+from dllm_jax.engine.records import recorders_of
 from dllm_jax.engine.stats import Record
 from dllm_jax.engine.widths import Variant, exceeds, last_phase, narrowest
 from dllm_jax.nn.intervention import of_sequences as interventions_of

@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from dllm_jax.engine.block_schedule import advance, offered_positions
 from dllm_jax.engine.generation import Plan
 from dllm_jax.samplers.candidates import Candidates
+from dllm_jax.state.cache import Proposal
 from dllm_jax.state.canvas import Canvas
-from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.resizing import growth_of
 from dllm_jax.state.rows import gather
 from dllm_jax.xla.reductions import count_marked

@@ -19,9 +19,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int
 
-from dllm_jax.engine import recorders
 from dllm_jax.engine.beginning import initial_state
-from dllm_jax.engine.denoising import denoise_once, select_positions
+from dllm_jax.engine.drafts import take_drafted_step
 from dllm_jax.engine.generation import Generation, Inputs, Plan, State
 from dllm_jax.engine.group import (
     axes_of_sequences,
@@ -33,15 +32,14 @@ from dllm_jax.engine.group import (
     takes_part,
     write_back,
 )
-from dllm_jax.engine.logprobs import LogProbs
-from dllm_jax.engine.recorders import final_logprobs, final_trace, recorders_of
+from dllm_jax.engine.records import LogProbs, add, final_logprobs, final_trace, recorders_of
 from dllm_jax.engine.stats import Stats
+from dllm_jax.engine.step import denoise_once, select_positions
 from dllm_jax.engine.trace import OF_GROWTH, Trace
-from dllm_jax.engine.verifying import take_drafted_step
 from dllm_jax.engine.widths import Variant
 from dllm_jax.nn.mesh import over_mesh
 from dllm_jax.nn.model import Model
-from dllm_jax.state.changes import count_forward
+from dllm_jax.state.canvas import count_forward
 from dllm_jax.state.ends import first_eos, with_stop
 from dllm_jax.state.rows import repeat
 
@@ -185,5 +183,5 @@ def take_step(generation: Generation, variant: Variant, state: State, sequences:
     taken, cache, memory = stages(generation, variant, state, sequences)
     left = count_forward(taken.left, state.canvas)
     taken = taken._replace(after=count_forward(taken.after, state.canvas), left=left)
-    record = recorders.add(plan, state.record, taken)
+    record = add(plan, state.record, taken)
     return State(left, cache, select_positions(generation, cache, left), record, memory)

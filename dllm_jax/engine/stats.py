@@ -4,9 +4,9 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.options.renamed import Renamed
+from dllm_jax.options.hints import Renamed
 
-Record = dict[str, Any]  # what each recorder of a run keeps, by its name (`engine.recorders`)
+Record = dict[str, Any]  # what each recorder of a run keeps, by its name (`engine.records`)
 
 
 class Stats(NamedTuple):

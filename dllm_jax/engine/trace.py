@@ -12,9 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.engine.growth import answer_length
 from dllm_jax.policies.base import Policy
-from dllm_jax.state.cache import Cache
+from dllm_jax.state.cache import Cache, Proposal
 from dllm_jax.state.canvas import Canvas
-from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import Rows
 
 

@@ -9,7 +9,7 @@ from annotated_types import Interval
 from jaxtyping import Array, Bool, Float
 from typing_extensions import override
 
-from dllm_jax.eviction.head_budgets import Evidence
+from dllm_jax.eviction.heads import Evidence
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.mask import Mask
 from dllm_jax.options import Odd, Options, PositiveInt, TracedPositiveInt

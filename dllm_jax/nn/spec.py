@@ -16,7 +16,7 @@ from dllm_jax.options import (
     PositiveInt,
     shown,
 )
-from dllm_jax.options.renamed import Renamed, accepts_old_names, new_names
+from dllm_jax.options.hints import Renamed, accepts_old_names, new_names
 
 RopeBase = Annotated[float, Interval(ge=1, le=10**12)]  # whose powers are finite and not zero in float32
 NormEps = Annotated[float, Interval(ge=1e-12, le=1)]  # float32 as well

@@ -28,7 +28,11 @@ Any other annotation (`Any`, a union with it, `Callable[...]`, a name that exist
 function whose module postpones annotations) leaves its field unchecked.
 """
 
-from dllm_jax.options.annotations import (
+from dllm_jax.options.base import Arrays, Options, check_names, check_numbers, refuse
+from dllm_jax.options.hints import ShortSignature, call, short_help
+from dllm_jax.options.paths import absolute, local_path
+from dllm_jax.options.rules import (
+    LARGEST,
     Fraction,
     Int32,
     NoneMeans,
@@ -47,11 +51,9 @@ from dllm_jax.options.annotations import (
     TracedPositiveInt,
     TracedUnlessZero,
     TracedWidth,
+    check_argument,
+    shown,
 )
-from dllm_jax.options.base import Arrays, Options, check_names, check_numbers, refuse
-from dllm_jax.options.help import ShortSignature, call, short_help
-from dllm_jax.options.paths import absolute, local_path
-from dllm_jax.options.rules import LARGEST, check_argument, shown
 
 __all__ = [
     "LARGEST", "Arrays", "Fraction", "Int32", "NonNegativeFloat", "NonNegativeInt", "NoneMeans", "Odd",

@@ -14,9 +14,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from dllm_jax.options.help import describe_inherited
-from dllm_jax.options.hints import NOTHING, unknown_arguments
-from dllm_jax.options.renamed import old_names
+from dllm_jax.options.hints import NOTHING, describe_inherited, old_names, unknown_arguments
 from dllm_jax.options.returned import Returns, check_methods
 from dllm_jax.options.rules import Rule, rule_of, shown
 from dllm_jax.traced import fixed_at

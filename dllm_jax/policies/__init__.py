@@ -8,20 +8,17 @@ from dllm_jax.policies.dkv_greedy import DKVGreedy
 from dllm_jax.policies.dkv_prefill import DKVPrefill
 from dllm_jax.policies.dllm_cache import DLLMCache
 from dllm_jax.policies.dyllm import DyLLM
-from dllm_jax.policies.elastic import ElasticCache
+from dllm_jax.policies.elastic import ElasticCache, HeadCosine, KeyCosine
 from dllm_jax.policies.es_dllm import ESDLLM
 from dllm_jax.policies.evict_prompt import EvictPrompt
 from dllm_jax.policies.fast_dllm import DualCache, PrefixCache, SubBlockCache
 from dllm_jax.policies.focus import FOCUS
 from dllm_jax.policies.mage import MAGE
 from dllm_jax.policies.maskkv import MaskKV
-from dllm_jax.policies.parts.elastic_drift import HeadCosine, KeyCosine
-from dllm_jax.policies.parts.spa_cache_proxy import ValueProxy
-from dllm_jax.policies.parts.suffix_dropout_sets import GaussianDropout, NearAndLast, UniformDropout
 from dllm_jax.policies.sliding_cache import SlidingCache
-from dllm_jax.policies.spa_cache import SPACache
+from dllm_jax.policies.spa_cache import SPACache, ValueProxy
 from dllm_jax.policies.sparse_dllm import SparseDLLM
-from dllm_jax.policies.suffix_dropout import SuffixDropout
+from dllm_jax.policies.suffix_dropout import GaussianDropout, NearAndLast, SuffixDropout, UniformDropout
 from dllm_jax.policies.window_diffusion import WindowDiffusion
 
 __all__ = [

@@ -12,10 +12,9 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Options
 from dllm_jax.policies.returns import RETURNS
-from dllm_jax.state.cache import KV, Cache, LayerCache
+from dllm_jax.state.cache import KV, Cache, LayerCache, Proposal
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
-from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import Rows
 
 

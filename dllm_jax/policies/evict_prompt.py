@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 from typing_extensions import override
 
 from dllm_jax import eviction
-from dllm_jax.eviction.pair_store import PairStore
+from dllm_jax.eviction.store import PairStore
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.mask import require_blocks
 from dllm_jax.nn.model import Model
@@ -21,10 +21,9 @@ from dllm_jax.policies.base import Policy
 from dllm_jax.policies.fast_dllm import DualCache
 from dllm_jax.policies.parts.prompt_eviction import LayerStep, PromptEviction
 from dllm_jax.policies.parts.rolling_eviction import calls_in_blocks, rolling
-from dllm_jax.state.cache import KV, Cache, LayerCache
+from dllm_jax.state.cache import KV, Cache, LayerCache, Proposal
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
-from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import Rows
 
 

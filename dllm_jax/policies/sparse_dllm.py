@@ -12,14 +12,15 @@ from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.mask import Mask, key_mask, require_blocks, require_full_attention
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, Odd, PositiveInt, TracedNonNegativeInt
-from dllm_jax.options.renamed import Renamed
+from dllm_jax.options.hints import Renamed
 from dllm_jax.policies.base import Policy
-from dllm_jax.policies.parts.sparse_blocks import SparseBlocks
+from dllm_jax.policies.parts.chosen_reads import ChosenReads
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows, marked
 from dllm_jax.state.selection import fraction_of, max_pool, mean_query_score
+from dllm_jax.traced import Count
 from dllm_jax.xla.reductions import count_marked
 
 
@@ -198,3 +199,43 @@ class SparseDLLM(Policy):
         stored = jnp.arange(slots - own) < self._filled(canvas)[:, None]
         computed = rows.take(canvas.valid) & rows.real
         return key_mask(jnp.concatenate([stored, computed[:, :own]], axis=1))
+
+
+# -- sparse-dLLM's choice on block-causal models ---------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseBlocks(ChosenReads):
+    """Attends to the stored pairs that the block's mean query scores highest, one list for all heads.
+
+    The first `delay` steps of a model's block are exact, and so is the next one, which chooses.
+
+    Attributes:
+      keep: Fraction of the pairs of earlier blocks to attend to.
+      kernel: Window of the max pooling over stored positions, odd.
+      delay: Exact steps of a block before the one that chooses.
+    """
+
+    keep: PositiveInt | Fraction = 0.5
+    kernel: Annotated[PositiveInt, Odd()] = 3
+    delay: TracedNonNegativeInt = 1
+
+    @property
+    @override
+    def waits(self) -> Count:
+        return self.delay
+
+    @override
+    def scores(
+        self,
+        layer: Layer,
+        q: Float[Array, "b w h d"],
+        k: Float[Array, "b l k d"],
+        lse: Float[Array, "b h w"],
+        mask: Mask,
+        rows: Rows,
+        canvas: Canvas,
+    ) -> Float[Array, "b 1 l"]:
+        """The product of each key with the block's mean query, averaged over heads and pooled."""
+        score = mean_query_score(q, k, rows.real)
+        return max_pool(score, canvas.before_model_block, self.kernel)[:, None]

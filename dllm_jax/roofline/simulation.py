@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 
 from dllm_jax.decoding.geometry import blocks_of
 from dllm_jax.engine.block_schedule import advance
-from dllm_jax.engine.drafting import drafted_width
+from dllm_jax.engine.drafts import drafted_width
 from dllm_jax.nn.mesh import number_modes
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies import D2Cache, Policy
@@ -22,8 +22,7 @@ from dllm_jax.roofline.traffic import assumed_statistics, drift_widens, extra_tr
 from dllm_jax.samplers import Confidence
 from dllm_jax.samplers.free_dave import Drafting
 from dllm_jax.samplers.transfer import even_schedule
-from dllm_jax.state.canvas import Canvas
-from dllm_jax.state.changes import write
+from dllm_jax.state.canvas import Canvas, write
 from dllm_jax.state.contexts import new_canvas
 from dllm_jax.state.layout import Layout
 

@@ -14,16 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from dllm_jax import policies as p
-from dllm_jax.eviction.attending import slots_of_chunk
+from dllm_jax.eviction.store import slots_of_chunk
+from dllm_jax.policies.d2cache import Salience
+from dllm_jax.policies.elastic import KeyCosine
+from dllm_jax.policies.es_dllm import proportions
 from dllm_jax.policies.evict_prompt import EvictedPrompt
-from dllm_jax.policies.parts import es_dllm_rows
+from dllm_jax.policies.focus import LAYERS, wanted
 from dllm_jax.policies.parts.chosen_reads import ChosenReads
-from dllm_jax.policies.parts.d2cache_sets import Salience
-from dllm_jax.policies.parts.elastic_drift import KeyCosine
-from dllm_jax.policies.parts.focus_masks import LAYERS, wanted
 from dllm_jax.policies.parts.prompt_eviction import PromptEviction
 from dllm_jax.policies.parts.rolling_eviction import RollingEviction
-from dllm_jax.policies.parts.sparse_blocks import SparseBlocks
+from dllm_jax.policies.sparse_dllm import SparseBlocks
 from dllm_jax.roofline.steps import Setting, Step
 
 
@@ -240,7 +240,7 @@ def _skipping(policy: p.ESDLLM, at: Setting, step: Step, index: int) -> Step:
     slot = index // at.layout.steps_per_block * block + index % at.layout.steps_per_block
     if step.full or slot % policy.block_every == 0:
         return step
-    ratios = es_dllm_rows.proportions(policy.ratios, policy.depths, at.spec.layers)
+    ratios = proportions(policy.ratios, policy.depths, at.spec.layers)
     runs = [max(int(ratio * step.rows), min(each + 2, block)) for ratio in ratios]
 
     # The layer before a proportion falls still runs the rows that leave after it.

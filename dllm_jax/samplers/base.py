@@ -17,9 +17,9 @@ from dllm_jax.samplers import scores
 from dllm_jax.samplers.candidates import Candidates, Decision, Ids, Logits, Noise, Scores, require_noise
 from dllm_jax.samplers.early_commit import EarlyCommit
 from dllm_jax.samplers.returns import OF_SAMPLER
+from dllm_jax.state.cache import Proposal
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
-from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import gather
 from dllm_jax.traced import Number, Traced, fixed_at
 from dllm_jax.xla.products import divided

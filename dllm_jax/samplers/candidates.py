@@ -15,8 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from dllm_jax.nn.keys import typed_key
 from dllm_jax.options import shown
-from dllm_jax.state.canvas import Canvas
-from dllm_jax.state.changes import keep_block, revoke
+from dllm_jax.state.canvas import Canvas, keep_block, revoke
 
 # Arrays of a step's candidates: b sequences, c candidates of each, v tokens.
 Logits = Float[Array, "b c v"]

@@ -19,9 +19,9 @@ from dllm_jax.samplers.candidates import Candidates, Logits, Noise
 from dllm_jax.samplers.dream import criterion_of
 from dllm_jax.samplers.parallel import UntilDone
 from dllm_jax.samplers.transfer import sure_or_best
+from dllm_jax.state.cache import Proposal
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
-from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.resizing import growth_of, insert, remove, with_growth
 from dllm_jax.state.rows import gather
 from dllm_jax.state.selection import best

@@ -1,20 +1,78 @@
 """The canvas: the sequence being denoised, and the named sets of positions policies are written in."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.nn import shift
 from dllm_jax.nn.mask import Mask, key_mask, padding_mask
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options.renamed import Renamed
-from dllm_jax.state.growth import Growth
+from dllm_jax.options.hints import Renamed
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows
 from dllm_jax.traced import Count
 from dllm_jax.xla.reductions import count_marked
+
+
+class Growth(NamedTuple):
+    """Lengths of the answers, and how they have changed.
+
+    Positions of the canvas from `end` on do not exist: nothing attends to them, and no step computes them.
+
+    Attributes:
+      end: Position after the answer, or after the template that holds it.
+      limit: Largest position that `end` may be moved to.
+      growing: Sequences whose answer grows before it is decoded.
+      confidence: Confidence in the end of the answer, of the last step that knew it.
+      source: Position at which each position of the canvas was before the last step.
+      inserted: Mask that became several in the last step, by its position before; -1 if none did.
+      removed: Positions that the last step removed, where they were before.
+      insertions: Number of insertions so far.
+      removals: Number of positions removed so far.
+      growth_steps: Number of steps that only changed the length.
+      wanted_more: Whether an answer at its maximum was to grow.
+      positions: Existing positions, summed over the steps so far.
+    """
+
+    end: Int[Array, "b"]
+    limit: Int[Array, "b"]
+    growing: Bool[Array, "b"]
+    confidence: Float[Array, "b"]
+    source: Int[Array, "b l"]
+    inserted: Int[Array, "b"]
+    removed: Bool[Array, "b l"]
+    insertions: Int[Array, "b"]
+    removals: Int[Array, "b"]
+    growth_steps: Int[Array, "b"]
+    wanted_more: Bool[Array, "b"]
+    positions: Int[Array, "b"]
+
+    @staticmethod
+    def begin(end: int, limit: Int[Array, "b"], length: int) -> "Growth":
+        """Before the first step of answers that all end at one position, on a canvas of `length`."""
+        zeros, no = jnp.zeros_like(limit), jnp.zeros(limit.shape, bool)
+        source = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (len(limit), length))
+        return Growth(
+            end=zeros + end,
+            limit=limit,
+            growing=~no,
+            confidence=zeros.astype(jnp.float32),
+            source=source,
+            inserted=zeros - 1,
+            removed=jnp.zeros(source.shape, bool),
+            insertions=zeros,
+            removals=zeros,
+            growth_steps=zeros,
+            wanted_more=no,
+            positions=zeros,
+        )
+
+    def exist(self, position: Int[Array, "l"]) -> Bool[Array, "b l"]:
+        """The positions in front of the end."""
+        return position < self.end[:, None]
 
 
 @jax.tree_util.register_dataclass
@@ -361,3 +419,47 @@ def masks_in_block(canvas: Canvas) -> Int[Array, "b"]:
     """How many positions of the current block are masked, per sequence; of all, if it slides."""
     block = canvas.block if canvas.layout.sliding is None else canvas.response
     return count_marked(canvas.masked & block)
+
+
+# -- changes of the canvas that steps make: what is decoded ----------------------------------------
+
+
+def write(canvas: Canvas, chosen: Bool[Array, "b l"], token: Int[Array, "b l"]) -> Canvas:
+    """Decodes the chosen positions; active sequences count one more step."""
+    # A sequence that a step leaves out counts no step: its refreshes and draws are what they are alone.
+    took_part = canvas.active.astype(jnp.int32)
+    return dataclasses.replace(
+        canvas,
+        tokens=jnp.where(chosen, token, canvas.tokens),
+        decoded_at=jnp.where(chosen, canvas.step[:, None], canvas.decoded_at),
+        step=canvas.step + took_part,
+        block_step=canvas.block_step + took_part,
+        stored=canvas._stored_after(chosen),
+    )
+
+
+def revoke(canvas: Canvas, revoked: Bool[Array, "b l"]) -> Canvas:
+    """Masks these decoded positions again."""
+    return dataclasses.replace(
+        canvas,
+        tokens=jnp.where(revoked, canvas.spec.mask_id, canvas.tokens),
+        decoded_at=jnp.where(revoked, -1, canvas.decoded_at),
+    )
+
+
+def count_forward(canvas: Canvas, before: Canvas) -> Canvas:
+    """The canvas after a forward pass of the sequences that were active before; `write` counts steps."""
+    counted = jax.tree.map(lambda forwards: forwards + before.active, before.forwards)
+    return dataclasses.replace(canvas, forwards=counted)
+
+
+def keep_block(canvas: Canvas, stays: Bool[Array, "b"]) -> Canvas:
+    """Sequences stay in their block while its tokens are edited, or may leave it."""
+    if canvas.keeps_block is None:
+        return canvas
+    return dataclasses.replace(canvas, keeps_block=jnp.where(canvas.active, stays, canvas.keeps_block))
+
+
+def end(canvas: Canvas, ends: Bool[Array, "b"]) -> Canvas:
+    """Finishes these sequences."""
+    return dataclasses.replace(canvas, done=canvas.done | ends)

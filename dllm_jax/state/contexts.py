@@ -13,8 +13,7 @@ from typing_extensions import override
 
 from dllm_jax.nn.mask import Mask, block_causal, in_front_of
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.state.canvas import Canvas, masks_in_block
-from dllm_jax.state.growth import Growth
+from dllm_jax.state.canvas import Canvas, Growth, masks_in_block
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows
 from dllm_jax.xla.reductions import any_marked, count_marked

@@ -8,8 +8,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from dllm_jax.state.canvas import Canvas
-from dllm_jax.state.growth import Growth
+from dllm_jax.state.canvas import Canvas, Growth
 from dllm_jax.state.rows import compact, gather
 from dllm_jax.xla.reductions import count_marked
 

@@ -18,7 +18,7 @@ import dllm_jax as dj
 from dllm_jax import eviction as ev
 from dllm_jax import policies as p
 from dllm_jax import samplers as s
-from dllm_jax.policies.parts.elastic_drift import HeadCosine, KeyCosine
+from dllm_jax.policies.elastic import HeadCosine, KeyCosine
 from tests.campaigns.verdicts import Case, Outcome, Verdict
 from tests.models import FAMILIES, frequencies, separate, tiny
 

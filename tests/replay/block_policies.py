@@ -13,7 +13,7 @@ from dllm_jax.engine.trace import Trace
 from dllm_jax.nn.layer import embed, walk
 from dllm_jax.nn.rope import rope_of
 from dllm_jax.policies import MAGE, Policy
-from dllm_jax.policies.parts.focus_masks import target
+from dllm_jax.policies.focus import target
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows, full_rows
 from pallas_kernels.attention.xla import attention

@@ -7,8 +7,7 @@ from jaxtyping import Array, Bool, Float
 
 import dllm_jax as dj
 from dllm_jax.engine.generation import State
-from dllm_jax.policies.parts import d2cache_rollout as rollout
-from dllm_jax.policies.parts import d2cache_sets as sets
+from dllm_jax.policies import d2cache as method
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.selection import best, certainty_density
 from tests.replay.case import Case
@@ -46,7 +45,7 @@ class ToppedUp(dj.policies.D2Cache):
 
     def select(self, cache, canvas):
         chosen, known = super().select(cache, canvas), cache.shared
-        score = sets.prior(known.confidence, canvas, self.sigma)
+        score = method.prior(known.confidence, canvas, self.sigma)
         return canvas.first_step | topped_up(chosen, known.influence, score, canvas)
 
 
@@ -83,18 +82,18 @@ def _selection(policy: dj.policies.D2Cache, state: State) -> dict[str, jax.Array
     """The policy's own functions on one state, under the names of the recording."""
     canvas, known = state.canvas, state.cache.shared
     prompt, batch = canvas.layout.prompt, canvas.tokens.shape[0]
-    score = sets.prior(known.confidence, canvas, policy.sigma)
-    upcoming_masks = sets.expected_masks(score, canvas, policy.k)
+    score = method.prior(known.confidence, canvas, policy.sigma)
+    upcoming_masks = method.expected_masks(score, canvas, policy.k)
     upcoming = canvas.predicting_positions(upcoming_masks) | canvas.just_decoded
-    nucleus = rollout.nucleus(known.influence, ~(upcoming & canvas.response), policy.p)
+    nucleus = method.nucleus(known.influence, ~(upcoming & canvas.response), policy.p)
     index = jnp.broadcast_to(canvas.position[prompt:], (batch, canvas.layout.response))
     return dict(
         influence=known.influence,
         sel_density=certainty_density(canvas, index, policy.sigma),
         sel_scores=score[:, prompt:],
-        sel_candidates=(canvas.masked & sets.search_range(canvas, jnp.full(batch, policy.k)))[:, prompt:],
+        sel_candidates=(canvas.masked & method.search_range(canvas, jnp.full(batch, policy.k)))[:, prompt:],
         masked_selected=upcoming_masks[:, prompt:],
         rollout_selected=nucleus,
         next_before_inflate=upcoming | nucleus,
-        next_before_topup=sets.inflated(upcoming | nucleus, policy.inflate),
+        next_before_topup=method.inflated(upcoming | nucleus, policy.inflate),
     )

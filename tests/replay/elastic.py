@@ -4,7 +4,7 @@ import numpy as np
 
 import dllm_jax as dj
 from dllm_jax.engine.generation import State
-from dllm_jax.policies.parts.elastic_drift import members
+from dllm_jax.policies.elastic import members
 from tests.replay.case import Case
 from tests.replay.compare import closely, exactly
 from tests.replay.stepping import states, trace_of

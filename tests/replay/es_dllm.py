@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float
 from typing_extensions import override
 
 import dllm_jax as dj
-from dllm_jax.policies.parts import es_dllm_rows
+from dllm_jax.policies.es_dllm import compared, importance
 from dllm_jax.state.rows import scatter
 from tests.replay.case import Case
 from tests.replay.compare import Skipped, closely, exactly
@@ -57,8 +57,8 @@ class Logged(dj.policies.ESDLLM):
         own, log = cache.shared
         at = canvas.spec.layers if layer is None else layer.index
         number = self._exits(canvas.spec).index(at)
-        new, old = es_dllm_rows.compared(self.compare, number, layer, x, cache._replace(shared=own), rows)
-        score = es_dllm_rows.importance(new, old, own.confidence, rows, canvas, self.alpha)
+        new, old = compared(self.compare, number, layer, x, cache._replace(shared=own), rows)
+        score = importance(new, old, own.confidence, rows, canvas, self.alpha)
         score = scatter(jnp.full(log.remembered.shape, jnp.nan), rows.index, score)
         x, cache, rows = super()._exit(layer, x, cache._replace(shared=own), rows, canvas)
         layers = log.layers.at[:, at:].set(rows.mask()[:, None])

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Int
 from typing_extensions import override
 
 from dllm_jax import policies, samplers
-from dllm_jax.policies.parts.suffix_dropout_sets import SuffixSet
+from dllm_jax.policies.suffix_dropout import SuffixSet
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.sliding import Sliding

@@ -12,7 +12,7 @@ import numpy as np
 import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.decoding.request import prepare
-from dllm_jax.engine.drafting import draft
+from dllm_jax.engine.drafts import draft
 from dllm_jax.engine.generation import Generation
 from dllm_jax.samplers import Candidates
 from dllm_jax.samplers.s2d2 import first_run

@@ -43,10 +43,10 @@ from dllm_jax.options import (
     check_argument,
     check_names,
     local_path,
-    renamed,
     short_help,
     shown,
 )
+from dllm_jax.options.hints import warn as warn_renamed
 from dllm_jax.state.sliding import Blocks, positions
 
 FORMER = {"first": "first_round", "batch": "slots"}  # names of arguments of `tune`
@@ -354,7 +354,7 @@ def tune(
     check_names("tune", {name: old[name] for name in old.keys() - FORMER}, own.keys() - {"old"})
     for name in old:
         new, given = FORMER[name], {"first_round": first_round, "slots": slots}
-        renamed.warn(f"tune({name}=...)", f"{new}=...")
+        warn_renamed(f"tune({name}=...)", f"{new}=...")
         if given[new] != own[new].default:
             raise TypeError(f"tune() got {new}={given[new]} and its former name {name}=: leave out {name}=")
     first_round, slots = old.get("first", first_round), old.get("batch", slots)

@@ -19,10 +19,9 @@ from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, PositiveInt
 from dllm_jax.policies.base import Policy
 from dllm_jax.policies.parts.block_votes import queries_of_block, rows_of_block
-from dllm_jax.state.cache import KV, Cache, LayerCache
+from dllm_jax.state.cache import KV, Cache, LayerCache, Proposal
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
-from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.rows import Rows, marked
 from dllm_jax.state.selection import fraction_of
 from dllm_jax.traced import Count, is_traced

@@ -13,8 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax import eviction
-from dllm_jax.eviction.attending import attend_to_kept, prompt_pairs
-from dllm_jax.eviction.pair_store import PairStore, empty
+from dllm_jax.eviction.store import PairStore, attend_to_kept, empty, prompt_pairs
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.mask import key_mask
 from dllm_jax.nn.model import Model

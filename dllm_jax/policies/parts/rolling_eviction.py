@@ -13,7 +13,7 @@ from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.mask import key_mask
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt
-from dllm_jax.options.help import call
+from dllm_jax.options.hints import call
 from dllm_jax.policies.base import Policy
 from dllm_jax.policies.parts.block_votes import (
     check_voters,

@@ -1,28 +1,143 @@
-"""The network of one step: computed positions, and further canvases with them, through all layers."""
+"""One denoising step: rows, network, decision, and the selection for the coming step."""
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from dllm_jax.engine.branches import Branches
-from dllm_jax.engine.generation import Generation, Plan
+from dllm_jax.engine.branches import Branches, further_positions, shadow_of
+from dllm_jax.engine.decide import apply, decide
+from dllm_jax.engine.generation import Generation, Plan, State
+from dllm_jax.engine.growth import grow
+from dllm_jax.engine.records import Taken
+from dllm_jax.engine.trace import attended
 from dllm_jax.engine.widths import Variant, at_end
 from dllm_jax.nn.intervened import IntervenedLayer, embedded, intervened
 from dllm_jax.nn.layer import Layer, LayerIndex, embed, layer_at, walk
 from dllm_jax.nn.low_rank import acting_in
 from dllm_jax.nn.parameters import Params
 from dllm_jax.nn.rope import Rope
+from dllm_jax.options.returned import like
 from dllm_jax.policies.base import Policy
 from dllm_jax.state.cache import Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
-from dllm_jax.state.rows import Rows, compact_rows, full_rows, last_rows, scatter
+from dllm_jax.state.rows import Rows, compact_rows, full_rows, last_rows, one_stream, repeat, scatter
 from dllm_jax.xla.loops import REFRESH, when
 from dllm_jax.xla.stacks import traced_once
+
+# -- one denoising step of the sampler in stages: rows ---------------------------------------------
+# Then positions are selected for the coming step. Each stage is a function, here or in the file of its
+# name.
+# `FreeDave` brings a step of its own over the same stages (`engine.drafts`).
+
+
+class Forward(NamedTuple):
+    """A forward pass over the rows of a step.
+
+    Attributes:
+      canvas: Canvas as the network read it, of all streams.
+      rows: Computed positions, of all streams.
+      hidden: Residual stream after the last layer.
+      cache: Cache as the layers left it.
+    """
+
+    canvas: Canvas
+    rows: Rows
+    hidden: Float[Array, "streams_b q m"]
+    cache: Cache
+
+
+def denoise_once(
+    generation: Generation, variant: Variant, state: State, sequences: Int[Array, "b"]
+) -> tuple[Taken, Cache, PyTree]:
+    """One step of the sampler by one forward pass over the canvas: what it did, the cache, and the memory."""
+    plan, canvas = generation.plan, state.canvas
+    read = plan.sampler.read_as(canvas, state.memory)
+    forward = run_forward(generation, variant, state, read)
+    own = own_rows(plan, forward.rows)
+    rows = forward.cache.with_output(own, plan.streams)
+    decided = decide(generation, canvas, rows, forward.hidden, state.memory, read.verifies)
+
+    # The policy sees what was proposed before the canvas moves on.
+    proposal = repeat(decided.proposal, plan.streams)
+    cache = plan.policy.observe(forward.cache, forward.canvas, forward.rows, proposal)
+    cache = like(plan.policy, "observe", cache, state.cache, "as before the step")
+    after = apply(plan, canvas, decided)
+    extra, cache = cache.take_extra_positions(canvas, plan.streams)
+    left = after
+    if plan.sampler.grows:
+        left = grow(plan, canvas, after, decided.end_confidence, decided.proposal)
+
+    # Recorders see the conditional stream alone.
+    read = attended(plan.policy, state.cache, forward.canvas, forward.rows)
+    taken = Taken(
+        sequences=sequences,
+        before=canvas,
+        after=after,
+        left=left,
+        computed=own.mask(),
+        executed=executed_positions(variant, canvas),
+        read=one_stream(read, 0, plan.streams),
+        extra=extra,
+        finite=decided.finite,
+        proposal=decided.proposal,
+        branches=canvas.active,
+        kept=decided.added_to(state.record, canvas, after),
+    )
+    return taken, cache, decided.memory
+
+
+def run_forward(generation: Generation, variant: Variant, state: State, read: Canvas) -> Forward:
+    """Runs the network over the selected positions; K/V of the others come from the policy's cache.
+
+    Args:
+      generation: Constants of the loop.
+      variant: Kind of step.
+      state: State before the step.
+      read: Canvas as the network reads it.
+    """
+    plan = generation.plan
+    streams = repeat(read, plan.streams)
+    rows = computed_rows(state.need, variant, streams, plan.policy)
+    shadow = shadow_of(plan.sampler, streams)
+    hidden, cache = network(generation, network_inputs(plan, streams), streams, rows, state.cache, shadow)
+    return Forward(streams, rows, hidden, cache)
+
+
+def own_rows(plan: Plan, rows: Rows) -> Rows:
+    """The rows of the conditional stream, which alone is sampled and counted."""
+    return dataclasses.replace(rows, index=one_stream(rows.index, 0, plan.streams))
+
+
+def executed_positions(variant: Variant, canvas: Canvas) -> int:
+    """Positions that the program runs, of all sequences: a full step runs the whole canvas, padding too."""
+    batch, length = canvas.tokens.shape
+    return batch * (length if variant.width is None else variant.width)
+
+
+# -- the coming step ------------------------------------------------------------------------------------
+
+
+def select_positions(generation: Generation, cache: Cache, canvas: Canvas) -> Bool[Array, "streams_b l"]:
+    """The policy's selection for the coming step, empty in inactive sequences.
+
+    With guidance both streams compute what the conditional one selects: they predict the same positions.
+    """
+    plan = generation.plan
+    canvas = dataclasses.replace(canvas, planned_order=plan.sampler.planned(canvas, generation.noise))
+    selected = one_stream(plan.policy.select(cache, repeat(canvas, plan.streams)), 0, plan.streams)
+    selected = canvas.without_final(selected)
+    if (drafting := plan.drafting) and drafting.eager:
+        selected |= further_positions(drafting, canvas)
+    return repeat(selected & canvas.active[:, None], plan.streams)
+
+
+# -- the network of one step: computed positions ---------------------------------------------------
+
 
 Carry = tuple[Any, Cache]  # residual stream, with branches a pair of them, and the cache
 

@@ -10,26 +10,40 @@ T[0] is what the sampler makes of the canvas, and so are all T on the chain. A s
 ends as any other: with the block, the stop and the statistics that follow from it.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.engine.block_schedule import end_step, offered_positions
-from dllm_jax.engine.decide import Decided, apply
-from dllm_jax.engine.generation import Generation, Plan
-from dllm_jax.engine.logprobs import LogProbs
+from dllm_jax.engine.branches import Branches, drafted_block, goes_on
+from dllm_jax.engine.decide import Decided, apply, decide
+from dllm_jax.engine.generation import Generation, Plan, State
+from dllm_jax.engine.records import LogProbs, Taken
+from dllm_jax.engine.step import computed_rows, denoise_once, executed_positions, network
+from dllm_jax.engine.trace import attended
 from dllm_jax.engine.widths import Variant
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
-from dllm_jax.samplers.candidates import Candidates
+from dllm_jax.samplers.candidates import Candidates, noise_of
 from dllm_jax.samplers.free_dave import Drafting
-from dllm_jax.state.canvas import Canvas
-from dllm_jax.state.changes import write
+from dllm_jax.state.cache import Cache, Proposal
+from dllm_jax.state.canvas import Canvas, write
 from dllm_jax.state.layout import Layout
-from dllm_jax.state.proposal import Proposal
-from dllm_jax.state.rows import compact, gather, places, spread
+from dllm_jax.state.rows import Rows, compact, compact_rows, gather, places, repeat, spread
+
+# -- drafts of the sampler's next steps ------------------------------------------------------------
+# D[0] = the canvas, of which every token is certain
+#     D[j] = the sampler's step from D[j-1] by what the last forward pass predicts
+#     one forward pass over all D (engine.branches);  T[j] = the sampler's step from D[j] by its own outputs
+#     b = 0; while some later D[j] equals T[b]: b = j
+#     the canvas is T[b], and D[b]'s outputs are the predictions
+#
+# T[0] is what the sampler makes of the canvas, and so are all T on the chain. A step that a draft skips
+# over
+# ends as any other: with the block, the stop and the statistics that follow from it.
 
 
 class Predictions(NamedTuple):
@@ -104,27 +118,6 @@ def drafting_widths(policy: Policy, spec: ModelSpec, layout: Layout, drafting: D
     if drafting.eager:
         widths |= {max(widths) + layout.block}  # with the finished block
     return {width for width in widths if width < layout.length}
-
-
-def further_positions(drafting: Drafting, canvas: Canvas) -> Bool[Array, "b l"]:
-    """Positions of the further blocks that drafts reach into, which a step computes too."""
-    size, block, layout = canvas.layout.block, drafted_block(drafting, canvas), canvas.layout
-    beyond = canvas.position - block - size
-    reached = (beyond >= 0) & (beyond < drafting.further(layout) * size)
-    in_answer = block + size + beyond // size * size < layout.end
-    return canvas.valid & reached & in_answer
-
-
-def drafted_block(drafting: Drafting, canvas: Canvas) -> Int[Array, "b 1"]:
-    """Where the block begins in which drafts begin: the current one, or the finished one before it."""
-    if not drafting.eager:
-        return canvas.model_block if canvas.spec.context.has_blocks else canvas.block_start[:, None]
-    return jnp.where(goes_on(canvas), canvas.model_block - canvas.layout.block, canvas.model_block)
-
-
-def goes_on(canvas: Canvas) -> Bool[Array, "b 1"]:
-    """Whether eager drafts go on from a block that the last step has finished, as its pairs get stored."""
-    return canvas.block_begins & ~canvas.first_step & (canvas.stored[:, None] == canvas.model_block)
 
 
 def draft(
@@ -270,3 +263,116 @@ def check_drafting(drafting: Drafting, policy: Policy, spec: ModelSpec, layout: 
             f"block={layout.block} is not supported with eager=True: drafts reach into further blocks of the "
             f"model. Use block={spec.context.size}."
         )
+
+
+# -- A step that computes the canvas ---------------------------------------------------------------
+
+
+def take_drafted_step(
+    drafting: Drafting, generation: Generation, variant: Variant, state: State, sequences: Int[Array, "b"]
+) -> tuple[Taken, Cache, Predictions]:
+    """Takes one step of the sampler, or as many as its drafts foresaw, in one forward pass.
+
+    Args:
+      drafting: How steps of the sampler are drafted.
+      generation: Constants of the loop.
+      variant: Kind of step, static.
+      state: State before the step; its memory holds the predictions of the last pass.
+      sequences: Places of the sequences in the trace.
+
+    Returns:
+      what the step did, the cache, and the predictions after it.
+    """
+    count = branch_count(drafting, generation.plan, variant, state.canvas.spec)
+    if count == 1:
+        taken, cache, _ = denoise_once(generation, variant, state._replace(memory=()), sequences)
+        proposal = taken.proposal._replace(delayed=None)
+        return taken, cache, Predictions(proposal, jnp.zeros_like(state.canvas.step))
+    return verify_drafts(drafting, generation, variant, state, sequences, count)
+
+
+def verify_drafts(
+    drafting: Drafting,
+    generation: Generation,
+    variant: Variant,
+    state: State,
+    sequences: Int[Array, "b"],
+    count: int,
+) -> tuple[Taken, Cache, Predictions]:
+    """Computes the canvas and `count - 1` drafts of its next steps, and takes those that agree."""
+    canvas, plan = state.canvas, generation.plan
+    drafts = draft(drafting, generation, canvas, state.memory, count)
+
+    # The network runs over the canvas and, at the same positions, over the drafts.
+    rows = computed_rows(state.need, variant, canvas, plan.policy)
+    widest = drafted_width(plan.policy, canvas.spec, plan.layout, drafting)
+    others = branch_rows(rows, state.need, drafts, widest)
+    tokens = jax.vmap(others.take, 1, 1)(drafts.tokens()[:, 1:])
+    hidden, cache = network(generation, canvas.tokens, canvas, rows, state.cache, Branches(tokens, others))
+
+    # The sampler decides on each; what it would have decided step by step is accepted.
+    verified = verify(generation, drafts, rows, others, hidden)
+    kept = {name: state.record[name] for name in verified.found}
+    accepted = accept(drafting, generation, canvas, drafts, verified, kept)
+    after = stored_eagerly(drafting, canvas, accepted.canvas)
+    last = verified.of_branch(accepted.branch)
+    positions = executed_positions(variant, canvas)
+    taken = Taken(
+        sequences=sequences,
+        before=canvas,
+        after=after,
+        left=after,
+        computed=rows.mask(),
+        executed=positions + (count - 1) * (positions if others is rows else others.index.size),
+        read=attended(plan.policy, state.cache, canvas, rows),
+        extra=jnp.zeros((len(canvas.tokens), canvas.spec.layers)),
+        finite=last.finite,
+        proposal=accepted.proposal,
+        branches=jnp.sum(drafts.real, axis=1, dtype=jnp.int32),
+        kept=accepted.kept,
+    )
+    return taken, cache, Predictions(last.proposal, accepted.branch)
+
+
+def stored_eagerly(drafting: Drafting, before: Canvas, after: Canvas) -> Canvas:
+    """The canvas after a step; of a block that an eager draft has finished nothing is stored yet."""
+    if not drafting.eager:
+        return after
+    stored = drafted_block(drafting, before)[:, 0] + before.layout.block
+    return dataclasses.replace(after, stored=jnp.where(before.active, stored, after.stored))
+
+
+def branch_rows(rows: Rows, need: Bool[Array, "b l"], drafts: Drafts, width: int) -> Rows:
+    """Rows of the branches: those of the step, or only those of sequences with drafts where it has more."""
+    if rows.index.shape[1] <= width:
+        return rows
+    return compact_rows(need & jnp.any(drafts.real[:, 1:], axis=1, keepdims=True), width)
+
+
+def verify(
+    generation: Generation, drafts: Drafts, rows: Rows, of_branches: Rows, hidden: Float[Array, "b q_n_w m"]
+) -> Decided:
+    """Decisions of the sampler on all branches.
+
+    Args:
+      generation: Constants of the loop.
+      drafts: Branches of the step.
+      rows: Computed positions of the canvas, the first branch.
+      of_branches: Computed positions of the other ones.
+      hidden: Residual stream after the last layer, of the canvas and of one branch after the other.
+    """
+    canvases, k = drafts.canvases, drafts.real.shape[1]
+    (b, q), w, length = rows.index.shape, of_branches.index.shape[1], rows.length
+
+    # All branches in rows of one width, instead of sequences.
+    index = jnp.pad(of_branches.index, ((0, 0), (0, q - w)), constant_values=length)
+    index = jnp.concatenate([rows.index, *[index] * (k - 1)], axis=1).reshape(b * k, q)
+    later = jnp.pad(hidden[:, q:].reshape(b, k - 1, w, -1), ((0, 0), (0, 0), (0, q - w), (0, 0)))
+    hidden = jnp.concatenate([hidden[:, None, :q], later], axis=1).reshape(b * k, q, -1)
+    noise = noise_of(generation.noise, jnp.repeat(jnp.arange(b), k))
+    every = generation._replace(noise=noise, allowed=repeat(generation.allowed, k))
+
+    # Each branch is the canvas of a sequence of its own.
+    decided = decide(every, canvases, dataclasses.replace(rows, index=index), hidden, (), canvases.verifies)
+    decided = decided._replace(proposal=decided.proposal._replace(delayed=None))
+    return jax.tree.map(lambda a: by_branch(a, k), decided)

@@ -1,29 +1,109 @@
-"""Recorders: what a run counts or keeps of its steps. Each begins, adds every step, and finishes.
-
-A plan has those that it needs (`recorders_of`), and a step calls them all. A new statistic is a class here
-and an entry there.
-"""
+"""What a run keeps of its steps: recorders, each with its state and the statistics that follow from it."""
 
 import dataclasses
 from typing import ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax.engine import trace
 from dllm_jax.engine.generation import Generation, Plan
 from dllm_jax.engine.growth import answer_length, moved_with
-from dllm_jax.engine.logprobs import LogProbs, changed_by
 from dllm_jax.engine.prefix import reused_of
 from dllm_jax.engine.stats import Record
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options.returned import users_own
 from dllm_jax.policies.base import Policy
+from dllm_jax.samplers.base import Sampler
+from dllm_jax.samplers.candidates import Candidates
+from dllm_jax.samplers.scores import ruled_out
+from dllm_jax.state.cache import Proposal
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.ends import answer_end
-from dllm_jax.state.proposal import Proposal
 from dllm_jax.state.resizing import growth_of
 from dllm_jax.xla.reductions import any_marked, count_marked
+
+# -- log-probabilities of decoded tokens -----------------------------------------------------------
+
+
+class LogProbs(NamedTuple):
+    """Log-probabilities of the tokens that a run unmasked, in nats.
+
+    They are those of the distribution that the step drew from: after guidance, constraints, temperature,
+    top-p and top-k; at temperature 0 the model's own. [MASK] counts in it wherever it is allowed.
+
+    Attributes:
+      log_prob: Log-probability of each token in the step that unmasked it; 0 where none did (prompt, padding,
+        masks that are left, end-of-text filled in after a stop).
+      decoded_at: Denoising step that unmasked it, by the sequence's own count from 0; -1 where none did. A
+        token that was remasked or replaced has the last such step.
+      top_tokens: The k most likely tokens of that step, best first; [MASK] is none of them unless the sampler
+        may select it. mask_id where no step unmasked the position.
+      top_log_probs: Log-probabilities of `top_tokens`; -inf where fewer than k are allowed, 0 where no step
+        unmasked the position.
+    """
+
+    log_prob: Float[Array, "b l"]
+    decoded_at: Int[Array, "b l"]
+    top_tokens: Int[Array, "b l k"]
+    top_log_probs: Float[Array, "b l k"]
+
+    @staticmethod
+    def none(canvas: Canvas, count: int) -> "LogProbs":
+        """Nothing decoded yet."""
+        shape = (*canvas.tokens.shape, count)
+        top = jnp.full(shape, canvas.spec.mask_id, jnp.int32), jnp.zeros(shape)
+        return LogProbs(jnp.zeros(shape[:2]), jnp.full(shape[:2], -1, jnp.int32), *top)
+
+    def where(self, changed: Bool[Array, "b l"], other: "LogProbs") -> "LogProbs":
+        """The values of `other` at some positions."""
+        chosen = lambda new, old: jnp.where(changed.reshape(*changed.shape, *[1] * (old.ndim - 2)), new, old)
+        return jax.tree.map(chosen, other, self)
+
+    def add(self, before: Canvas, after: Canvas, found: "LogProbs") -> "LogProbs":
+        """Takes over what a step unmasked, and forgets what it masked again.
+
+        Args:
+          before: Canvas before the step.
+          after: Canvas after the step.
+          found: Log-probabilities of the step's candidates, at their positions.
+        """
+        changed = changed_by(before, after)
+        added = self.where(changed, found)
+        return added.where(changed & after.masked, LogProbs.none(after, self.top_tokens.shape[2]))
+
+
+def changed_by(before: Canvas, after: Canvas) -> Bool[Array, "b l"]:
+    """Positions that a step gave another token, or verified the draft's."""
+    changed = before.tokens != after.tokens
+    if before.layout.drafts:
+        changed |= (after.decoded_at == before.step[:, None]) & before.active[:, None]
+    return changed
+
+
+def of_candidates(
+    sampler: Sampler, candidates: Candidates, logits: Float[Array, "b c v"], canvas: Canvas, count: int
+) -> LogProbs:
+    """Log-probabilities of the candidates' tokens, and the most likely tokens of each position.
+
+    Args:
+      sampler: Sampler, which tempers and filters.
+      candidates: Proposal of the sampler.
+      logits: Logits that it was proposed from.
+      canvas: State before the step.
+      count: Number of most likely tokens.
+    """
+    drawn = sampler.drawn(logits, canvas)
+    total = jax.nn.logsumexp(drawn, axis=-1, keepdims=True)
+    chosen = jnp.take_along_axis(drawn, candidates.token[..., None], axis=-1) - total
+    offered = drawn if sampler.allow_mask_token else ruled_out(drawn, canvas.spec.mask_id)
+    top, tokens = jax.lax.top_k(offered, count)
+    step = jnp.broadcast_to(canvas.step[:, None], candidates.token.shape)
+    return LogProbs(chosen[..., 0], step, tokens.astype(jnp.int32), top - total)
+
+
+# -- recorders: each begins with the first step, is told of every step, and adds its numbers to the result
 
 
 class Taken(NamedTuple):
@@ -309,7 +389,7 @@ class Lengths(Recorder):
     """Tells how long answers have become, and how."""
 
     def finish(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> dict[str, Array]:
-        """`Stats.length` and what it came from, which the canvas counts (`state.growth`)."""
+        """`Stats.length` and what it came from, which the canvas counts (`state.canvas`)."""
         growth = growth_of(canvas)
         counts = {name: getattr(growth, name) for name in ("insertions", "growth_steps", "wanted_more")}
         return counts | {"length": answer_length(canvas), "removed_tokens": growth.removals}
