@@ -48,7 +48,6 @@ LEFT_OUT: dict[str, str] = {
         test_examples.py::test_an_example_runs_and_writes_its_curve
         test_examples.py::test_a_conversation_without_a_terminal_prints_answers_alone
         test_examples.py::test_the_examples_of_the_page_run
-        test_examples.py::test_the_page_animates_a_run_of_ones_own
         test_readme.py::test_a_policy_of_your_own_runs_and_is_exact_when_it_always_refreshes
         test_tuning_runs.py::test_the_*
         test_vision_chat.py::test_the_page_runs_as_printed
@@ -310,7 +309,7 @@ LEFT_OUT: dict[str, str] = {
         test_logprobs.py::test_log_probabilities_are_those_of_the_trajectory but sdar-*
         test_logprobs.py::test_tokens_that_are_revised_have_their_last_step but llada-*
         test_lora.py::test_int8_matrices_may_have_adapters_but_not_be_merged
-        test_noise.py::test_a_draw_is_that_of_its_sequence_step_and_place_behind_the_prompt but *llada*
+        test_noise.py::test_a_draw_is_that_of_its_sequence_step_and_place but *llada*
         test_noise.py::test_functions_that_draw_do_so_by_threefry_whatever_the_default_is
         test_nonfinite.py::test_a_sequence_*
         test_options.py::test_the_largest_numbers_that_they_hold_work

@@ -99,6 +99,13 @@ def test_a_checkpoint_that_says_nothing_gets_the_recommended_settings(family):
     assert not np.any(np.asarray(out.tokens) == model.spec.mask_id)
 
 
+def test_a_length_without_whole_blocks_is_one_block_for_samplers_that_need_them():
+    model, sampler = tiny("llada"), dj.samplers.Confidence()
+    assert dj.generation_defaults(model, length=100, sampler=sampler)["block"] is None
+    assert dj.generation_defaults(model, length=96, sampler=sampler)["block"] == 32
+    assert dj.generation_defaults(model, length=100)["block"] == 32
+
+
 def test_samplers_that_need_exact_keys_get_them():
     model = tiny("sdar")
     for sampler in (dj.samplers.S2D2(), dj.samplers.Autoregressive()):

@@ -371,7 +371,7 @@ def test_the_example_of_llada_runs(tmp_path, capsys):
 
 def test_the_example_of_several_devices_runs(tmp_path):
     path = write_hf(tmp_path / "hf", tiny_spec(mask_id=60))
-    words = {'"GSAI-ML/LLaDA-8B-Instruct"': repr(str(path)), "=256": "=4"}
+    words = {'"GSAI-ML/LLaDA-8B-Instruct"': repr(str(path)), "=256": "=4", "=32": "=2"}
     names = {"prompts": np.arange(12).reshape(4, 3)}
     namespace = run_blocks(examples("how-to/scaling.md")[:1], words, names)
     assert namespace["out"].tokens.sharding.spec[0] == "dp"

@@ -51,6 +51,8 @@ def generation_defaults(model: Model, **options: Unpack[ChatOptions]) -> dict[st
     sampler = complete["sampler"]
     if "policy" not in given and (sampler.verifies_causally or sampler.own_block is not None):
         complete["policy"] = Policy()
-    if "block" not in given and sampler.own_block is not None:
+    length, block = complete["length"], complete["block"]
+    uneven = sampler.whole_blocks and isinstance(block, int) and isinstance(length, int) and length % block
+    if "block" not in given and (sampler.own_block is not None or uneven):
         complete["block"] = None
     return complete
