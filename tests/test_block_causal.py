@@ -378,7 +378,7 @@ def test_eviction_chooses_among_stored_pairs(policy, limit):
 
 @pytest.mark.parametrize(("policy", "shifted", "reason"), [
     (policies.EvictPrompt(), False, r"prompt is computed once\. Use EvictPrompt\(.*policy=Policy\(\)\)"),
-    (policies.MaskKV(reselect=True), False, r"as many .* in every layer and head: .* Use MaskKV\(.*EvenHeads"),
+    (policies.MaskKV(reselect=True), False, r"as many .* in every layer.* Use MaskKV\(.*EvenHeads"),
     (_rolling(votes=eviction.SnapKV(2)), False, "compute no prompt position"),
     (_rolling(), True, "a token that the block before it predicts"),
 ], ids=("DualCache", "heads", "prompt-votes", "shifted"))  # fmt: skip
