@@ -115,9 +115,10 @@ def request(
         ids = chat_ids(lm.tokenizer, question.messages(asked.system), lm.template)
     except ValueError as error:
         raise ValueError(f"{asked.questions}:{question.line}: {error}") from None
+    if not options["sampler"].draws:
+        return {"prompt": ids}
     # Draws are of the prompt's place: they repeat in every run, whichever prompts are left.
-    key = {"key": jax.random.fold_in(jax.random.key(asked.seed), one.number)}
-    return {"prompt": ids} | (key if options["sampler"].draws else {})
+    return {"prompt": ids, "key": jax.random.fold_in(jax.random.key(asked.seed), one.number)}
 
 
 def settings_of(asked: Arguments, lm: LanguageModel, options: dict[str, Any]) -> dict[str, Any]:

@@ -7,12 +7,11 @@ import numpy as np
 from jaxtyping import Int
 
 from dllm_jax.decoding.stops import StopTexts
-from dllm_jax.decoding.watch.recording import check_tokenizer
 from dllm_jax.nn.model import Model
 from dllm_jax.options import check_argument, shown
 from dllm_jax.state import host
 from dllm_jax.state.host import AnyArray
-from dllm_jax.state.text import decode
+from dllm_jax.state.text import check_members, decode
 
 
 def decode_answers(
@@ -47,7 +46,7 @@ def decode_answers(
       ['211']
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
-    check_tokenizer(tokenizer, "decode")
+    check_members(tokenizer, "decode")
     check_argument("stops", stops, StopTexts | None, ", such as dj.StopTexts(tokenizer, ['\\n'])")
     rows = _rows(responses, model.spec.vocab)
     cut = [before_end(model, ids) for ids in rows]

@@ -19,7 +19,6 @@ from dllm_jax.decoding.generate import generate
 from dllm_jax.decoding.options import AskedConversation, ChatOptions, ConversationOptions, shows
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.stops import StopTexts, listed
-from dllm_jax.decoding.watch import recording
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument, check_names, shown
@@ -28,7 +27,16 @@ from dllm_jax.options.notices import warn
 from dllm_jax.state import host
 from dllm_jax.state.host import AnyArray
 from dllm_jax.state.inputs import Prompts, padded_together
-from dllm_jax.state.text import NAMED, Disguise, Rendered, check_texts, encode_rendered, texts_of, with_texts
+from dllm_jax.state.text import (
+    NAMED,
+    Disguise,
+    Rendered,
+    check_members,
+    check_texts,
+    encode_rendered,
+    texts_of,
+    with_texts,
+)
 
 Message = dict[str, Any]
 Messages = list[Message] | list[list[Message]]
@@ -375,4 +383,4 @@ def warn_of_unread(tokenizer: Any, template: Mapping[str, Any]):
 def check_tokenizer(tokenizer: Any):
     """Raises ValueError if a tokenizer is none of transformers' kind."""
     needed = "chat_template", "apply_chat_template", "added_tokens_decoder", "encode", "decode"
-    recording.check_tokenizer(tokenizer, *needed)
+    check_members(tokenizer, *needed)

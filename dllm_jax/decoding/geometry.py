@@ -9,7 +9,6 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from dllm_jax.decoding.options import Asked
-from dllm_jax.decoding.watch.recording import check_tokenizer
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt, check_argument, refuse, shown
 from dllm_jax.policies.base import Policy
@@ -18,7 +17,7 @@ from dllm_jax.state import host
 from dllm_jax.state.host import AnyArray
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.sliding import AdaBlock, BlockSchedule
-from dllm_jax.state.text import decode_each
+from dllm_jax.state.text import check_members, decode_each
 
 
 def blocks_of(
@@ -261,7 +260,7 @@ def delimiters(tokenizer: Any, texts: Iterable[str] = ("\n",)) -> tuple[int, ...
     ends = () if isinstance(texts, str) or not isinstance(texts, Iterable) else tuple(texts)
     if not ends or not all(isinstance(end, str) and end for end in ends):
         raise ValueError(f'texts={shown(texts)} must be a list of texts, none of them empty, such as ["\\n"]')
-    check_tokenizer(tokenizer, "batch_decode", "__len__")
+    check_members(tokenizer, "batch_decode", "__len__")
     each = [[i] for i in range(len(tokenizer))]
     found = (text.endswith(ends) for text in decode_each(tokenizer, each, special=False))
     ids = tuple(i for i, hit in enumerate(found) if hit)

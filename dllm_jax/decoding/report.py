@@ -48,7 +48,7 @@ def report(stats: Stats, policy: Policy, sampler: Sampler, how: NonFinite):
     if isinstance(stats.finite, Tracer):
         return
     # The library's own classes leave none, so that nobody waits to see that.
-    waits = how != "ignore" or _of_user(policy, sampler) != (False, False)
+    waits = how != "ignore" or any(_of_user(policy, sampler))
     if waits and stats.masked_tokens is not None and (masked := host.everywhere(stats.masked_tokens)).any():
         message = _masked(masked, stats, policy, sampler)
         warn(message, UnfilledWarning)

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from dllm_jax.decoding.watch.recording import check_tokenizer
 from dllm_jax.engine.stops import BEGIN, ENDED, FIRST_STATE, FOUND, StopTable
 from dllm_jax.options import shown
 from dllm_jax.state import host
-from dllm_jax.state.text import check_text, decode, special_tokens
+from dllm_jax.state.text import check_members, check_text, decode, special_tokens
 
 PROBES, LONGEST_PROBE = 256, 12  # random texts that show whether a tokenizer joins its tokens
 FEWEST = 8  # states and kinds of a table, which are padded to powers of 2, so that programs are shared
@@ -63,7 +62,7 @@ class StopTexts:
     texts: Iterable[str]
 
     def __post_init__(self):
-        check_tokenizer(self.tokenizer, "decode", "added_tokens_decoder")
+        check_members(self.tokenizer, "decode", "added_tokens_decoder")
         if not (texts := listed(self.texts)):
             raise ValueError(f"stop={shown(self.texts)} {RULE}")
         for i, text in enumerate(texts):

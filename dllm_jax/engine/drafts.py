@@ -34,16 +34,7 @@ from dllm_jax.state.canvas import Canvas, write
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows, compact, compact_rows, gather, places, repeat, spread
 
-# -- drafts of the sampler's next steps ------------------------------------------------------------
-# D[0] = the canvas, of which every token is certain
-#     D[j] = the sampler's step from D[j-1] by what the last forward pass predicts
-#     one forward pass over all D (engine.branches);  T[j] = the sampler's step from D[j] by its own outputs
-#     b = 0; while some later D[j] equals T[b]: b = j
-#     the canvas is T[b], and D[b]'s outputs are the predictions
-#
-# T[0] is what the sampler makes of the canvas, and so are all T on the chain. A step that a draft skips
-# over
-# ends as any other: with the block, the stop and the statistics that follow from it.
+# -- drafts and their acceptance -------------------------------------------------------------------
 
 
 class Predictions(NamedTuple):
@@ -265,7 +256,7 @@ def check_drafting(drafting: Drafting, policy: Policy, spec: ModelSpec, layout: 
         )
 
 
-# -- A step that computes the canvas ---------------------------------------------------------------
+# -- a step that computes drafts too, and verifies them --------------------------------------------
 
 
 def take_drafted_step(

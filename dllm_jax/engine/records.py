@@ -24,7 +24,7 @@ from dllm_jax.state.ends import answer_end
 from dllm_jax.state.resizing import growth_of
 from dllm_jax.xla.reductions import any_marked, count_marked
 
-# -- log-probabilities of decoded tokens -----------------------------------------------------------
+# -- log-probabilities of unmasked tokens ----------------------------------------------------------
 
 
 class LogProbs(NamedTuple):

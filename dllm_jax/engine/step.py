@@ -29,10 +29,7 @@ from dllm_jax.state.rows import Rows, compact_rows, full_rows, last_rows, one_st
 from dllm_jax.xla.loops import REFRESH, when
 from dllm_jax.xla.stacks import traced_once
 
-# -- one denoising step of the sampler in stages: rows ---------------------------------------------
-# Then positions are selected for the coming step. Each stage is a function, here or in the file of its
-# name.
-# `FreeDave` brings a step of its own over the same stages (`engine.drafts`).
+# -- a step by its stages: forward, decide, observe, apply, grow -----------------------------------
 
 
 class Forward(NamedTuple):
@@ -136,7 +133,7 @@ def select_positions(generation: Generation, cache: Cache, canvas: Canvas) -> Bo
     return repeat(selected & canvas.active[:, None], plan.streams)
 
 
-# -- the network of one step: computed positions ---------------------------------------------------
+# -- the network of one step -----------------------------------------------------------------------
 
 
 Carry = tuple[Any, Cache]  # residual stream, with branches a pair of them, and the cache

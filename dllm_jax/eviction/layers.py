@@ -285,7 +285,7 @@ class SqueezeAttention(LayerBudgets):
         return label
 
 
-# -- layer budgets by the importance of the layers, measured on the request itself -----------------
+# -- budgets by importance, measured on the request ------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,7 +341,7 @@ class OnlineLayers(LayerBudgets):
         return round_to_total(base + extra, len(budgets) * budget, cap).T
 
 
-# -- how much each layer's attention changes the residual stream: the offline profile of layer budge
+# -- the offline profile: how much a layer's attention changes the stream --------------------------
 
 
 @jax.jit

@@ -14,7 +14,7 @@ from dllm_jax.xla.reductions import count_marked
 from dllm_jax.xla.stacks import of_layer, put_of_layer
 from pallas_kernels.ragged_attention import read_runs
 
-# -- storage of the kept prompt pairs: one flat array of slots for all layers ----------------------
+# -- storage: one flat array of slots for all layers -----------------------------------------------
 
 
 class PairStore(NamedTuple):
@@ -165,7 +165,7 @@ def _sequence(index: Int[Array, "b k w"]) -> Int[Array, "b 1 1"]:
     return jnp.arange(index.shape[0])[:, None, None]
 
 
-# -- attention to the prompt: to the kept pairs ----------------------------------------------------
+# -- attention to the kept pairs -------------------------------------------------------------------
 
 
 SMALLEST_CHUNK = 128  # slots: fewer would not fill the hardware

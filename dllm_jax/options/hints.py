@@ -242,7 +242,7 @@ def warn(old: str, new: str, stacklevel: int = 3):
     warnings.warn(f"{old} is deprecated: use {new}", DeprecationWarning, stacklevel=stacklevel)
 
 
-# -- options ---------------------------------------------------------------------------------------
+# -- how `help` shows options ----------------------------------------------------------------------
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])

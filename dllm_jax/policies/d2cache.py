@@ -137,7 +137,7 @@ class D2Cache(Policy):
         return cache._replace(shared=Salience(confidence, influence, rolled=()))
 
 
-# -- the sets of d2Cache's selection, as pure functions of the canvas and the scores ---------------
+# -- the sets of the selection ---------------------------------------------------------------------
 
 
 class Salience(NamedTuple):
@@ -232,8 +232,7 @@ def inflated(chosen: Bool[Array, "b l"], distance: Count) -> Bool[Array, "b l"]:
 
 
 # -- attention rollout over one step's computed positions ------------------------------------------
-# Rollout (Abnar & Zuidema 2020; arXiv:2509.23094, section 4.2) multiplies the layers' head-averaged
-# attention:
+# Rollout (Abnar & Zuidema 2020; arXiv:2509.23094, section 4.2) multiplies the layers' averaged attention:
 # C = W_n ... W_1, W = (E + I) / row sums, E being the identity with the computed rows replaced by their
 # attention. A row that was not computed is an identity row in every W and so in C: only the q computed rows
 # of C are kept, [b q l] for the duration of a step, and a layer costs q^2 l multiplications.

@@ -33,9 +33,9 @@ class DyLLM(Policy):
     After the first steps, which compute everything, a step passes the response through all layers; the first
     four steps and every fourth one pass the prompt too. Queries are new everywhere. A layer renews keys and
     values of the salient rows, at first those that were just unmasked. Salient rows attend exactly; all
-    others add what the new values
-    change to their stored attention output. Rows whose output then has a cosine below `tau` with the stored
-    one are salient for the MLP and for the next layer; the others add their stored MLP output.
+    others add what the new values change to their stored attention output. Rows whose output then has a
+    cosine below `tau` with the stored one are salient for the MLP and for the next layer; the others add
+    their stored MLP output.
 
     Memory: Dense keys and values, attention outputs in float32 and MLP outputs, for all positions.
 

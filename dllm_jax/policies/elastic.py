@@ -25,9 +25,7 @@ from dllm_jax.xla.reductions import count_marked
 from dllm_jax.xla.stacks import of_layer, put_of_layer
 from pallas_kernels.attention.xla import weights
 
-# Both compare the attention of the tracked (most attended) tokens before and after the step.
-
-
+# Both drift tests compare the attention of the tracked (most attended) tokens before and after the step.
 EPS = 1e-8  # norms below it count as it, as in torch's cosine_similarity
 
 
@@ -345,7 +343,7 @@ class ElasticCache(Policy):
         return (min(4 * self.window, layout.length),) if self.block_caching else halvings(layout.length)[:-1]
 
 
-# -- one layer over the computed positions ---------------------------------------------------------
+# -- a layer over the computed positions, or over all of them --------------------------------------
 
 
 class InputStore(NamedTuple):

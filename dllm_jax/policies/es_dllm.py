@@ -208,7 +208,7 @@ class ESDLLM(Policy):
         return cache._replace(shared=cache.shared._replace(confidence=confidence))
 
 
-# -- ES-dLLM's sets: the rows that enter a step ----------------------------------------------------
+# -- scores and sets of rows -----------------------------------------------------------------------
 
 
 NARROW, EVERY = "narrow", "every"  # phases: rows that go on run in a width of their own, or in the step's

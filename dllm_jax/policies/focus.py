@@ -132,7 +132,7 @@ class FOCUS(DelayedCache):
         return cache._replace(extra_positions=-1.0 * left * (jnp.arange(canvas.spec.layers) >= LAYERS - 1))
 
 
-# -- FOCUS's choice: which masks of a block leave a step -------------------------------------------
+# -- the masks that leave a step -------------------------------------------------------------------
 
 
 LAYERS = 2  # whose importance is compared: rows leave in the last of them

@@ -23,8 +23,7 @@ from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows
 
 # With the singular value decomposition W = V S U^T of the value projection, S_r V_r^T x is the value of x,
-# without its bias, in the first r columns of U. Of all directions it has the cosines of the values
-# themselves.
+# without its bias, in the first r columns of U. Of all directions it has the values' own cosines.
 
 
 class ValueProxy(Arrays):

@@ -201,7 +201,7 @@ class SparseDLLM(Policy):
         return key_mask(jnp.concatenate([stored, computed[:, :own]], axis=1))
 
 
-# -- sparse-dLLM's choice on block-causal models ---------------------------------------------------
+# -- Sparse-dLLM on block-causal models ------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,7 @@ from typing import Any
 from dllm_jax import eviction, policies, samplers
 from dllm_jax.options import call as call
 from dllm_jax.options import check_argument, shown
+from dllm_jax.options.returned import is_ours
 from dllm_jax.policies import Policy
 from dllm_jax.samplers import Sampler
 from dllm_jax.state import sliding
@@ -62,7 +63,7 @@ def typed_sampler(text: str) -> Sampler:
 def described(made: Any) -> str:
     """The constructor call of a policy or sampler; with a hash of its source if that is not the library's."""
     kind = type(made)
-    if kind.__module__.partition(".")[0] == __name__.partition(".")[0]:
+    if is_ours(kind.__module__):
         return call(made)
     source = hashlib.sha256(inspect.getsource(inspect.getmodule(kind) or kind).encode()).hexdigest()
     return f"{kind.__module__}:{call(made)} sha256:{source[:16]}"

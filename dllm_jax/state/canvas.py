@@ -421,7 +421,7 @@ def masks_in_block(canvas: Canvas) -> Int[Array, "b"]:
     return count_marked(canvas.masked & block)
 
 
-# -- changes of the canvas that steps make: what is decoded ----------------------------------------
+# -- changes that steps make -----------------------------------------------------------------------
 
 
 def write(canvas: Canvas, chosen: Bool[Array, "b l"], token: Int[Array, "b l"]) -> Canvas:

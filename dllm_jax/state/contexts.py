@@ -183,21 +183,13 @@ def new_canvas(
 ) -> Canvas:
     """The canvas before its first step; a sequence of padding alone is done and never computes anything."""
     batch, spec = tokens.shape[0], layout.fitted(spec)
-    zeros = jnp.zeros((batch,), jnp.int32)
-    start, kind, stored = jnp.full((batch,), layout.prompt, jnp.int32), Canvas, zeros
-    if spec.context.has_blocks:
-        # What a prompt has beyond whole blocks begins the first block.
-        start = spec.context.start(start[:, None], valid, layout.response_start)[:, 0]
-        kind = BlockCausal
-    if spec.context.has_causal_passes:
-        kind, stored = CausalContext, jnp.argmax(valid, axis=1).astype(jnp.int32)
-    if not layout.prompt and not spec.context.has_blocks and layout.padded:
-        start = jnp.argmax(valid, axis=1).astype(jnp.int32)
+    zeros, kind = jnp.zeros((batch,), jnp.int32), BlockCausal if spec.context.has_blocks else Canvas
+    kind = CausalContext if spec.context.has_causal_passes else kind
     canvas = kind(
         tokens=tokens.astype(jnp.int32),
         decoded_at=jnp.full(tokens.shape, -1, jnp.int32),
         valid=valid,
-        block_start=start,
+        block_start=zeros,
         step=zeros,
         block_step=zeros,
         block_masks=zeros,
@@ -205,8 +197,15 @@ def new_canvas(
         done=~any_marked(valid),
         spec=spec,
         layout=layout,
-        stored=stored,
+        stored=zeros,
     )
+    start = canvas.first_block
+    if spec.context.has_blocks:
+        # What a prompt has beyond whole blocks begins the first block.
+        prompt = jnp.full((batch, 1), layout.prompt, jnp.int32)
+        start = spec.context.start(prompt, valid, layout.response_start)[:, 0]
+    stored = canvas.first_position if spec.context.has_causal_passes else zeros
+    canvas = dataclasses.replace(canvas, block_start=start, stored=stored)
     if layout.initial is not None:
         end, most = layout.prompt + layout.initial, layout.longest or layout.response
         masks = count_marked(canvas.masked & (canvas.position < end))

@@ -268,6 +268,14 @@ def decode_each(tokenizer: Any, texts: list[list[int]], special: bool = True) ->
     return tokenizer.batch_decode(texts, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
 
 
+def check_members(tokenizer: Any, *needed: str):
+    """Raises ValueError if a tokenizer is none of transformers' kind, whose members these are."""
+    if isinstance(tokenizer, type) or not all(hasattr(tokenizer, name) for name in needed):
+        raise ValueError(
+            f"tokenizer={shown(tokenizer)} must be the checkpoint's, from dj.load_tokenizer(path)"
+        )
+
+
 def check_text(name: str, text: str):
     """Raises ValueError if a text holds a surrogate without its other half, which no tokenizer can read."""
     if found := re.search("[\ud800-\udfff]", text):

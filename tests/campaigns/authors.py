@@ -103,9 +103,7 @@ def exact(rng: np.random.Generator, name: str) -> Case:
     options: dict[str, Any] = dict(length=length, block=block, sampler=sampler)
     if count := {PER_BLOCK: length // block, TWO_PER_BLOCK: 2 * length // block, ONE: 1}.get(steps):
         options["steps"] = count
-    besides = pick(
-        rng, "nothing", "stop", "suffix", "prefix", "infill", "buckets", "prompt_mask", "forbid", "eos"
-    )
+    besides = pick(rng, *BESIDES)
     draws = int(rng.integers(2**31))
     described = f"{name}: {policy}, exact by {steps} on {family}, with {besides}, {options}, draws {draws}"
     return Case(described, functools.partial(_exact, policy, family, options, besides, draws), limit=600.0)

@@ -83,19 +83,28 @@ def templates(model: dj.Model, rng: np.random.Generator) -> Sequences:
     return found
 
 
-def differs(together: dj.Output, number: int, alone: dj.Output, size: int) -> str:
+def differs(
+    together: dj.Output,
+    number: int,
+    alone: dj.Output,
+    ours: slice,
+    theirs: slice,
+    stats: tuple[str, ...] = STATS,
+) -> str:
     """Says in what a sequence of a batch is not itself alone; "" if it is.
 
     Args:
       together: Output of the batch.
       number: Index of the sequence.
       alone: Output of the same call for the sequence.
-      size: Tokens at the end of both to compare.
+      ours: Its positions in the batch.
+      theirs: Its positions alone.
+      stats: Statistics to compare.
     """
-    ours, theirs = (np.asarray(out.tokens)[i, -size:].tolist() for out, i in ((together, number), (alone, 0)))
-    if ours != theirs:
-        return f"sequence {number} is {ours} in the batch, and {theirs} alone"
-    for name in STATS:
+    tokens = np.asarray(together.tokens)[number, ours].tolist(), np.asarray(alone.tokens)[0, theirs].tolist()
+    if tokens[0] != tokens[1]:
+        return f"sequence {number} is {tokens[0]} in the batch, and {tokens[1]} alone"
+    for name in stats:
         batch, single = (getattr(out.stats, name, None) for out in (together, alone))
         if batch is not None and not np.allclose(batch[number], single[0], rtol=1e-5):
             return f"sequence {number}: {name} is {batch[number]} in the batch, and {single[0]} alone"
@@ -109,7 +118,8 @@ def of_each(
     together = call(rows, key=keys, **more)
     for number, row in enumerate(rows):
         alone = call([row], key=keys[number : number + 1])
-        if fault := differs(together, number, alone, length or len(row)):
+        last = slice(-(length or len(row)), None)
+        if fault := differs(together, number, alone, last, last):
             return fault
     return ""
 
@@ -148,13 +158,9 @@ def expanded(model: dj.Model, options: dict[str, Any], rng: np.random.Generator)
     for number, row in enumerate(rows):
         alone, begins = dj.infill(model, [row], key=keys[number : number + 1], **options), width - len(row)
         size = int(alone.stats.length[0])
-        ours = np.asarray(together.tokens)[number, begins : begins + size].tolist()
-        if ours != (theirs := np.asarray(alone.tokens)[0, :size].tolist()):
-            return f"template {number} is {ours} in the batch, and {theirs} alone"
-        for name in ("length", *STATS):
-            batch, single = (getattr(out.stats, name, None) for out in (together, alone))
-            if batch is not None and not np.allclose(batch[number], single[0]):
-                return f"template {number}: {name} is {batch[number]} in the batch, and {single[0]} alone"
+        places = slice(begins, begins + size), slice(size)
+        if fault := differs(together, number, alone, *places, ("length", *STATS)):
+            return fault
     return ""
 
 
@@ -166,9 +172,9 @@ def in_flight(model: dj.Model, options: dict[str, Any], rng: np.random.Generator
     many = dict(dj.generate_many(model, requests, slots=2, **options))
     for number, row in enumerate(rows):
         alone = dj.generate(model, [row], key=keys[number : number + 1], **options)
-        ours, theirs = (np.asarray(out.tokens).ravel()[-length:].tolist() for out in (many[number], alone))
-        if ours != theirs:
-            return f"request {number} is {ours} in flight, and {theirs} alone"
+        last = slice(-length, None)
+        if fault := differs(many[number], 0, alone, last, last):
+            return f"request {number} in flight: {fault}"
     return ""
 
 
@@ -179,9 +185,9 @@ def streamed(model: dj.Model, options: dict[str, Any], rng: np.random.Generator)
     last = list(dj.stream(model, rows, key=keys, **options))[-1]
     for number, row in enumerate(rows):
         alone = dj.generate(model, [row], key=keys[number : number + 1], **options)
-        ours, theirs = np.asarray(last.tokens)[number, -length:], np.asarray(alone.tokens)[0, -length:]
-        if ours.tolist() != theirs.tolist():
-            return f"sequence {number} is {ours.tolist()} in the stream, and {theirs.tolist()} alone"
+        places = slice(-length, None)
+        if fault := differs(last.output, number, alone, places, places):
+            return fault
     return ""
 
 

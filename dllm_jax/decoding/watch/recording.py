@@ -12,7 +12,7 @@ from dllm_jax.engine.trace import Trace
 from dllm_jax.options import check_argument, shown
 from dllm_jax.state.host import everywhere
 from dllm_jax.state.inputs import EMBEDS_PLACEHOLDER
-from dllm_jax.state.text import decode
+from dllm_jax.state.text import check_members, decode
 
 ABSENT = -3  # shown for a token that an answer does not have yet (`Trace.length`)
 NO_ID = -2  # neither a token nor an input of a prompt with embeddings
@@ -212,17 +212,9 @@ def pieces(tokenizer: Any, ids: Iterable[int]) -> dict[int, Piece]:
     ids = [i for i in ids if i not in no_tokens]
     if tokenizer is None:
         return given | {i: Piece(str(i), False) for i in ids}
-    check_tokenizer(tokenizer, "decode", "convert_ids_to_tokens", "all_special_ids")
+    check_members(tokenizer, "decode", "convert_ids_to_tokens", "all_special_ids")
     special = set(tokenizer.all_special_ids)
     return given | {i: Piece(_text(tokenizer, i), i in special) for i in ids}
-
-
-def check_tokenizer(tokenizer: Any, *needed: str):
-    """Raises ValueError if a tokenizer is none of transformers' kind, whose members these are."""
-    if isinstance(tokenizer, type) or not all(hasattr(tokenizer, name) for name in needed):
-        raise ValueError(
-            f"tokenizer={shown(tokenizer)} must be the checkpoint's, from dj.load_tokenizer(path)"
-        )
 
 
 def _text(tokenizer: Any, token: int) -> str:
