@@ -32,7 +32,7 @@ from dllm_jax.engine.group import (
     takes_part,
     write_back,
 )
-from dllm_jax.engine.records import LogProbs, add, final_logprobs, final_trace, recorders_of
+from dllm_jax.engine.records import LogProbs, add_to_record, final_logprobs, final_trace, recorders_of
 from dllm_jax.engine.stats import Stats
 from dllm_jax.engine.step import denoise_once, select_positions
 from dllm_jax.engine.trace import OF_GROWTH, Trace
@@ -183,5 +183,5 @@ def take_step(generation: Generation, variant: Variant, state: State, sequences:
     taken, cache, memory = stages(generation, variant, state, sequences)
     left = count_forward(taken.left, state.canvas)
     taken = taken._replace(after=count_forward(taken.after, state.canvas), left=left)
-    record = add(plan, state.record, taken)
+    record = add_to_record(plan, state.record, taken)
     return State(left, cache, select_positions(generation, cache, left), record, memory)

@@ -193,7 +193,7 @@ def begin_record(generation: Generation, canvas: Canvas, extra: Float[Array, "b 
     return {name: recorder.begin(canvas, generation, extra) for name, recorder in recorders.items()}
 
 
-def add(plan: Plan, record: Record, taken: Taken) -> Record:
+def add_to_record(plan: Plan, record: Record, taken: Taken) -> Record:
     """The record with one more step."""
     recorders = recorders_of(plan, taken.before.spec)
     return {name: recorder.add(record[name], taken) for name, recorder in recorders.items()}
