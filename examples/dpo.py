@@ -1,4 +1,4 @@
-"""Preference optimisation (VRPO's estimator): right answers are preferred to wrong ones.
+"""Preference optimization (VRPO's estimator): right answers are preferred to wrong ones.
 
     python examples/dpo.py --out bench/results/learning_dpo_cpu.json
 

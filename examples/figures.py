@@ -16,7 +16,7 @@ import dllm_jax as dj
 from examples.similarity import KINDS, Similarity
 
 SIMILARITY = "cosine similarity to the step before"
-COLOURS = ("tab:blue", "tab:green", "tab:red", "tab:grey")
+COLORS = ("tab:blue", "tab:green", "tab:red", "tab:gray")
 
 
 def similarity_by_kind(similarity: Similarity) -> Figure:
@@ -24,8 +24,8 @@ def similarity_by_kind(similarity: Similarity) -> Figure:
     figure, panels = _two_panels("layer", SIMILARITY)
     for axes, means in zip(panels, similarity.by_kind(), strict=True):
         axes.set_xticks(similarity.layers[_ticks(similarity.layers)[0]])
-        for kind, colour, line in zip(KINDS, COLOURS, means.T, strict=True):
-            axes.plot(similarity.layers, line, "o-", color=colour, label=kind.replace("_", " "))
+        for kind, color, line in zip(KINDS, COLORS, means.T, strict=True):
+            axes.plot(similarity.layers, line, "o-", color=color, label=kind.replace("_", " "))
     panels[1].legend()
     return figure
 
@@ -59,7 +59,7 @@ def similarity_around_decoding(similarity: Similarity, window: int = 8) -> Figur
         axes.axvline(0, color="tab:red", alpha=0.4, label="decoded")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     panels[1].legend()
-    # A bar of colours holds many layers, of which a legend would hide the lines.
+    # A bar of colors holds many layers, of which a legend would hide the lines.
     figure.colorbar(shades, ax=panels, label="layer", ticks=layers[_ticks(layers)[0]])
     return figure
 
@@ -109,8 +109,8 @@ def trajectory(states: Float[np.ndarray, "t *d"], masked: Bool[np.ndarray, "t"])
     x, y = (left * scale)[:, :2].T
     figure, axes = _panel("first principal component", "second principal component")
     axes.plot(x, y, color="lightgrey", zorder=1)
-    for chosen, colour, label in ((masked, "tab:grey", "masked"), (~masked, "tab:green", "decoded")):
-        axes.scatter(x[chosen], y[chosen], s=14, color=colour, label=label, zorder=2)
+    for chosen, color, label in ((masked, "tab:gray", "masked"), (~masked, "tab:green", "decoded")):
+        axes.scatter(x[chosen], y[chosen], s=14, color=color, label=label, zorder=2)
     axes.legend()
     return figure
 

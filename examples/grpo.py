@@ -1,4 +1,4 @@
-"""Group relative policy optimisation with diffu-GRPO's estimator, and rollouts under a cache policy.
+"""Group relative policy optimization with diffu-GRPO's estimator, and rollouts under a cache policy.
 
     python examples/grpo.py --out bench/results/learning_grpo_cpu.json
 

@@ -91,7 +91,7 @@ def _ragged(shape: ragged_shapes.Shape, dtype: Any) -> Operands:
     q = _normal(0, (b, shape.queries, shape.heads, head), dtype)
     k, v = (_normal(seed, (b, t, kv_heads, head), dtype) for seed in (1, 2))
     kept_k, kept_v = (_normal(seed, (b, room, head), dtype) for seed in (3, 4))
-    # Every other head gives half of its share to its neighbour, as far as a run may be wide.
+    # Every other head gives half of its share to its neighbor, as far as a run may be wide.
     given = np.minimum(shape.kept // 2, shape.widest - shape.kept)
     length = shape.kept + given * np.where(np.arange(kv_heads) % 2, 1, -1)
     start = np.cumsum(length) - length

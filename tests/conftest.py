@@ -189,7 +189,7 @@ def unannotated():
 
 
 @pytest.fixture
-def optimised():
+def optimized():
     """Compiles as users do, for tests that look at what the compiler made."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield

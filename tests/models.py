@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax.nn.int8 import quantise
+from dllm_jax.nn.int8 import quantize
 from dllm_jax.nn.sharding import AXES, OUTPUTS
 from dllm_jax.samplers import Candidates
 from dllm_jax.state.canvas import Canvas
@@ -68,7 +68,7 @@ def in_int8(model: dj.Model) -> dj.Model:
         # Every layer has channels of its own, in stacked ones too.
         stacked = "n" * (path[0].key == "layers" and not model.layers_are_separate)
         axes = stacked + AXES[name].removeprefix("n")
-        return jax.tree.map(jnp.asarray, quantise(np.asarray(array), axes, stacked + OUTPUTS[name]))
+        return jax.tree.map(jnp.asarray, quantize(np.asarray(array), axes, stacked + OUTPUTS[name]))
 
     return dataclasses.replace(model, params=jax.tree_util.tree_map_with_path(held, model.params))
 

@@ -157,7 +157,7 @@ LEFT_OUT: dict[str, str] = {
         test_policies.py::test_sampler[DreamSchedule-Policy-dream]
         test_policy_d2cache.py::test_a_prior_*
         test_policy_d2cache.py::test_rollout_is_the_product_of_the_layers
-        test_policy_dkv.py::test_limits_between_neighbours
+        test_policy_dkv.py::test_limits_between_neighbors
         test_policy_dkv_greedy.py::test_planned_positions_are_those_decoded
         test_policy_dllm_cache.py::test_each_of_the_four_kinds_of_step_renews_its_part
         test_policy_es_dllm.py::test_any_policy_and_drafts_delay_the_end
@@ -217,7 +217,7 @@ LEFT_OUT: dict[str, str] = {
         test_noise.py::test_rows_draw_by_their_own_keys_of_every_implementation
         test_noise.py::test_the_distributions_are_what_they_are_called
         test_nonfinite.py::test_the_host_warns_raises_or_says_nothing
-        test_parameters.py::test_initialise_makes_what_abstract_describes
+        test_parameters.py::test_initialize_makes_what_abstract_describes
         test_policy_dkv.py::test_decode_with_a_shifted_head_*
         test_policy_elastic.py::test_drift_is_the_cosine_*
         test_policy_reads.py::test_every_step_is_a_full_pass_whose_keys_are_masked_by_hand

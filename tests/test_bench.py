@@ -214,7 +214,7 @@ def test_norms_of_queries_and_keys_keep_attention_as_peaked():
 def test_a_dense_model_begins_as_one_with_experts():
     """Nearly the same function; without the pairing of experts and their copies it is another one."""
     dense = small.tiny("sdar")
-    experts = ExpertSpec(count=5, per_token=3, mlp_width=16, renormalised=True)
+    experts = ExpertSpec(count=5, per_token=3, mlp_width=16, renormalized=True)
     spec = dataclasses.replace(dense.spec, family="sdar-moe", experts=experts)
     tokens = small.random_tokens(spec, 2, 24)
     logits = forward(dense, tokens)

@@ -67,13 +67,13 @@ def results(workload):
 @pytest.mark.parametrize("grid", GRIDS)
 def test_a_grid_has_every_policy_once_in_a_setting_and_an_exact_decoder_for_every_sampler(grid):
     assert {type(s.policy) for s in GRIDS[grid]} == {type(p) for p in dj.policies.ALL}
-    seen = [s.unlabelled for s in GRIDS[grid]]
+    seen = [s.unlabeled for s in GRIDS[grid]]
     assert len(set(seen)) == len(seen)
     assert {s.exact for s in GRIDS[grid]} <= set(seen)
     assert GRIDS[grid][0] == EXACT
     for setting in (*GRIDS[grid], *calibrated((0.1, 0.6, 0.2, 0.1))):
         again = setting_of(setting.named(32, 4), 32, 4)
-        assert again == setting.unlabelled, "settings are read back from what results call them"
+        assert again == setting.unlabeled, "settings are read back from what results call them"
 
 
 def test_models_that_attend_within_blocks_have_their_policies_compared():
@@ -89,9 +89,9 @@ def test_models_that_attend_within_blocks_have_their_policies_compared():
 
 
 def test_every_claim_of_the_papers_is_in_a_grid():
-    grids = [{setting.unlabelled for setting in grid} for grid in GRIDS.values()]
+    grids = [{setting.unlabeled for setting in grid} for grid in GRIDS.values()]
     for claim in orderings.CLAIMS:
-        assert any({claim.one.unlabelled, claim.other.unlabelled} <= grid for grid in grids), claim
+        assert any({claim.one.unlabeled, claim.other.unlabeled} <= grid for grid in grids), claim
         assert all(title in ASKED for title in claim.only)
 
 

@@ -421,7 +421,7 @@ def test_selecting_again_keeps_the_budget_for_all_earlier_blocks():
 )
 def test_its_loop_stays_on_the_device_and_copies_no_cache(policy, request):
     if EXHAUSTIVE:
-        request.getfixturevalue("optimised")
+        request.getfixturevalue("optimized")
     copies = [checks.no_copy_of_the_cache_inside_the_loop] * EXHAUSTIVE
     looked_at = checks.one_program_per_setting, checks.nothing_leaves_the_device_inside, *copies
     check_policy(policy, families=("sdar",), checks=looked_at)

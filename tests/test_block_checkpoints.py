@@ -232,7 +232,7 @@ def test_sdar_moe_has_experts_where_its_config_says(tmp_path):
     rewrite(source / "config.json", **experts, mlp_only_layers=[1])
     config = lambda: config_to_spec(read_config(source / "config.json"))
     found = config()
-    assert (found.family, found.experts.dense, found.experts.renormalised) == ("sdar-moe", (1,), True)
+    assert (found.family, found.experts.dense, found.experts.renormalized) == ("sdar-moe", (1,), True)
     rewrite(source / "config.json", decoder_sparse_step=2, mlp_only_layers=None)
     assert config().experts.dense == (0, 2)
     refuses(r"missing: model\.layers\.1\.mlp\.experts\.3\.gate.* \[8, 48\]", dj.load, source)

@@ -95,7 +95,7 @@ EXACT, CACHED = panel(["x" * 7] * 4), panel(["x" * 7, "...xxxx", "....xxx", "...
 
 
 def cells(clock: float) -> np.ndarray:
-    """Which cells of the cached panel's map have the colour of what is computed, read from the picture."""
+    """Which cells of the cached panel's map have the color of what is computed, read from the picture."""
     image = np.asarray(animate.picture([EXACT, CACHED], "question", clock))
     left, top = 2 * animate.MARGIN + EXACT.width, animate.MAP
     rows, columns = image[top + animate.ROW // 2 :: animate.ROW], slice(left + 3, None, animate.COLUMN)
@@ -103,7 +103,7 @@ def cells(clock: float) -> np.ndarray:
 
 
 def test_steps_appear_when_their_positions_are_computed():
-    """What a step decodes is dark, not in the colour of what is computed."""
+    """What a step decodes is dark, not in the color of what is computed."""
     expected = CACHED.recording.computed & ~CACHED.recording.changed
     np.testing.assert_array_equal(CACHED.spent, [0, 7, 11, 14, 16])
     for clock, steps in ((6.9, 0), (7, 1), (13.9, 2), (16, 4), (28, 4)):

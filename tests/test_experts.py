@@ -19,12 +19,12 @@ from tests.models import generated, in_int8, prompts, random_tokens, separate, t
 from tests.test_mesh import assert_same, mesh_of, on_mesh
 
 EVERYTHING = ExpertSpec(
-    count=12, per_token=3, mlp_width=5, shared=7, sigmoid=True, renormalised=True, scale=2.5, bias=True,
+    count=12, per_token=3, mlp_width=5, shared=7, sigmoid=True, renormalized=True, scale=2.5, bias=True,
     groups=4, groups_per_token=2,
 )  # fmt: skip
 SPECS = {
     "softmax": ExpertSpec(count=6, per_token=2, mlp_width=5),
-    "renormalised": ExpertSpec(count=6, per_token=6, mlp_width=5, renormalised=True),
+    "renormalized": ExpertSpec(count=6, per_token=6, mlp_width=5, renormalized=True),
     "everything": EVERYTHING,
 }
 WIDTH = 8
@@ -52,7 +52,7 @@ def routed_by_hand(spec: ExpertSpec, w: dict[str, np.ndarray], x: np.ndarray) ->
     groups = np.argsort(pairs)[-spec.groups_per_token :] if spec.groups > 1 else range(spec.groups)
     allowed = [e for g in groups for e in range(g * size, (g + 1) * size)]
     chosen = sorted(allowed, key=lambda e: -choice[e])[: spec.per_token]
-    total = sum(score[e] for e in chosen) if spec.renormalised else 1
+    total = sum(score[e] for e in chosen) if spec.renormalized else 1
     return {e: spec.scale * score[e] / total for e in chosen}
 
 

@@ -1,4 +1,4 @@
-"""Generations as serialised programs (`jax.export`), and in JAX's stricter modes: the same bits."""
+"""Generations as serialized programs (`jax.export`), and in JAX's stricter modes: the same bits."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from dllm_jax.nn.exported import CHECKS
 from tests.models import FAMILIES, in_int8, prompts, separate, tiny
 from tests.policy_cases import EVERY, EXHAUSTIVE, KEY, SAMPLER_CASES, matrix, suited
 
-pytest.importorskip("flatbuffers", reason="jax.export serialises with it")
+pytest.importorskip("flatbuffers", reason="jax.export serializes with it")
 
 PLATFORMS = ("cpu", "tpu", "cuda")
 FORMS = {"stacked": lambda model: model, "separate": separate, "int8": in_int8}

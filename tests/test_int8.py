@@ -19,7 +19,7 @@ from convert.verify import Tolerance, verify
 from dllm_jax.checkpoint import convert, export, save_hf
 from dllm_jax.nn import int8, parameters
 from dllm_jax.nn.arithmetic import einsum
-from dllm_jax.nn.int8 import Int8Matrix, dequantise, quantise
+from dllm_jax.nn.int8 import Int8Matrix, dequantize, quantize
 from dllm_jax.nn.sharding import AXES, OUTPUTS, shape
 from dllm_jax.nn.spec import ExpertSpec
 from dllm_jax.training import TrainConfig, prepare
@@ -54,7 +54,7 @@ def test_every_number_is_within_half_a_scale_of_its_channel(monkeypatch, leaf, d
     rng = np.random.default_rng(0)
     wide = rng.standard_normal(shape(spec, axes)) * 10.0 ** rng.uniform(-3, 1, shape(spec, axes))
     array = wide.astype(np.float32).astype(jnp.dtype(dtype))
-    found = quantise(array, axes, outputs)
+    found = quantize(array, axes, outputs)
     assert found.values.shape == array.shape
     assert found.scale.shape == shape(spec, outputs)
     assert (found.values.dtype, found.scale.dtype) == (np.int8, np.float32)
@@ -69,9 +69,9 @@ def test_every_number_is_within_half_a_scale_of_its_channel(monkeypatch, leaf, d
     # Pieces change nothing, nor do strides.
     for piece in (1, array.size // 3):
         monkeypatch.setattr(int8, "PIECE", piece)
-        chex.assert_trees_all_equal(quantise(array, axes, outputs), found, strict=True)
-    chex.assert_trees_all_equal(quantise(np.asfortranarray(array), axes, outputs), found, strict=True)
-    np.testing.assert_allclose(dequantise(found, axes, outputs), array.astype(np.float32), atol=0.2)
+        chex.assert_trees_all_equal(quantize(array, axes, outputs), found, strict=True)
+    chex.assert_trees_all_equal(quantize(np.asfortranarray(array), axes, outputs), found, strict=True)
+    np.testing.assert_allclose(dequantize(found, axes, outputs), array.astype(np.float32), atol=0.2)
 
 
 FINITE = strategies.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -80,22 +80,22 @@ FINITE = strategies.floats(width=32, allow_nan=False, allow_infinity=False)
 @hypothesis.given(strategies.lists(FINITE, min_size=1, max_size=6))
 def test_no_finite_channel_is_out_of_bounds(channel):
     array = np.asarray(channel, np.float32)[:, None]
-    bound(quantise(array, "md", "d"), array, "md", "d")
+    bound(quantize(array, "md", "d"), array, "md", "d")
 
 
 def test_halves_are_even_and_channels_of_nothing_have_the_scale_one():
     array = np.asarray([[127, 0, 1e-40], [2.5, 0, 0], [-1.5, -0.0, 0], [-127, 0, -1e-40]], np.float32)
-    found = quantise(array, "md", "d")
+    found = quantize(array, "md", "d")
     np.testing.assert_array_equal(found.values, [[127, 0, 0], [2, 0, 0], [-2, 0, 0], [-127, 0, 0]])
     np.testing.assert_array_equal(found.scale, [1, 1, 1])
 
 
-def test_quantising_holds_a_piece_in_float32(monkeypatch):
+def test_quantizing_holds_a_piece_in_float32(monkeypatch):
     monkeypatch.setattr(int8, "PIECE", 2**14)
     array = np.asarray(jnp.ones((512, 1024), jnp.bfloat16))
     for axes, outputs in (("vm", "v"), ("fm", "m")):
         tracemalloc.start()
-        quantise(array, axes, outputs)
+        quantize(array, axes, outputs)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < array.size + 16 * 2**14  # the values; a few pieces
@@ -138,7 +138,7 @@ def test_logits_are_those_of_the_numbers_it_stands_for(tmp_path, spec):
         if not isinstance(array, Int8Matrix):
             return array
         layers = "n" * (leaf != "head")
-        return dequantise(jax.tree.map(np.asarray, array), AXES[leaf], layers + OUTPUTS[leaf])
+        return dequantize(jax.tree.map(np.asarray, array), AXES[leaf], layers + OUTPUTS[leaf])
 
     floats = {k: stands_for(k, v) for k, v in model.params.items() if k != "layers"}
     floats["layers"] = {k: stands_for(k, v) for k, v in model.params["layers"].items()}
@@ -156,7 +156,7 @@ def test_products_are_scaled_in_float32():
     """In bfloat16 the sums, not the rounded product, meet the scale; values up to 127 convert exactly."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((2, 3, 64)), jnp.bfloat16)
-    matrix = quantise(rng.standard_normal((64, 4, 8)).astype(np.float32), "mhd", "hd")
+    matrix = quantize(rng.standard_normal((64, 4, 8)).astype(np.float32), "mhd", "hd")
     found = einsum("bqm,mhd->bqhd", x, jax.tree.map(jnp.asarray, matrix))
     exact = np.einsum("bqm,mhd->bqhd", np.asarray(x, np.float64), matrix.values.astype(np.float64))
     assert found.dtype == jnp.bfloat16
@@ -230,11 +230,11 @@ def test_scales_that_no_conversion_writes(tmp_path, monkeypatch):
     source, scale = write_hf(tmp_path / "hf", tiny(layers=1)), 1.0
 
     def damaged(array, axes, outputs):
-        found = quantise(array, axes, outputs)
+        found = quantize(array, axes, outputs)
         found.scale.flat[-1] = scale if outputs == "v" else 1
         return found
 
-    monkeypatch.setattr("dllm_jax.checkpoint.sharded.quantise", damaged)
+    monkeypatch.setattr("dllm_jax.checkpoint.sharded.quantize", damaged)
     for scale in (0.0, -1.0, np.nan, np.inf):
         ours = convert(source, tmp_path / f"jax{scale}", weights="int8")
         refuses(r"head: head\.scale holds numbers that are not positive and finite", dj.load, ours)

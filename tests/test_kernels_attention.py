@@ -252,7 +252,7 @@ def abstract(of: str, shape: Shape, dtype) -> list:
 
 @pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes([*reversed(SHARED), *SMALL], 4))
 @pytest.mark.parametrize("of", OPERATIONS)
-def test_compiles_for_tpu_v5e_if_libtpu_is_installed(of, shape, dtype, optimised):
+def test_compiles_for_tpu_v5e_if_libtpu_is_installed(of, shape, dtype, optimized):
     q, _, *rest = abstract(of, shape, dtype)
     swapped = 2 if of == "attention" else 1  # keys and values, or keys alone
 

@@ -113,7 +113,7 @@ def abstract(shape: Shape, dtype) -> list[jax.ShapeDtypeStruct]:
 
 
 @pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes([*SMALL[:2], *MODELS.values(), *SMALL[2:]], 6))
-def test_compiles_for_tpu_v5e_if_libtpu_is_installed(shape, dtype, optimised):
+def test_compiles_for_tpu_v5e_if_libtpu_is_installed(shape, dtype, optimized):
     def by_heads(k, v, index):
         """Pairs that lie in memory as the kernel wants them, and as it leaves them."""
         copies = KERNELS["tpu"](jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), index)

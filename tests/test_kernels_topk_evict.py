@@ -115,7 +115,7 @@ def abstract(shape: Shape) -> list[jax.ShapeDtypeStruct]:
 
 
 @pytest.mark.parametrize("shape", some([*reversed(MODELS.values()), *SMALL], 2), ids=str)
-def test_compiles_for_tpu_v5e_if_libtpu_is_installed(shape, optimised):
+def test_compiles_for_tpu_v5e_if_libtpu_is_installed(shape, optimized):
     call = functools.partial(KERNELS["tpu"], width=shape.width)
     assert "tpu_custom_call" in ahead_of_time.compiled_for_v5e(call, *abstract(shape)).as_text()
 

@@ -146,7 +146,7 @@ def test_each_device_runs_a_group_of_its_own(policy, mesh):
     ours = dj.generate(model, prompt, group=1, **options)
     assert_same(ours, dj.generate(alone, prompt, widths=WIDE, **options))
 
-    # One of each device's neighbours: who needs a full step, and has made the fewest steps.
+    # One of each device's neighbors: who needs a full step, and has made the fewest steps.
     placed = place(model, prepare(model, prompt, group=1, **options))
     state = begin_pieces(*with_auto_axes(placed)[:3])
     ways, batch = placed.plan.shares, len(prompt)
@@ -289,7 +289,7 @@ def test_capture_over_a_mesh(mesh, types, family):
 
 
 @pytest.mark.exhaustive
-def test_work_per_device_falls_with_the_batch_it_holds(optimised):
+def test_work_per_device_falls_with_the_batch_it_holds(optimized):
     """Floating-point operations of the program of one device, by the compiler's account."""
     alone = tiny("llada", layers=1, width=64, mlp_width=128, **SPLITS)
     prompt, _ = prompts(alone, (24,) * 8)

@@ -10,7 +10,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import lora
 from dllm_jax.nn.keys import one_key, seeded, typed_key
-from dllm_jax.nn.modules import initialise
+from dllm_jax.nn.modules import initialize
 from dllm_jax.samplers import KeyNoise, RecordedNoise
 from dllm_jax.training import (
     Batch,
@@ -155,7 +155,7 @@ def test_functions_that_draw_do_so_by_threefry_whatever_the_default_is():
         "loss": lambda key: masked_diffusion_loss(model, batch, key),
         "lora": lambda key: lora.attach(model, lora.LoRA(rank=2), key).params,
         "state": lambda key: jax.random.key_data(begin(model, prepare(model, TrainConfig(steps=1))).key),
-        "parameters": lambda key: initialise(model.spec, key),
+        "parameters": lambda key: initialize(model.spec, key),
     }
     for name, call in calls.items():
         expected = call(typed_key(other))

@@ -11,17 +11,17 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax.nn import sharding
-from dllm_jax.nn.modules import INIT_STD, initialise
+from dllm_jax.nn.modules import INIT_STD, initialize
 from dllm_jax.nn.parameters import abstract, count, describe
 from tests.models import spec, tiny
 
-drawn = jax.jit(initialise, static_argnums=0)
+drawn = jax.jit(initialize, static_argnums=0)
 
 
 DEEP = spec("dream", layers=8, width=64)
 
 
-def test_initialise_makes_what_abstract_describes():
+def test_initialize_makes_what_abstract_describes():
     made, shapes = drawn(DEEP, jax.random.key(0)), abstract(DEEP)
     chex.assert_trees_all_equal_shapes_and_dtypes(made, shapes)
     assert count(made) == count(shapes)

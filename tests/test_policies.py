@@ -96,7 +96,7 @@ COPIES = checks.no_copy_of_the_cache_inside_the_loop
 
 
 @matrix("policy, apart", EVERY, (False, True), today=[(p.DualCache, True), (p.DLLMCache, False)])
-def test_no_copy_of_the_cache_inside_the_loop(policy, apart, optimised):
+def test_no_copy_of_the_cache_inside_the_loop(policy, apart, optimized):
     """With guidance too if exhaustive; apart from the others, as it compiles as users do."""
     for scale in (0.0, 1.0) if EXHAUSTIVE else (1.0 * apart,):
         sampler = suited(policy, samplers.Confidence(cfg_scale=scale))

@@ -123,7 +123,7 @@ def test_candidates_and_search_range(score, masked, k, block, current):
     assert set(np.flatnonzero(ours[0])) == plain_candidates(score, full, prompt, block, prompt + start, k)
 
 
-def test_a_prior_below_zero_prefers_known_neighbours_too():
+def test_a_prior_below_zero_prefers_known_neighbors_too():
     c = canvas(np.asarray([[False, True, True, True, True, True, True, True]]), prompt=1)
     prior = jax.jit(lambda confidence: method.prior(confidence, c, 1.0))
     for confidence in (0.5, -0.5):

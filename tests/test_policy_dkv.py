@@ -121,7 +121,7 @@ def assert_same(ours, theirs):
     ],
     ids=["refresh", "delay", "exact"],
 )
-def test_limits_between_neighbours(family, policy, limit, layout):
+def test_limits_between_neighbors(family, policy, limit, layout):
     assert_same(generated(family, policy, **layout), generated(family, limit, **layout))
 
 

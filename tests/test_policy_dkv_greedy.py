@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import dllm_jax as dj
 from dllm_jax.policies import DKVGreedy
-from dllm_jax.policies.dkv_greedy import neighbours
+from dllm_jax.policies.dkv_greedy import neighbors
 from dllm_jax.samplers import Confidence, DreamSchedule, RandomOrder, Threshold
 from dllm_jax.state.cache import Cache
 from tests.models import canvas, families, generated
@@ -18,14 +18,14 @@ from tests.policy_cases import KEY
 L = 12
 few = settings(max_examples=40)
 sets = st.lists(st.booleans(), min_size=L, max_size=L).map(np.array)
-chosen_in_turn = jax.jit(neighbours, static_argnums=3)
+chosen_in_turn = jax.jit(neighbors, static_argnums=3)
 
 
-def window(centres: list[int], masked, selected, size: int) -> set[int]:
-    """Each centre walks outward, left and right by turns, and takes masked positions until it has enough."""
+def window(centers: list[int], masked, selected, size: int) -> set[int]:
+    """Each center walks outward, left and right by turns, and takes masked positions until it has enough."""
     near = set()
-    for centre in centres:
-        left, right, count, go_left = centre - 1, centre + 1, 0, True
+    for center in centers:
+        left, right, count, go_left = center - 1, center + 1, 0, True
         while count < size and (left >= 0 or right < len(masked)):
             at = left if go_left else right
             if 0 <= at < len(masked) and masked[at] and not selected[at] and at not in near:
@@ -38,11 +38,11 @@ def window(centres: list[int], masked, selected, size: int) -> set[int]:
 
 @few
 @given(sets, sets, st.permutations(range(L)), st.integers(0, 4), st.integers(0, 6))
-def test_the_window_is_the_nearest_masks_of_each_centre_in_turn(masked, selected, order, centres, size):
-    chosen = order[:centres]
+def test_the_window_is_the_nearest_masks_of_each_center_in_turn(masked, selected, order, centers, size):
+    chosen = order[:centers]
     selected = selected | np.isin(np.arange(L), chosen)
     turn = np.full(L, -1)
-    turn[chosen] = np.arange(centres)
+    turn[chosen] = np.arange(centers)
     ours = np.asarray(chosen_in_turn(jnp.asarray(turn[None]), masked[None], selected[None], size))[0]
     assert set(np.flatnonzero(ours).tolist()) == window(chosen, masked, selected, size)
 

@@ -75,7 +75,7 @@ def test_caches_of_two_sets_have_their_exact_limits(family):
 
 
 def test_a_set_of_everything_compiles_to_the_program_without_one():
-    """The default set is recognised as what it is, so no mask is made of it; another set is one."""
+    """The default set is recognized as what it is, so no mask is made of it; another set is one."""
     prompt, _ = prompts(tiny("llada"))
     decode = lambda policy: lambda p: dj.generate(tiny("llada"), p, length=8, policy=policy).tokens
     text = lambda policy: str(jax.make_jaxpr(decode(policy))(jnp.asarray(prompt)))

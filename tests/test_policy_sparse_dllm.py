@@ -1,4 +1,4 @@
-"""Sparse-dLLM: what is kept, when it is chosen, what is stored; neighbour limits."""
+"""Sparse-dLLM: what is kept, when it is chosen, what is stored; neighbor limits."""
 
 import dataclasses
 import functools

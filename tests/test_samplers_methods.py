@@ -58,7 +58,7 @@ def test_predictions_of_later_blocks_count():
 
 
 @pytest.mark.exhaustive
-def test_remembered_predictions_are_not_copied_in_the_loop(optimised):
+def test_remembered_predictions_are_not_copied_in_the_loop(optimized):
     text = optimized_text(traced(Subject(policies.DualCache(), SOME)))
     shape = f"f32[2,{PROGRAM.response},{V}]"
     assert shape in text

@@ -93,7 +93,7 @@ def test_a_stream_has_the_bits_of_the_generation(policy, sampler, family):
     assert max(pieces) <= 1, "pieces of other lengths are other programs"
 
 
-@pytest.mark.usefixtures("unannotated", "optimised")
+@pytest.mark.usefixtures("unannotated", "optimized")
 def test_the_cache_is_written_in_place_from_piece_to_piece():
     """Donated, and never copied: neither in the loops nor on the way in and out."""
     model = tiny("llada")

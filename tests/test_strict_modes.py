@@ -10,7 +10,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import eviction, lora, roofline
-from dllm_jax.nn.modules import initialise
+from dllm_jax.nn.modules import initialize
 from dllm_jax.roofline.simulation import selected_positions
 from dllm_jax.training import (
     Batch,
@@ -167,14 +167,14 @@ FUNCTIONS = {
     "vrpo_loss": preferred,
     "objectives": objectives,
     "train": fine_tuned,
-    "initialise": lambda: initialise(tiny("llada").spec, KEY),
+    "initialize": lambda: initialize(tiny("llada").spec, KEY),
     "calibrate": lambda: eviction.calibrate(tiny("llada"), [[3, 4, 5]], length=4),
     "roofline": predicted,
     "stream": watched,
     "explain": explained,
 }
 # What others cover: `generate`, the loss in jit and `train`, `vrpo_loss`, the likelihood's own test of modes.
-SELDOM = ("masked_diffusion_loss", "response_log_probs", "log_likelihood", "initialise", "stream", "infill")
+SELDOM = ("masked_diffusion_loss", "response_log_probs", "log_likelihood", "initialize", "stream", "infill")
 
 
 @pytest.mark.parametrize("mode", MODES if EXHAUSTIVE else ["all"])

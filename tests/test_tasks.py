@@ -19,7 +19,7 @@ from dllm_jax.tasks import (
     examples,
     needle,
 )
-from dllm_jax.tasks.pictured import CELL, CELLS, COLOURS, GLYPHS
+from dllm_jax.tasks.pictured import CELL, CELLS, COLORS, GLYPHS
 from dllm_jax.tasks.text import SHORTEST
 
 TASKS = {
@@ -30,12 +30,12 @@ TASKS = {
     "sorting": (Sorting(), (2, 16, 40)), "chain-short": (Chain(letters=8), (7,)),
     "few-shot": (FewShot(), (3, 5)), "few-shot-clean": (FewShot(kinds=9, wrong=0), (1, 4)),
     "read": (ReadNumbers(), (1, 5)),
-    "read-scattered": (ReadNumbers(colours=2, digits=2, scattered=True), (2,)),
+    "read-scattered": (ReadNumbers(colors=2, digits=2, scattered=True), (2,)),
 }  # fmt: skip
 
 
 def numbers(image: np.ndarray) -> dict[str, str]:
-    """The digits that a picture shows in each colour, by its initial, row by row."""
+    """The digits that a picture shows in each color, by its initial, row by row."""
     lit, found = image.max(axis=2) > 140, collections.defaultdict(str)
     trimmed = lambda dots: dots[np.ix_(dots.any(axis=1), dots.any(axis=0))]
     for row, column in np.ndindex(CELLS, CELLS):
@@ -43,7 +43,7 @@ def numbers(image: np.ndarray) -> dict[str, str]:
         if lit[cell].any():
             shape, mean = trimmed(lit[cell]), image[cell][lit[cell]].mean(axis=0)
             (digit,) = [digit for digit, dots in GLYPHS.items() if np.array_equal(trimmed(dots), shape)]
-            distance = {name[0]: np.abs(mean - colour).sum() for name, colour in COLOURS.items()}
+            distance = {name[0]: np.abs(mean - color).sum() for name, color in COLORS.items()}
             found[min(distance, key=distance.__getitem__)] += digit
     return found
 
@@ -144,9 +144,9 @@ def test_sizes_that_there_are_not_are_refused():
         (Sorting(), 1, r"size=1 must lie in \[2, 40\]"),
         (Chain(), 17, r"size=17 must lie in \[1, 16\]"),
         (FewShot(wrong=2), 4, r"size=4 must lie in \[5, inf\], above twice wrong=2"),
-        (ReadNumbers(colours=4), 5, r"size=5 must lie in \[1, 4\]"),
+        (ReadNumbers(colors=4), 5, r"size=5 must lie in \[1, 4\]"),
     ):
         with pytest.raises(ValueError, match=message):
             task.example(np.random.default_rng(0), size, "train")
-    with pytest.raises(ValueError, match="colours=6"):
-        ReadNumbers(colours=6)
+    with pytest.raises(ValueError, match="colors=6"):
+        ReadNumbers(colors=6)

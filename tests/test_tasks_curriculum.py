@@ -8,7 +8,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax.decoding.chat import prepare_chat
 from dllm_jax.nn.model import Model
-from dllm_jax.nn.modules import initialise
+from dllm_jax.nn.modules import initialize
 from dllm_jax.tasks import Curriculum, Example, Recall, Stage, encode_batch, prompt_arrays
 from tests import models, refuses
 
@@ -26,7 +26,7 @@ def read():
 
 @pytest.fixture(scope="module")
 def model():
-    return Model(initialise(SPEC, jax.random.key(0)), SPEC)
+    return Model(initialize(SPEC, jax.random.key(0)), SPEC)
 
 
 def test_tokenizer_special_tokens_and_chat_template_are_llada_s(read):

@@ -118,7 +118,7 @@ def test_chunks_and_what_is_recomputed_change_nothing():
 
 
 @pytest.mark.exhaustive
-def test_memory_does_not_grow_with_the_number_of_draws(optimised):
+def test_memory_does_not_grow_with_the_number_of_draws(optimized):
     model = tiny("llada")
     batch = Batch(jnp.zeros((1, 32), jnp.int32), jnp.zeros((1, 32), jnp.int32))
 
@@ -197,10 +197,10 @@ def test_a_supervised_part_is_the_chosen_responses_likelihood_per_token():
 def test_advantages_are_relative_to_the_group():
     rewards = np.asarray([1, 0, 0, 1, 2, 2, 2, 2, 0, 0, 0, 4], np.float32)
     groups = rewards.reshape(3, 4)
-    centred = groups - groups.mean(1, keepdims=True)
-    np.testing.assert_allclose(group_advantages(rewards, 4, normalise=False), centred.ravel())
+    centered = groups - groups.mean(1, keepdims=True)
+    np.testing.assert_allclose(group_advantages(rewards, 4, normalize=False), centered.ravel())
     spread = np.where(groups.std(1, keepdims=True) == 0, 1, groups.std(1, keepdims=True))
-    np.testing.assert_allclose(group_advantages(rewards, 4), (centred / spread).ravel(), rtol=1e-6)
+    np.testing.assert_allclose(group_advantages(rewards, 4), (centered / spread).ravel(), rtol=1e-6)
     assert not np.any(group_advantages(np.full(6, 0.1, np.float32), 3))  # not a rounding error over another
 
 
@@ -227,8 +227,8 @@ def test_advantages_know_no_scale_and_make_nothing_of_rounding(call):
     np.testing.assert_allclose(far, np.array([3, -5, 3, -1]) / np.sqrt(11), rtol=1e-6)
     np.testing.assert_allclose(at([1e25, 1, 2, 3], np.float32), np.array([3, -1, -1, -1]) / np.sqrt(3))
     for equal in ([1, 1, 1, STEP], [0.9, 0.9, SUMMED, 0.9], [0] * 4, [-1e-30 * STEP, -1e-30, -1e-30, -1e-30]):
-        for normalise in (True, False):
-            assert not np.any(call(jnp.asarray(equal, jnp.float32), 4, normalise)), equal
+        for normalize in (True, False):
+            assert not np.any(call(jnp.asarray(equal, jnp.float32), 4, normalize)), equal
 
 
 def test_advantages_of_numbers_of_the_host_are_computed_in_float64():

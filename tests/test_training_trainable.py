@@ -11,7 +11,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.sharding import OUTPUTS
 from dllm_jax.training import Batch, Batches, TrainConfig, begin, model_of, prepare, train, train_step
 from dllm_jax.training.config import MATRICES as OF_MUON
-from dllm_jax.training.config import optimiser, schedule
+from dllm_jax.training.config import optimizer_of, schedule
 from tests import refuses
 from tests.models import EXHAUSTIVE, cast, separate, tiny
 
@@ -137,7 +137,7 @@ def test_options_that_exclude_each_other_are_refused(options, message):
     refuses(message, prepare, tiny("llada"), CONFIG, **{"optimizer": None} | options)
 
 
-def test_options_of_the_optimiser_that_is_replaced_are_refused():
+def test_options_of_the_optimizer_that_is_replaced_are_refused():
     with pytest.raises(ValueError, match=r"learning_rate=0\.1 has no effect with optimizer="):
         prepare(tiny("llada"), TrainConfig(steps=1, learning_rate=0.1), optimizer=SGD)
     for wrong in ("adam", optax.MultiSteps(SGD, 2), 1e-3):
@@ -183,7 +183,7 @@ def test_muon_makes_the_layers_updates_orthogonal_and_leaves_the_rest_to_adamw(f
     params = tiny(family).params
     config = TrainConfig(steps=10, learning_rate=1e-3, muon=0.1, warmup=0, weight_decay=0.0)
     gradient = jax.tree.map(lambda p: jax.random.normal(jax.random.key(p.size), p.shape), params)
-    step = optimiser(config)
+    step = optimizer_of(config)
     updates, _ = jax.jit(step.update)(gradient, jax.jit(step.init)(params), params)
     for name, shape in MATRICES[family].items():
         u = updates["layers"][name].reshape(shape)
@@ -208,7 +208,7 @@ def test_matrices_and_tables_decay_but_norms_and_biases_do_not(muon):
     updates = []
     for weight_decay in (0.0, 0.5):
         config = TrainConfig(steps=10, learning_rate=1e-3, muon=muon, warmup=0, weight_decay=weight_decay)
-        step = optimiser(config)
+        step = optimizer_of(config)
         updates.append(jax.jit(step.update)(gradient, jax.jit(step.init)(params), params)[0])
     decay = jax.tree.map(jnp.subtract, *updates)
     of_a_matrix = 1e-3 if muon is None else muon

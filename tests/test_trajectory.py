@@ -130,7 +130,7 @@ def test_of_remasked_tokens_the_last_decoding_counts():
 
 
 @pytest.mark.exhaustive
-def test_memory_does_not_grow_with_the_number_of_steps(optimised):
+def test_memory_does_not_grow_with_the_number_of_steps(optimized):
     model = tiny("llada", layers=1)
 
     def temporary(steps: int) -> int:

@@ -104,11 +104,11 @@ def printed(width: int, named=LETTERS, **options) -> str:
 
 
 def plain(text: str) -> list[list[str]]:
-    """Lines without colours, as words."""
+    """Lines without colors, as words."""
     return [line.split() for line in str(rich.text.Text.from_ansi(text)).splitlines()]
 
 
-def test_tokens_are_coloured_by_step_or_by_confidence():
+def test_tokens_are_colored_by_step_or_by_confidence():
     by_step, by_confidence = printed(80), printed(80, confidence=True)
     assert "38;2;60;90;220m d" in by_step.replace("m", "m ")  # decoded first
     assert "38;2;145;105;125m d" in by_confidence.replace("m", "m ")  # half sure
@@ -298,7 +298,7 @@ def test_a_browser_draws_candidates_of_a_step_that_the_address_names(tmp_path):
     ids = np.where(TOKENS == 2, dj.EMBEDS_PLACEHOLDER, TOKENS)
     out = recorded(ids)
     whole = out._replace(trace=out.trace._replace(read=out.trace.read | True))
-    parts = drawn(tmp_path, whole.to_html(LETTERS), "#step=1&colour=confidence&candidates=1")
+    parts = drawn(tmp_path, whole.to_html(LETTERS), "#step=1&color=confidence&candidates=1")
     assert "step 1 of 3" in parts.text
     assert "attended to" not in parts.text
     assert "▦" in parts.text

@@ -58,7 +58,7 @@ def test_an_overflow_of_what_is_read_stays_visible():
 
 
 @pytest.mark.parametrize("step", [reads_and_writes, two_kinds_of_steps, one_sequence_after_another])
-def test_a_store_is_not_copied_in_a_loop(step, optimised):
+def test_a_store_is_not_copied_in_a_loop(step, optimized):
     def program(store, x):
         body = lambda state: (state[0] + 1, *step(state[0] % LAYERS, *state[1:]))
         return jax.lax.while_loop(lambda state: state[0] < 9, body, (jnp.int32(0), store, x))
@@ -168,7 +168,7 @@ def test_the_largest_of_many_values_is_found_in_two_reductions_on_cpus():
         assert text.count("stablehlo.reduce(") == (1 if at_once else 2)
 
 
-def test_counts_are_one_kernel_with_what_reads_them(optimised):
+def test_counts_are_one_kernel_with_what_reads_them(optimized):
     program = jax.jit(lambda marked: reductions.count_marked(marked) * 2)
     text = optimized_text(program.trace(jax.ShapeDtypeStruct((2, 100), jnp.bool_)))
     assert text.count(" fusion(") == 1

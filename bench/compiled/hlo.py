@@ -1,4 +1,4 @@
-"""Optimised HLO programs as text, read into computations of instructions."""
+"""Optimized HLO programs as text, read into computations of instructions."""
 
 import dataclasses
 import math

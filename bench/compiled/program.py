@@ -108,7 +108,7 @@ class Case(Setting):
 
 
 def compile_case(case: Case) -> tuple[dict[str, Any], str]:
-    """A row of results with the fields of the case, and the optimised program; raises as compilers do.
+    """A row of results with the fields of the case, and the optimized program; raises as compilers do.
 
     Of GPUs a program with one more layer is compiled too, which tells what a layer launches.
     """

@@ -1,4 +1,4 @@
-"""Bytes that an optimised HLO program moves through the main memory, loop by loop.
+"""Bytes that an optimized HLO program moves through the main memory, loop by loop.
 
 A program is `compiled.as_text()`, for a TPU or a CUDA GPU; no device is needed. Counted per
 trip of each loop body are operands and results, in main memory, of every instruction on its own. Not counted:
@@ -93,7 +93,7 @@ class Loop:
 
 
 def program(text: str, cache: int = 0, read: Callable[[int], float] = lambda rows: 1) -> Loop:
-    """The entry of an optimised HLO program, with all its loops.
+    """The entry of an optimized HLO program, with all its loops.
 
     Args:
       text: Text of the program.

@@ -14,7 +14,7 @@ from dllm_jax.decoding.watch.recording import Recording
 from dllm_jax.published.expressions import call
 
 CELL, GAP, LABEL = 9, 18, 16  # of a picture, in pixels
-COMPUTED, UPDATED, STALEST = "#3f6fd1", "#a8c2f0", 16  # steps of age from which on colours do not change
+COMPUTED, UPDATED, STALEST = "#3f6fd1", "#a8c2f0", 16  # steps of age from which on colors do not change
 # For a short canvas, where the defaults of papers would never come to a refresh or drop anything.
 DRAWN = {
     "DLLMCache": dict(prompt_every=8, response_every=4),
@@ -100,7 +100,7 @@ def panel(layers: Layers, layer: int, changed: Bool[np.ndarray, "t l"]) -> str:
             cells.append(f'<rect {side} fill="{UPDATED}"/>')
         elif old > 0 and share > 0:
             pale = f' fill-opacity="{share:.2g}"' if share < 1 else ""
-            cells.append(f'<rect {side} fill="{colour(old)}"{pale}/>')
+            cells.append(f'<rect {side} fill="{color(old)}"{pale}/>')
         if changed[step, position]:
             cells.append(f'<circle cx="{x + CELL // 2}" cy="{y + CELL // 2}" r="2" fill="#fff"/>')
     height, width = (CELL * extent for extent in whole.shape)
@@ -108,7 +108,7 @@ def panel(layers: Layers, layer: int, changed: Bool[np.ndarray, "t l"]) -> str:
     return "".join(cells) + f'<path d="M{begin} 0V{height}" stroke="#888" stroke-width="1.5"/>'
 
 
-def colour(age: int) -> str:
+def color(age: int) -> str:
     """From yellow to red by the age of what is read."""
     return f"hsl({48 - 48 * min(age, STALEST) / STALEST:.0f} 85% 60%)"
 

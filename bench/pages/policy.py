@@ -109,7 +109,7 @@ UPDATES = {  # of policies whose pictures have light blue: what it stands for
     "DLLMCache": "values", "MaskKV": "values", "DyLLM": "values", "FOCUS": "values",
     "SPACache": "keys and values",
 }  # fmt: skip
-BY_HEAD = ("MaskKV", "EvictPrompt", "MAGE")  # have paler colours
+BY_HEAD = ("MaskKV", "EvictPrompt", "MAGE")  # have paler colors
 ALIKE = ("D2Cache",)  # has a layer of its own, yet all layers do the same
 UNMEASURED = """
 
@@ -131,7 +131,7 @@ def measured(name: str = "policies_cpu") -> dict[str, Any]:
 
 
 def besides(name: str) -> str:
-    """Says which further panels and colours the picture of a policy with a layer of its own has."""
+    """Says which further panels and colors the picture of a policy with a layer of its own has."""
     light = LIGHT.format(UPDATES[name]) if name in UPDATES else ""
     return SEVERAL * (name not in ALIKE) + light + PALE * (name in BY_HEAD)
 

@@ -116,7 +116,7 @@ class SparseDLLM(DualCache):
         canvas = torch.arange(k.shape[2], device=k.device)
         outside = torch.cat((canvas[: computed.start], canvas[block.stop :]))
 
-        # Importance: the product with the mean query, mean over heads, then the maximum over neighbours.
+        # Importance: the product with the mean query, mean over heads, then the maximum over neighbors.
         mean = q[:, :, block].mean(dim=2, keepdim=True)
         keys = k[:, :, outside].repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         score = (mean @ keys.transpose(2, 3)).squeeze(2).mean(dim=1)

@@ -122,7 +122,7 @@ def _experts(spec: dj.ModelSpec) -> dict[str, Any]:
         "n_routed_experts": experts.count, "num_experts_per_tok": experts.per_token, "use_qk_norm": True,
         "moe_intermediate_size": experts.mlp_width, "n_shared_experts": experts.shared // experts.mlp_width,
         "n_group": experts.groups, "topk_group": experts.groups_per_token,
-        "norm_topk_prob": experts.renormalised, "routed_scaling_factor": experts.scale,
+        "norm_topk_prob": experts.renormalized, "routed_scaling_factor": experts.scale,
         "first_k_dense_replace": len(experts.dense),
     }  # fmt: skip
 

@@ -39,7 +39,7 @@ class Setting:
     begins: int = 0
 
     @property
-    def unlabelled(self) -> "Setting":
+    def unlabeled(self) -> "Setting":
         """Returns the setting without its label in figures."""
         return dataclasses.replace(self, variant="")
 

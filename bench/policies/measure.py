@@ -43,13 +43,13 @@ def measure(workload: Workload, settings: list[Setting]) -> dict[Setting, dict[s
     """A row per setting; the exact decoders that they are compared with run as well."""
     assert workload.grid[0] == EXACT
     outs: dict[Setting, dj.Output] = {}
-    running = [EXACT, *(run for s in settings for run in (s.exact, s.unlabelled))]
+    running = [EXACT, *(run for s in settings for run in (s.exact, s.unlabeled))]
     for i, setting in enumerate(dict.fromkeys(running)):
         if i % PROGRAMS == 0:
             jax.clear_caches()
         parts = [workload.run(setting, prompts) for prompts in workload.chunks()]
         outs[setting] = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
-    return {s: _row(workload, s, outs[EXACT], outs[s.exact], outs[s.unlabelled]) for s in settings}
+    return {s: _row(workload, s, outs[EXACT], outs[s.exact], outs[s.unlabeled]) for s in settings}
 
 
 def _row(workload: Workload, setting: Setting, plain: dj.Output, base: dj.Output, out: dj.Output) -> dict:

@@ -74,11 +74,11 @@ def growth(prompts: Sequence[int]) -> Figure:
     spec, card = dj.presets.model_spec("llada-8b"), dj.roofline.HARDWARE[speed.CARD.lower()]
     ran = [one for one in speed.generations() if one.card == speed.CARD]
     for i, one in enumerate(ran):
-        colour = f"C{i}"
+        color = f"C{i}"
         layouts = [dj.Layout(prompt, speed.LENGTH, 32, speed.LENGTH) for prompt in prompts]
         works = [dj.roofline.work(spec, getattr(p, one.policy)(), layout, 1) for layout in layouts]
-        axes.plot(prompts, [work.on(card).ms_per_token for work in works], color=colour, label=one.policy)
-        axes.plot(1024, 1000 * one.seconds / speed.LENGTH, "o", color=colour)
+        axes.plot(prompts, [work.on(card).ms_per_token for work in works], color=color, label=one.policy)
+        axes.plot(1024, 1000 * one.seconds / speed.LENGTH, "o", color=color)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.xaxis.set_major_locator(FixedLocator(list(prompts)))

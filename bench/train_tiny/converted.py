@@ -44,7 +44,7 @@ def with_experts(model: Model, spec: ModelSpec, spread: float = 0.001) -> Model:
     if experts is None or dense != model.spec:
         raise ValueError(f"a {model.spec.family} model cannot be the beginning of {spec.family}")
     pieces, copies = experts.per_token, experts.count - experts.per_token
-    if pieces * experts.mlp_width != model.spec.mlp_width or copies > pieces or not experts.renormalised:
+    if pieces * experts.mlp_width != model.spec.mlp_width or copies > pieces or not experts.renormalized:
         raise ValueError(f"experts={experts} do not divide an MLP of width {model.spec.mlp_width}")
 
     def cut(matrix: Float[Array, "a f"], axis: int) -> Float[Array, "e a i"] | Float[Array, "e i a"]:

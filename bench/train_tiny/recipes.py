@@ -16,7 +16,7 @@ from dllm_jax import bundled
 from dllm_jax.checkpoint.source import open_checkpoint
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.nn.model import Model
-from dllm_jax.nn.modules import INIT_STD, initialise
+from dllm_jax.nn.modules import INIT_STD, initialize
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.tasks import Chain, FewShot, ReadNumbers, Recall, Sorting, Stage, needle
 from dllm_jax.training import TrainConfig
@@ -59,10 +59,10 @@ class Recipe:
     def start(self) -> Model:
         """The model before its first step, a function of the recipe alone."""
         spec, (key, common) = self.spec, jax.random.split(jax.random.key(0))
-        params = initialise(spec, key, gain=INIT_GAIN)
+        params = initialize(spec, key, gain=INIT_GAIN)
         # A direction common to all tokens lets heads attend by position from the start.
         shift = INIT_GAIN * INIT_STD * jax.random.normal(common, (spec.width,))
-        vision = tower.initialise(spec, jax.random.key(1)) if spec.vision else None
+        vision = tower.initialize(spec, jax.random.key(1)) if spec.vision else None
         return Model(params | {"embed": params["embed"] + shift}, spec, vision=vision)
 
 
@@ -133,14 +133,14 @@ def block_causal_stages() -> tuple[Stage, ...]:
 
 
 def pictured_stages() -> tuple[Stage, ...]:
-    """From one digit anywhere, which teaches the tower to see, to the one of a colour among five.
+    """From one digit anywhere, which teaches the tower to see, to the one of a color among five.
 
     Everything is masked, which has the least variance.
     """
     digit = functools.partial(ReadNumbers, digits=1, scattered=True)
     return (
         Stage(digit(), 1, 64, 2, 1.0, bar=0.8, weight=0.1),
-        Stage(digit(colours=2), 2, 64, 2, 1.0, bar=0.8, weight=0.1),
+        Stage(digit(colors=2), 2, 64, 2, 1.0, bar=0.8, weight=0.1),
         Stage(digit(), 2, 64, 2, 1.0, bar=0.8, weight=0.2),
         Stage(digit(), 5, 64, 2, 1.0, bar=0.7, weight=1.0),
     )

@@ -45,8 +45,8 @@ class Capture:
       stream: Indices of the captured places of the residual stream: i is the input of layer i, n the output
         of the last one.
       positions: Captured positions of the canvas, padding counted.
-      predicts: the position whose token the output at each of them predicts: itself, or its right neighbour
-        where the head is shifted (Dream); l means none. (A first token, which has no left neighbour, is
+      predicts: the position whose token the output at each of them predicts: itself, or its right neighbor
+        where the head is shifted (Dream); l means none. (A first token, which has no left neighbor, is
         predicted at its own position as well, see `Canvas.predictor`.)
       valid: Captured positions that are not padding [b j]; of answers that grow, those that exist [t b j].
       tokens: the canvases.

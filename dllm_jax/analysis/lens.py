@@ -19,7 +19,7 @@ def logit_lens(model: Model, residual: Float[Array, "*a m"]) -> Float[Array, "*a
         logits = dj.logit_lens(model, seen.residual)  # [t r b j v]
 
     Of the last layer's output these are the logits of the model. As `forward` returns them, they are
-    unshifted: the output at a position predicts the token at `Capture.predicts`, the right neighbour where
+    unshifted: the output at a position predicts the token at `Capture.predicts`, the right neighbor where
     the head is shifted (Dream).
 
     Args:

@@ -27,7 +27,7 @@ class Time:
 
     @staticmethod
     def of(values: list[float]) -> "Time":
-        """Summarises the values."""
+        """Summarizes the values."""
         return Time(statistics.median(values), min(values), max(values), tuple(values))
 
     def scaled(self, factor: float) -> "Time":

@@ -13,11 +13,11 @@ CARD = "README.md"
 # Code is that of the authors' classes, which config.json names in `auto_map`.
 SUFFIXES = (".py", ".jinja", ".model", ".spm", ".tiktoken")
 LEGAL = ("LICENSE", "LICENCE", "NOTICE", "COPYING")
-QUANTISED = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")  # of weights that are gone
+QUANTIZED = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")  # of weights that are gone
 
 
 def files_along(folder: Path) -> tuple[Path, ...]:
-    """The files of a checkpoint that hold for a model trained from it: tokenizer, configs, code, licence.
+    """The files of a checkpoint that hold for a model trained from it: tokenizer, configs, code, license.
 
     Its card, its training log and its results do not: they are of the weights next to them.
     """
@@ -28,7 +28,7 @@ def files_along(folder: Path) -> tuple[Path, ...]:
         if file.name in names
         or file.suffix in SUFFIXES
         or file.name.upper().startswith(LEGAL)
-        or (file.name.endswith(("config.json", "chat_template.json")) and file.name not in QUANTISED)
+        or (file.name.endswith(("config.json", "chat_template.json")) and file.name not in QUANTIZED)
     )
 
 
@@ -45,7 +45,7 @@ def card(model: Model, title: str, kept: Path | None) -> str:
     lines, origin = ["library_name: transformers"], []
     if kept is not None:
         name, is_hub = _name_of(kept)
-        lines = [*_licence(kept), *([f"base_model: {name}"] if is_hub else []), *lines]
+        lines = [*_license(kept), *([f"base_model: {name}"] if is_hub else []), *lines]
         origin = [
             f"Tokenizer and configuration are those of `{name}`. The weights may have been trained since "
             "they were loaded: results that were published for it do not hold until they are measured again."
@@ -60,8 +60,8 @@ def _name_of(folder: Path) -> tuple[str, bool]:
     return folder.name, False
 
 
-def _licence(folder: Path) -> list[str]:
-    """The lines of the original card's front matter that name the licence."""
+def _license(folder: Path) -> list[str]:
+    """The lines of the original card's front matter that name the license."""
     file = next((file for file in auxiliary_files(folder) if file.name == CARD), None)
     text = "" if file is None else file.read_text(encoding="utf-8-sig", errors="replace")
     front = re.match(r"---\n(.*?)\n---", text, re.DOTALL)

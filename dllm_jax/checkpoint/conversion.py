@@ -100,7 +100,7 @@ def _provenance(
         "source": source,
         "date": now(),
         "files": {file.relative_to(root).as_posix(): files.described(file) for file in read},
-        **({} if checkpoint.quantised is None else {"quantised": checkpoint.quantised}),
+        **({} if checkpoint.quantized is None else {"quantized": checkpoint.quantized}),
         "dtype": {"stored": sorted(map(str, checkpoint.dtypes)), "written": str(written)},
         **({} if weights is None else {"weights": weights}),
         "rope_factor": rope_factor,

@@ -100,7 +100,7 @@ def save_hf(
 ) -> Path:
     """Writes a model, e.g. one just trained, as a Hugging Face directory.
 
-    Tokenizer, configs and licence of the original go along; its card, training log and results do not, since
+    Tokenizer, configs and license of the original go along; its card, training log and results do not, since
     they describe other weights. A short card describes the model.
 
     A model on the devices of several processes is saved by all of them: each calls this, the first one writes

@@ -15,7 +15,7 @@ from dllm_jax.options import check_argument, shown
 
 EXAMPLE = "dataclasses.replace(FAMILIES['sdar'], name=..., model_type=...)"
 PADDING = ("pad_token_id", "bos_token_id")
-QUANTISED = ("quantization_config", "compression_config")  # what quantised weights are, see `quantised.py`
+QUANTIZED = ("quantization_config", "compression_config")  # what quantized weights are, see `quantized.py`
 FAMILIES = {
     family.name: family
     for family in (
@@ -109,7 +109,7 @@ def spec_to_config(
             values = layout.respelled_rope(values, spec, original.values, bool(differences(spec, before)))
         values |= {key: dtype for key in ("torch_dtype", "dtype") if isinstance(values.get(key), str)}
     # Written weights are plain, also where the ones that were read were not.
-    values = {key: value for key, value in values.items() if key not in QUANTISED}
+    values = {key: value for key, value in values.items() if key not in QUANTIZED}
     # What was written is read again: what does not come back cannot be said in this family's keys.
     again = Config(f"a {layout.model_type} config.json", values, generation, original and original.folder)
     lost = differences(spec, config_to_spec(again, family))

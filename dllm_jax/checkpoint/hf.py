@@ -29,7 +29,7 @@ from dllm_jax.checkpoint.names.table import (
     tensors_of,
     to_ours,
 )
-from dllm_jax.checkpoint.quantised import dequantised, described
+from dllm_jax.checkpoint.quantized import dequantized, described
 from dllm_jax.checkpoint.sharded import Ranges, Source, Stored, StoredParameter
 from dllm_jax.checkpoint.tensors import ADAPTER, Tensor, check_dtypes, tensors_in
 from dllm_jax.nn.sharding import WIDE, shape
@@ -52,7 +52,7 @@ def open_hf(path: Path, family: Family | None = None) -> Source:
     names = family_of(spec, family).names
     found = tensors_in(path)
     ours = spelled(found, (entry.name for entry in names), str(path))
-    stored = dequantised({ours[name]: tensor for name, tensor in found.items()}, config)
+    stored = dequantized({ours[name]: tensor for name, tensor in found.items()}, config)
     stored = by_expert(stored, spec, str(path))
     # Headers alone: names, shapes and dtypes are judged before any weight is read.
     check(spec, names, {name: tensor.shape for name, tensor in stored.items()}, str(path))
@@ -75,7 +75,7 @@ def open_hf(path: Path, family: Family | None = None) -> Source:
     # Tensors that no parameter is read from do not count, nor do those that keep a dtype of their own.
     own = {tensor.name for tensor in needed if tensor.parts[0].leaf in WIDE}
     plain = {name: SAFETENSORS[kind] for name, kind in kinds.items() if name not in own}
-    plain = {name: kind for name, kind in plain.items() if not stored[name].quantised} or plain
+    plain = {name: kind for name, kind in plain.items() if not stored[name].quantized} or plain
 
     def parameters(unit: Unit) -> dict[str, StoredParameter]:
         return {entry.leaf: _parameter(spec, stored, entry) for entry in unit.entries}

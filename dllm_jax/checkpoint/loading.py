@@ -51,7 +51,7 @@ def load(
 ) -> Model:
     """Loads a checkpoint from a Hugging Face directory, the hub or a converted directory.
 
-    No weights are ever initialised, and besides the model only one layer (or the embedding, or the head) is
+    No weights are ever initialized, and besides the model only one layer (or the embedding, or the head) is
     in memory at a time. Each process reads only what its own devices hold.
 
     Args:
@@ -59,7 +59,7 @@ def load(
         "org/name". The format is detected from the files.
       dtype: float32 or bfloat16, by name ("bf16", "fp32" and "f32" too) or as `jnp.bfloat16`; None keeps the
         stored dtype (that of the matrices if there are several, and bfloat16 for float16). Weights that other
-        tools quantised (fp8, GPTQ, AWQ, compressed-tensors) are dequantised while they are read.
+        tools quantized (fp8, GPTQ, AWQ, compressed-tensors) are dequantized while they are read.
       mesh: Mesh of devices that share the model and its batches, with Auto or Explicit axes. None uses the
         mesh of `jax.set_mesh`, or the default device.
       rope_factor: Factor of the rotary base (NTK scaling, LongLLaDA arXiv:2506.14429), which scales the
@@ -125,7 +125,7 @@ def load(
     warn_of_replicas(source.spec, mesh, rules)
     params, vision = fill(source, target, mesh, check_finite, separate_layers, held, rules)
     return dataclasses.replace(
-        empty, params=params, vision=vision, origin=source.path, quantised=source.quantised,
+        empty, params=params, vision=vision, origin=source.path, quantized=source.quantized,
         generation=generation,
     )  # fmt: skip
 

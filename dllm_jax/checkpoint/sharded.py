@@ -11,7 +11,7 @@ from jax.sharding import Sharding
 
 from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.table import Unit, own_axes
-from dllm_jax.nn.int8 import HostArray, Int8Matrix, Weights, quantise
+from dllm_jax.nn.int8 import HostArray, Int8Matrix, Weights, quantize
 from dllm_jax.nn.sharding import OUTPUTS, WIDE
 from dllm_jax.nn.spec import ModelSpec
 
@@ -71,7 +71,7 @@ class Source:
       parameters: the parameters of one unit by name, in our layout and the stored dtype, none of them read
         yet. What cannot be read raises ValueError, at once or when it is.
       matrices: Dtype of most numbers in stored matrices; None where `dtypes` are all that is known.
-      quantised: How stored weights are quantised, in words; they are read dequantised.
+      quantized: How stored weights are quantized, in words; they are read dequantized.
       family: Layout of one's own that it is stored in; None looks up `ModelSpec.family`.
     """
 
@@ -81,7 +81,7 @@ class Source:
     weights: Weights | None
     parameters: Callable[[Unit], dict[str, StoredParameter]]
     matrices: np.dtype | None = None
-    quantised: str | None = None
+    quantized: str | None = None
     family: Family | None = None
 
 
@@ -108,11 +108,11 @@ def held(
     if isinstance(stored, Int8Matrix) or leaf in WIDE:
         return stored
     if weights == "int8" and leaf in OUTPUTS:
-        return _quantised(stored, own_axes(leaf), OUTPUTS[leaf], where)
+        return _quantized(stored, own_axes(leaf), OUTPUTS[leaf], where)
     return Stored(stored.shape, dtype, lambda ranges: stored.read(ranges).astype(dtype, copy=False))
 
 
-def _quantised(stored: Stored, axes: str, outputs: str, where: str) -> Int8Matrix:
+def _quantized(stored: Stored, axes: str, outputs: str, where: str) -> Int8Matrix:
     """The int8 matrix of a stored one: a part of its channels is read with all that these sum over."""
     # A scale is the largest number of an output channel: all inputs of a channel must be read for it.
     of_outputs = [axes.index(axis) for axis in outputs]
@@ -123,7 +123,7 @@ def _quantised(stored: Stored, axes: str, outputs: str, where: str) -> Int8Matri
         for axis, (start, stop) in zip(of_outputs, ends, strict=True):
             ranges[axis] = slice(start, stop)
         try:
-            return quantise(stored.read(tuple(ranges)), axes, outputs)
+            return quantize(stored.read(tuple(ranges)), axes, outputs)
         except ValueError as error:
             raise ValueError(f"{error} in {where}") from error
 

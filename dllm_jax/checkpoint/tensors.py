@@ -30,13 +30,13 @@ class Tensor:
       shape: Shape of the whole tensor.
       dtype: Name of the dtype in safetensors.
       read: Reads one part of it.
-      quantised: Whether its numbers are computed from those of a quantised tensor.
+      quantized: Whether its numbers are computed from those of a quantized tensor.
     """
 
     shape: tuple[int, ...]
     dtype: str
     read: Callable[[Ranges], np.ndarray]
-    quantised: bool = False
+    quantized: bool = False
 
     def whole(self) -> np.ndarray:
         """All of it."""

@@ -18,7 +18,7 @@ from dllm_jax.checkpoint.names.table import own_axes
 from dllm_jax.checkpoint.sharded import Source
 from dllm_jax.checkpoint.source import locate, open_checkpoint, read
 from dllm_jax.decoding.full_pass import forward
-from dllm_jax.nn.int8 import HostArray, Int8Matrix, dequantise
+from dllm_jax.nn.int8 import HostArray, Int8Matrix, dequantize
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.sharding import OUTPUTS
 
@@ -219,7 +219,7 @@ def _same(x: HostArray, y: HostArray) -> bool:
 def _floats(array: HostArray, leaf: str, piece: slice) -> np.ndarray:
     """A piece of the numbers that a parameter stands for."""
     if isinstance(array, Int8Matrix):
-        return dequantise(array, own_axes(leaf), OUTPUTS[leaf], piece)
+        return dequantize(array, own_axes(leaf), OUTPUTS[leaf], piece)
     return array[piece]
 
 

@@ -72,7 +72,7 @@ class Estimator:
 def log_likelihood(
     model: Model, prompt: inputs.Ids, answer: inputs.Ids, **options: Unpack[LikelihoodOptions]
 ) -> Float[Array, "b"]:
-    """Estimates log p(answer | prompt) of the whole answer, not normalised by its length.
+    """Estimates log p(answer | prompt) of the whole answer, not normalized by its length.
 
     Each draw masks x of the answer's r tokens and sums their cross entropies, weighted by r/x; the estimate
     is minus the mean over draws. x is stratified: each group of `strata` draws spreads it evenly over 1..r.

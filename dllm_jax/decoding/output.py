@@ -76,7 +76,7 @@ def side_by_side(outputs: Mapping[str, Output], tokenizer: Any = None, *, sequen
         runs = {str(p): dj.generate(model, prompt, policy=p, trace=True) for p in policies}
         Path("compared.html").write_text(dj.side_by_side(runs, tokenizer))
 
-    Cache ages have one scale, so that colours compare.
+    Cache ages have one scale, so that colors compare.
 
     Args:
       outputs: Outputs by the name that is shown above each.
@@ -120,7 +120,7 @@ def show(
       output: Output of `generate` or `infill` with trace=True.
       tokenizer: Tokenizer of the checkpoint; None shows token ids. Special tokens are shown as ∎.
       sequence: Index of the sequence in the batch.
-      confidence: Whether to colour tokens by confidence (blue high, orange low) instead of by step (blue
+      confidence: Whether to color tokens by confidence (blue high, orange low) instead of by step (blue
         first, orange last).
       console: Console of rich to print to; None is the terminal.
 

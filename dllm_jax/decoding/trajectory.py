@@ -187,7 +187,7 @@ def _sum_over_steps(
         own = at == number
         index = compact(own, width)
 
-        # Logits of a token are those at its predictor: where the head is shifted (Dream), its left neighbour.
+        # Logits of a token are those at its predictor: where the head is shifted (Dream), its left neighbor.
         hidden = encode(model, before, padding, remat)
         logits = unembed(model.params, model.spec, gather(hidden, gather(predictor, index)))
         logits = divided(logits.astype(jnp.float32), temperature)

@@ -195,5 +195,5 @@ def table(measured: list[dict[str, Any]], width: int) -> rich.table.Table:
 
 def _bar(share: float) -> rich.text.Text:
     """A bar as long as a share of the longest, the colder the shorter."""
-    colour = ",".join(str(int(part)) for part in COLD + share * (WARM - COLD))
-    return rich.text.Text("█" * max(round(share * WIDTH), 1), style=f"rgb({colour})")
+    color = ",".join(str(int(part)) for part in COLD + share * (WARM - COLD))
+    return rich.text.Text("█" * max(round(share * WIDTH), 1), style=f"rgb({color})")

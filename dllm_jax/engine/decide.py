@@ -158,7 +158,7 @@ def predicts_itself(spec: ModelSpec) -> bool:
 
 def _positions(plan: Plan, canvas: Canvas, rows: Rows) -> Int[Array, "b c"]:
     """The positions that are candidates, compacted to a static number: only they meet the vocabulary."""
-    # A position can be predicted if its predictor (with Dream's shifted head, its left neighbour) was
+    # A position can be predicted if its predictor (with Dream's shifted head, its left neighbor) was
     # computed.
     predicted = rows.mask()
     if not predicts_itself(canvas.spec):

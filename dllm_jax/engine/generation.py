@@ -80,7 +80,7 @@ class Plan:
       layout: the geometry, padding of a bucket included.
       widths: static widths of the partial steps to compile, ascending.
       group: Number of sequences per share that a full step runs (`engine.group`); None runs all.
-      shares: Number of groups of neighbouring sequences into which a mesh splits the batch.
+      shares: Number of groups of neighboring sequences into which a mesh splits the batch.
       stop_at_eos: finish a sequence once all positions up to an end-of-text are decoded.
       trace: record every step.
       confidence: record the confidences with which positions are decoded.

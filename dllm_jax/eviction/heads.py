@@ -70,7 +70,7 @@ def _water_fill(xp, target, total, cap):
     # Of each entry its rank m, and the sum of all but the m entries ahead of it. A sort would be several
     # kernels, for few numbers.
     n, ahead = target.shape[-1], _ahead(xp, target)
-    # Ranks are whole numbers: floats came out wrong over a mesh where XLA compiled with few optimisations.
+    # Ranks are whole numbers: floats came out wrong over a mesh where XLA compiled with few optimizations.
     rank = xp.sum(ahead, axis=-1)
     rest = xp.sum(xp.where(ahead, 0, target[..., None, :]), axis=-1)
 

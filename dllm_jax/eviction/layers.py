@@ -196,7 +196,7 @@ class PyramidKV(LayerBudgets):
 
     Attributes:
       beta: steepness; the last layer gets budget / beta.
-      window: pairs of the observation window, which count towards the budget.
+      window: pairs of the observation window, which count toward the budget.
       outside: leave the window out of the pyramid (the older public code, whole-number arithmetic) instead
         of falling back to a uniform budget when the last layer could not hold it (kvpress); with the default
         beta and window the latter happens below 640 pairs. Steps between layers are rounded down, so that

@@ -111,7 +111,7 @@ class MiddleVote(Voters):
 
 @dataclasses.dataclass(frozen=True)
 class SnapKV(Voters):
-    """SnapKV (arXiv:2404.14469): the last prompt positions, votes averaged over neighbouring positions.
+    """SnapKV (arXiv:2404.14469): the last prompt positions, votes averaged over neighboring positions.
 
     The window itself ranks first; of a window larger than the budget, the beginning stays.
 
@@ -131,7 +131,7 @@ class SnapKV(Voters):
 
     @override
     def score(self, votes: Float[Array, "b k p"], canvas: Canvas) -> Float[Array, "b k p"]:
-        """The mean over the voters, pooled over neighbours; positions of the window rank first."""
+        """The mean over the voters, pooled over neighbors; positions of the window rank first."""
         # The mean over the window's queries. Votes for the window itself do not count.
         width = votes.shape[-1]
         window = jnp.arange(width) >= width - self.window
@@ -139,7 +139,7 @@ class SnapKV(Voters):
         votes = jnp.where(window, 0.0, votes / jnp.maximum(voters, 1))
 
         # Average pooling with stride 1 and zero padding, always divided by the kernel, as in kvpress.
-        # Neighbours further away than the prompt is long are all padding.
+        # Neighbors further away than the prompt is long are all padding.
         side = min(self.kernel // 2, max(width - 1, 0))
         padded = jnp.pad(votes, ((0, 0), (0, 0), (side, side)))
         pooled = sum(padded[..., i : i + width] for i in range(2 * side + 1)) / self.kernel

@@ -58,7 +58,7 @@ class LoRA(Options):
 def attach(model: Model, lora: LoRA, key: Key[Array, ""], dtype: Any = None) -> Model:
     """Adds an update of zero to each of the selected matrices; results do not change.
 
-    Factors are initialised as PEFT does: A uniform in +-1/sqrt(inputs), B zero. They are drawn layer by
+    Factors are initialized as PEFT does: A uniform in +-1/sqrt(inputs), B zero. They are drawn layer by
     layer, so that stacked and separate layers get the same ones. The model's own arrays are shared, not
     copied; on a mesh the factors are split as their matrix is, the rank never.
 

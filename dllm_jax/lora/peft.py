@@ -87,8 +87,8 @@ def save(
 def load(model: Model, directory: str | os.PathLike[str]) -> Model:
     """The model with the adapters of a directory that PEFT or `save` wrote, in the dtype they are stored in.
 
-    Rank-stabilised adapters (rsLoRA) are read, alpha then being sqrt(rank) times the file's. Dropout is of no
-    consequence. Every other key that changes the update (DoRA, ranks per module, initialisations that change
+    Rank-stabilized adapters (rsLoRA) are read, alpha then being sqrt(rank) times the file's. Dropout is of no
+    consequence. Every other key that changes the update (DoRA, ranks per module, initializations that change
     the base weights, ...) is refused by name, unknown keys too, and so is an adapter of some layers only.
 
     Args:

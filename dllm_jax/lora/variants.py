@@ -46,7 +46,7 @@ VARIANTS = {
     "arrow_config": "it is a router over other adapters (Arrow). Load one of these",
     "monteclora_config": "it draws its updates at random (MonteCLoRA). Train a plain LoRA",
 }
-HARMLESS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")  # initialisations; W stays as it is
+HARMLESS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")  # initializations; W stays as it is
 # Those that take something off W, or whose training began from a changed W.
 CHANGING = dict.fromkeys(("pissa", "olora", "corda", "lora_ga"), CONVERT) | {"loftq": MERGE}
 
@@ -54,7 +54,7 @@ CHANGING = dict.fromkeys(("pissa", "olora", "corda", "lora_ga"), CONVERT) | {"lo
 def read_scale(config: Config) -> tuple[int, float]:
     """Rank and alpha of an adapter_config.json; the update of a matrix is alpha / rank B A.
 
-    A rank-stabilised adapter is scaled by alpha / sqrt(rank): its alpha here is sqrt(rank) times the file's.
+    A rank-stabilized adapter is scaled by alpha / sqrt(rank): its alpha here is sqrt(rank) times the file's.
 
     Raises:
       ValueError: a key that makes the update another one, naming it, its value and what to do.
@@ -65,15 +65,15 @@ def read_scale(config: Config) -> tuple[int, float]:
     if lines:
         raise ValueError(listed(f"{config.where}: not an update W + s B A of the model's matrices", lines))
     rank, alpha = config.read("r", PositiveInt), config.read("lora_alpha", PositiveFloat)
-    stabilised = config.read("use_rslora", bool, default=False)
-    return rank, alpha * rank**0.5 if stabilised else alpha
+    stabilized = config.read("use_rslora", bool, default=False)
+    return rank, alpha * rank**0.5 if stabilized else alpha
 
 
 def _fault(key: str, value: Any) -> str:
     """Describes the fault of a key's value and its fix; "" if there is none."""
     what = f"{key}={shown(value)[:100]}"
     if key == "init_lora_weights":
-        return _fault_of_initialisation(what, value)
+        return _fault_of_initialization(what, value)
     if key in NEUTRAL or (key in SUPPORTED and value == SUPPORTED[key]):
         return ""
     if key not in SUPPORTED and (value is None or value is False or value in ("", [], {})):
@@ -82,13 +82,13 @@ def _fault(key: str, value: Any) -> str:
     return f"{what} is not supported: {VARIANTS.get(key, unknown)}"
 
 
-def _fault_of_initialisation(what: str, value: Any) -> str:
+def _fault_of_initialization(what: str, value: Any) -> str:
     plain = value.lower() if isinstance(value, str) else value
     if any(plain is known or (isinstance(plain, str) and plain == known) for known in HARMLESS):
         return ""
     kind = next((name for name in CHANGING if isinstance(plain, str) and plain.startswith(name)), None)
     if kind is None:
-        return f"{what} is not supported: the initialisation is unknown. {MERGE}"
+        return f"{what} is not supported: the initialization is unknown. {MERGE}"
     return f"{what} is not supported: the adapter belongs to base weights that it changed. {CHANGING[kind]}"
 
 

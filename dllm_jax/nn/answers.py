@@ -76,8 +76,8 @@ def _of_two_copies(
     if not spec.shifted:
         return hidden[:, -r:]
 
-    # Of a shifted head, the left neighbour of a block's first token is the end of a finished block, which is
-    # clean, as in decoding; that of other tokens is noisy. A token without a left neighbour predicts itself.
+    # Of a shifted head, the left neighbor of a block's first token is the end of a finished block, which is
+    # clean, as in decoding; that of other tokens is noisy. A token without a left neighbor predicts itself.
     position = jnp.broadcast_to(jnp.arange(length - r, length), (b, r))
     begins = spec.context.start(position, valid, response) == position
     all_valid = jnp.ones((b, length), bool) if valid is None else valid

@@ -4,7 +4,7 @@
     data = export(model, ids).serialize()
     jax.export.deserialize(data).call(model, ids)
 
-`import dllm_jax` registers models and the results of a generation; serialising needs the package flatbuffers.
+`import dllm_jax` registers models and the results of a generation; serializing needs the package flatbuffers.
 A generation says in which order the axes of its cache lie in memory (`dllm_jax.xla.order`), by a custom call
 for whose meaning in other versions of XLA JAX gives no guarantee: `CHECKS` is the consent to it. Programs for
 several platforms hold XLA's attention (`load(..., implementation="xla")`): every platform's branch is lowered

@@ -22,7 +22,7 @@ from dllm_jax.nn.spec import ModelSpec
 
 Weights = Literal["int8"]  # how matrices are held, if not in the model's dtype
 LARGEST = 127  # -128 is not used: the range is symmetric
-PIECE = 2**24  # scalars that are float32 at once while a matrix is quantised
+PIECE = 2**24  # scalars that are float32 at once while a matrix is quantized
 
 
 @jax.tree_util.register_dataclass
@@ -122,10 +122,10 @@ def placements(
     return jax.tree.map(where, axes_of(leaf, weights))
 
 
-def quantise(array: Float[np.ndarray, "..."], axes: str, outputs: str) -> Int8Matrix:
+def quantize(array: Float[np.ndarray, "..."], axes: str, outputs: str) -> Int8Matrix:
     """The nearest int8 matrix of an array on the host, computed in float32, bounded in memory.
 
-    Halves go to the even neighbour. A channel of zeros has the scale 1, and so has one of numbers so small
+    Halves go to the even neighbor. A channel of zeros has the scale 1, and so has one of numbers so small
     that its scale would not be a normal float32: these become zeros.
 
     Args:
@@ -157,12 +157,12 @@ def quantise(array: Float[np.ndarray, "..."], axes: str, outputs: str) -> Int8Ma
     return Int8Matrix(values, scale)
 
 
-def dequantise(
+def dequantize(
     matrix: Int8Matrix, axes: str, outputs: str, piece: slice = slice(None)
 ) -> Float[np.ndarray, "..."]:
     """The float32 array that an int8 matrix on the host stands for, or a `piece` along its first axis.
 
-    Other arguments as of `quantise`.
+    Other arguments as of `quantize`.
     """
     # The scale with an axis of length 1 for every input, so that it broadcasts against the values.
     inputs = tuple(i for i, axis in enumerate(axes) if axis not in outputs)

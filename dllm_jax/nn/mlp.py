@@ -110,7 +110,7 @@ def route(
         choice = _in_best_groups(choice, spec)
     _, chosen = jax.lax.top_k(choice, spec.per_token)
     weight = jnp.take_along_axis(score, chosen, axis=-1)
-    if spec.renormalised:
+    if spec.renormalized:
         weight = weight / (jnp.sum(weight, axis=-1, keepdims=True) + 1e-20)
     return chosen, weight * spec.scale
 

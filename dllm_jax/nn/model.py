@@ -46,8 +46,8 @@ class Model:
       origin: the directory that it was loaded from, whose tokenizer `save_hf` writes along. No part of the
         pytree: programs are the same whatever it is, and what they or `jax.tree.map` return has None.
       is_rebuilt: Whether a program or `jax.tree.map` returned it, which drops an origin: `save_hf` warns.
-      quantised: How the weights in that directory are quantised, such as "gptq, 4 bits"; the model's are
-        dequantised. No part of the pytree either.
+      quantized: How the weights in that directory are quantized, such as "gptq, 4 bits"; the model's are
+        dequantized. No part of the pytree either.
     """
 
     params: Params
@@ -58,7 +58,7 @@ class Model:
     generation: Generation = Generation()
     origin: Path | None = dataclasses.field(default=None, compare=False)
     is_rebuilt: bool = dataclasses.field(default=False, compare=False)
-    quantised: str | None = dataclasses.field(default=None, compare=False)
+    quantized: str | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self):
         check_argument("spec", self.spec, ModelSpec)
@@ -85,8 +85,8 @@ class Model:
         elif self.implementation:
             best = (f"{entry.operation} by {entry.implementation}" for entry in self.implementation)
             lines.append(f"{', '.join(dict.fromkeys(best))}, of the calls that it takes: see `explain`")
-        if self.quantised is not None:
-            lines.append(f"dequantised from {self.quantised}")
+        if self.quantized is not None:
+            lines.append(f"dequantized from {self.quantized}")
         if self.vision is not None:
             lines.append(f"vision  {count(self.vision):,} parameters of tower and projector")
         return "\n  ".join([f"Model({self.spec.family}, {size})", *lines])
@@ -180,7 +180,7 @@ def encode(
     def run(layer: Layer, x):
         layer = intervened(layer, interventions, position, step)
         one = layer_pass or exact_layer
-        # Weights are an argument of what is rematerialised, not a constant of it: their gradients go through
+        # Weights are an argument of what is rematerialized, not a constant of it: their gradients go through
         # it.
         exact = lambda weights, x: one(dataclasses.replace(layer, weights=weights), x, position, mask)
         return (jax.checkpoint(exact) if remat else exact)(layer.weights, x)

@@ -68,7 +68,7 @@ class Decoder(nnx.Module):
             self.head = table()
 
 
-def initialise(
+def initialize(
     spec: ModelSpec, key: PRNGKeyArray, dtype: Any = jnp.float32, gain: float = 1.0
 ) -> dict[str, Any]:
     """Random parameters for training.

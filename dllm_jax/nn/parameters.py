@@ -44,10 +44,10 @@ def abstract(
 
 @functools.cache
 def _of_modules(spec: ModelSpec, dtype: np.dtype) -> PyTree[jax.ShapeDtypeStruct]:
-    from dllm_jax.nn.modules import initialise  # Flax is slow to import
+    from dllm_jax.nn.modules import initialize  # Flax is slow to import
 
     # By a trace of the modules, which make them by the table of axes (`dllm_jax.nn.sharding`).
-    return jax.eval_shape(lambda: initialise(spec, jax.random.key(0), dtype))
+    return jax.eval_shape(lambda: initialize(spec, jax.random.key(0), dtype))
 
 
 def abstract_vision(spec: ModelSpec, dtype: Any = jnp.float32) -> Params | None:

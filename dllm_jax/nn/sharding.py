@@ -42,7 +42,7 @@ AXES: dict[str, str] = {
     "head": "vm",
 }
 # Of a vision tower and its projector, with the axes of their biases ("" where there are none), in letters of
-# their own (`sizes`): N layers, M width, H heads, D head width, F MLP width, P patches, C colours, I and J
+# their own (`sizes`): N layers, M width, H heads, D head width, F MLP width, P patches, C colors, I and J
 # pixels of a patch; E is the inner width of the projector.
 _VISION = {
     "patch": ("IJCM", "M"),

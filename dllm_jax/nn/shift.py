@@ -11,9 +11,9 @@ from dllm_jax.nn.spec import ModelSpec
 
 
 def predictors(valid: Bool[Array, "b l"], spec: ModelSpec) -> Int[Array, "b l"]:
-    """The position whose output predicts each position: its left neighbour where the head is shifted.
+    """The position whose output predicts each position: its left neighbor where the head is shifted.
 
-    A position without a left neighbour (the first one, or the first after padding) predicts itself, as in
+    A position without a left neighbor (the first one, or the first after padding) predicts itself, as in
     Dream's reference.
 
     Args:
@@ -32,25 +32,25 @@ def predicting_positions(
     """The set of positions whose output predicts these positions; see `predictors`."""
     if not spec.shifted:
         return positions
-    # The first token predicts itself, and its right neighbour.
+    # The first token predicts itself, and its right neighbor.
     has_left = _has_left(valid)
     of_right = jnp.pad((positions & has_left)[:, 1:], ((0, 0), (0, 1)))
     return of_right | (positions & ~has_left)
 
 
 def by_predictor(values: Float[Array, "b l"], spec: ModelSpec) -> Float[Array, "b l"]:
-    """The value of the token that each position predicts, 0 where it predicts none: the right neighbour's.
+    """The value of the token that each position predicts, 0 where it predicts none: the right neighbor's.
 
-    A first token that predicts itself has the value of its right neighbour, which it predicts too.
+    A first token that predicts itself has the value of its right neighbor, which it predicts too.
     """
     return jnp.pad(values[:, 1:], ((0, 0), (0, 1))) if spec.shifted else values
 
 
 def _has_left(valid: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
-    """Marks positions whose left neighbour is on the canvas and no padding."""
+    """Marks positions whose left neighbor is on the canvas and no padding."""
     return jnp.pad(valid[:, :-1], ((0, 0), (1, 0)))
 
 
 def first_predictor(position: int, spec: ModelSpec) -> int:
-    """The position whose output predicts a token at `position` that has a left neighbour."""
+    """The position whose output predicts a token at `position` that has a left neighbor."""
     return position - int(spec.shifted)

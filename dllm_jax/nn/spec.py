@@ -85,10 +85,10 @@ class ExpertSpec(Options):
       shared: width of the gated MLP that every token takes besides its experts `j`; 0 if there is none.
       dense: layers that have an MLP of `ModelSpec.mlp_width` instead.
       sigmoid: a token's scores of experts are sigmoids (LLaDA2) rather than a softmax over all experts.
-      renormalised: the weights of a token's experts are divided by their sum.
+      renormalized: the weights of a token's experts are divided by their sum.
       scale: Final factor of the weights.
       bias: a number per expert is added to its score for the choice alone (LLaDA2).
-      groups: neighbouring experts form so many groups of equal size.
+      groups: neighboring experts form so many groups of equal size.
       groups_per_token: Number of groups from which a token's experts are chosen: those with the best pairs.
     """
 
@@ -98,7 +98,7 @@ class ExpertSpec(Options):
     shared: NonNegativeInt = 0
     dense: tuple[NonNegativeInt, ...] = ()
     sigmoid: bool = False
-    renormalised: bool = False
+    renormalized: bool = False
     scale: PositiveFloat = 1.0
     bias: bool = False
     groups: PositiveInt = 1

@@ -52,7 +52,7 @@ class D2Cache(Policy):
 
     Equals exact decoding when: p=1.
     Differences: Four slips of the reference are repaired as its comments intend. From its code, unlike the
-      paper: the density is normalised, the nucleus stays within p, and M* ends with the block that holds the
+      paper: the density is normalized, the nucleus stays within p, and M* ends with the block that holds the
       k-th mask. Beyond both: padding is never computed or counted, and negative scores ("entropy") are
       divided by the density.
     """
@@ -218,12 +218,12 @@ def expected_masks(score: Float[Array, "b l"], canvas: Canvas, k: Count) -> Bool
 
 
 def inflated(chosen: Bool[Array, "b l"], distance: Count) -> Bool[Array, "b l"]:
-    """The set, and the positions between two neighbours of it that are at most `distance` apart."""
+    """The set, and the positions between two neighbors of it that are at most `distance` apart."""
     if fixed_at(distance, 0):
         return chosen
 
     # Nearest members on either side, the position itself counting as both. Sentinels outside of the canvas
-    # make every gap to a missing neighbour longer than the canvas.
+    # make every gap to a missing neighbor longer than the canvas.
     length = chosen.shape[1]
     position, distance = jnp.arange(length), jnp.minimum(distance, length)
     previous = jax.lax.cummax(jnp.where(chosen, position, -distance - 1), axis=1)

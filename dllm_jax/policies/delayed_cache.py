@@ -17,13 +17,13 @@ from dllm_jax.state.layout import Layout
 
 @dataclasses.dataclass(frozen=True)
 class DelayedCache(Policy):
-    """Recomputes a token of the block until it and its right neighbour have been computed unmasked.
+    """Recomputes a token of the block until it and its right neighbor have been computed unmasked.
 
     Use it on block-causal models where the number of computed tokens limits a step: large batches, long
     blocks.
 
     The first step of a model's block computes all of it. Later steps leave out a token if it and its right
-    neighbour were unmasked before the previous step; the last token needs no neighbour. The final keys and
+    neighbor were unmasked before the previous step; the last token needs no neighbor. The final keys and
     values of a block are computed with the next block's first step, as in exact decoding.
 
     Memory: Dense keys and values for all positions.
@@ -53,7 +53,7 @@ class DelayedCache(Policy):
 
 
 def settled(canvas: Canvas) -> Bool[Array, "b l"]:
-    """Positions of the model's block that the previous step computed with their last token and neighbour."""
+    """Positions of the model's block that the previous step computed with their last token and neighbor."""
     known = canvas.valid & ~canvas.masked & ~canvas.just_decoded
     last = canvas.position == canvas.model_block_end - 1
     return known & (jnp.pad(known[:, 1:], ((0, 0), (0, 1)), constant_values=True) | last)

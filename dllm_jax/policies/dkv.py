@@ -65,7 +65,7 @@ class DKV(Policy):
         """Positions not reused yet: their tokens are masked, or were decoded in the last `delay` steps.
 
         The last position of a shifted head predicts nothing. It is reused after the first `delay` steps of a
-        block ("un"), whether or not its own token is decoded, or together with its neighbour ("un_right").
+        block ("un"), whether or not its own token is decoded, or together with its neighbor ("un_right").
         """
         tokens = canvas.masked | canvas.decoded_within(self.delay)
         if not canvas.spec.shifted:
@@ -76,7 +76,7 @@ class DKV(Policy):
         if self.shift == "un":
             return predictors | (last & (canvas.block_step <= self.delay)[:, None])
 
-        # "un_right": also while its own token is not settled; the last position goes with its left neighbour.
+        # "un_right": also while its own token is not settled; the last position goes with its left neighbor.
         both = predictors | tokens
         return both | (last & jnp.roll(both, 1, axis=1))
 

@@ -21,7 +21,7 @@ from dllm_jax.state.selection import best
 
 @dataclasses.dataclass(frozen=True)
 class DKVGreedy(Policy):
-    """Recomputes only the tokens that a step unmasks, those of the last step, and masked neighbours.
+    """Recomputes only the tokens that a step unmasks, those of the last step, and masked neighbors.
 
     Use it with `RandomOrder` when the number of computed tokens must not grow with the response. It needs to
     know the tokens to unmask (D_t) before the model runs, so it works with `RandomOrder` only.
@@ -34,9 +34,9 @@ class DKVGreedy(Policy):
     Attributes:
       refresh_every: Steps between full steps, counted within a block; None refreshes at its first step only.
         The paper uses 2.
-      window: Number of masked neighbours recomputed with each centre, both sides together. At most 6 in the
+      window: Number of masked neighbors recomputed with each center, both sides together. At most 6 in the
         paper.
-      around: Centres of the windows: the tokens being unmasked ("next", the reference), or those just
+      around: Centers of the windows: the tokens being unmasked ("next", the reference), or those just
         unmasked ("last", which the paper found better).
 
     Equals exact decoding when: refresh_every=1.
@@ -57,8 +57,8 @@ class DKVGreedy(Policy):
         assert canvas.planned_order is not None, "canvas.planned is known"
         order = canvas.planned_order if self.around == "next" else order_of(canvas.just_decoded)
 
-        # The window: masked neighbours of the centres, chosen by each centre in turn.
-        near = neighbours(order, canvas.masked, selected, self.window)
+        # The window: masked neighbors of the centers, chosen by each center in turn.
+        near = neighbors(order, canvas.masked, selected, self.window)
         return (
             interval(canvas, self.refresh_every)
             | selected
@@ -70,36 +70,36 @@ class DKVGreedy(Policy):
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
         """D_t, D_{t-1}, the window, and the positions that predict D_t."""
         # The even schedule decodes at most `decoded` per step: D_t, D_{t-1}, predictors, and a window per
-        # centre.
+        # center.
         decoded = -(-layout.block // layout.steps_per_block)
         return (min(decoded * (3 + self.window), layout.length),)
 
 
-def neighbours(
+def neighbors(
     order: Int[Array, "b l"], masked: Bool[Array, "b l"], selected: Bool[Array, "b l"], size: int
 ) -> Bool[Array, "b l"]:
-    """The `size` nearest masked positions of each centre that are not selected yet, the left of two first.
+    """The `size` nearest masked positions of each center that are not selected yet, the left of two first.
 
     Args:
-      order: Order in which the centres choose, from 0; -1 elsewhere.
+      order: Order in which the centers choose, from 0; -1 elsewhere.
       masked: positions that may be chosen.
-      selected: positions that are computed in any case, the centres among them.
-      size: positions per centre, both sides together.
+      selected: positions that are computed in any case, the centers among them.
+      size: positions per center, both sides together.
     """
     position = jnp.arange(order.shape[1])
     count = jnp.full(order.shape[:1], size, jnp.int32)
 
-    # Centres choose one after the other, since none may choose a position that an earlier one has.
+    # Centers choose one after the other, since none may choose a position that an earlier one has.
     def choose(i: Int[Array, ""], near: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
         # Distance doubled, and one more to the right: of two equally near positions the left one is nearer.
-        centre = order == i
-        offset = position - jnp.argmax(centre, axis=1, keepdims=True)
+        center = order == i
+        offset = position - jnp.argmax(center, axis=1, keepdims=True)
         distance = 2 * jnp.abs(offset) + (offset > 0)
 
-        # A sequence with fewer centres has none left, and chooses nothing.
-        free = masked & ~selected & ~near & jnp.any(centre, axis=1, keepdims=True)
+        # A sequence with fewer centers has none left, and chooses nothing.
+        free = masked & ~selected & ~near & jnp.any(center, axis=1, keepdims=True)
         return near | best(jnp.where(free, -distance.astype(jnp.float32), -jnp.inf), count)
 
-    # As many rounds as the sequence with most centres needs.
+    # As many rounds as the sequence with most centers needs.
     nothing = jnp.zeros_like(selected)
     return jax.lax.fori_loop(0, jnp.max(order) + 1, choose, nothing) if size else nothing

@@ -34,7 +34,7 @@ class FOCUS(DelayedCache):
 
     The first two layers run on all rows of `DelayedCache`. The masks whose importance grows most from the
     first layer to the second stay, about `alpha` times as many as a step has unmasked on average; so do their
-    left neighbours, and masks left of them that never stayed. The other masks leave: later layers skip them,
+    left neighbors, and masks left of them that never stayed. The other masks leave: later layers skip them,
     and the step does not unmask them. Decoded rows always stay.
 
     Memory: Dense keys and values for all positions.
@@ -66,7 +66,7 @@ class FOCUS(DelayedCache):
         if spec.shifted:
             raise ValueError(
                 f"FOCUS does not support shifted output heads ({spec.family}): a row that leaves predicts "
-                "its neighbour. Use DelayedCache()."
+                "its neighbor. Use DelayedCache()."
             )
         importance = jnp.zeros((batch, LAYERS, layout.block))
         shared = Focus(importance, nothing, nothing, jnp.full((batch,), -1, jnp.int32))
@@ -200,7 +200,7 @@ def leaving(found: Focus, canvas: Canvas, alpha: float) -> Bool[Array, "b l"]:
     chosen = jnp.where(enough, outliers, largest) | (count <= most)
     chosen = spread(chosen & real, places(index, canvas.layout.length), False)
 
-    # Their left neighbours, and masks left of them that never stayed: so all that is read was computed.
+    # Their left neighbors, and masks left of them that never stayed: so all that is read was computed.
     stays = chosen | (masks & jnp.pad(chosen[:, 1:], ((0, 0), (0, 1))))
     rightmost = jnp.max(jnp.where(stays, canvas.position, -1), axis=1, keepdims=True)
     new = (canvas.position > found.progress[:, None]) & (canvas.position < rightmost)
@@ -210,7 +210,7 @@ def leaving(found: Focus, canvas: Canvas, alpha: float) -> Bool[Array, "b l"]:
 def among_masks(
     q: Float[Array, "b w h d"], k: Float[Array, "b w k d"], real: Bool[Array, "b w"]
 ) -> Float[Array, "b w"]:
-    """Attention that each mask receives from the masks, max-pooled over three neighbours among them.
+    """Attention that each mask receives from the masks, max-pooled over three neighbors among them.
 
     Args:
       q: rotated queries of the masks.

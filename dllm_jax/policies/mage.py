@@ -35,7 +35,7 @@ class MAGE(ChosenReads):
 
     Equals exact decoding when: keep=1.0, or every block takes one step.
     Differences: There is no released code. The softmax of the votes runs over earlier blocks and the block
-      itself, which does not count towards `keep`. The choice runs after attention, not along with the MLP.
+      itself, which does not count toward `keep`. The choice runs after attention, not along with the MLP.
 
     Attributes:
       keep: KV pairs of earlier blocks to attend to, per layer and KV head: a number, or a fraction in [0, 1].

@@ -32,7 +32,7 @@ class SparseDLLM(Policy):
     compute than `DualCache`.
 
     The first 1 + delay steps of a block are full steps. The last one scores all keys outside the block by the
-    block's mean query and max-pools the scores over neighbours (Algorithms 1 and 4). It retains a fraction
+    block's mean query and max-pools the scores over neighbors (Algorithms 1 and 4). It retains a fraction
     `keep` of the KV pairs, the same ones for all heads of a layer. Later steps recompute the block and attend
     to the retained pairs and to the block.
 

@@ -298,7 +298,7 @@ class Sampler(Options, abc.ABC):
         logits, tempered, keep = self._filtered(logits, canvas)
         token = self._choose(logits, keep, index, canvas, noise)
 
-        # The confidence is that of the distribution after the filters: they renormalise it. LLaDA scores the
+        # The confidence is that of the distribution after the filters: they renormalize it. LLaDA scores the
         # un-tempered distribution, Dream the tempered one.
         scored = tempered if self.tempered_confidence else logits
         if keep is not None:

@@ -1,6 +1,6 @@
 """Parallel decoding: samplers that unmask all tokens that are sure enough, until a block is done.
 
-Fast-dLLM's threshold and factor; LocalLeap, a lower threshold for the neighbours of sure tokens; EB-Sampler,
+Fast-dLLM's threshold and factor; LocalLeap, a lower threshold for the neighbors of sure tokens; EB-Sampler,
 entropy-bounded unmasking; and the schedules of the block-causal models SDAR and LLaDA2.0.
 """
 
@@ -123,7 +123,7 @@ class Factor(UntilDone):
 class LocalLeap(UntilDone):
     """Unmasks every position that reaches a threshold (an anchor), and by a lower one those near an anchor.
 
-    Use it where `Threshold` is: it unmasks the same tokens in a step, and more of their neighbours
+    Use it where `Threshold` is: it unmasks the same tokens in a step, and more of their neighbors
     (LocalLeap, arXiv:2510.07081). Anchors are candidates of the step itself, never tokens of earlier steps.
     The most confident position is unmasked in any case.
 
@@ -155,11 +155,11 @@ class LocalLeap(UntilDone):
 
     @override
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
-        """The anchors, their neighbours that are sure enough, and the most confident position."""
+        """The anchors, their neighbors that are sure enough, and the most confident position."""
         index, score = candidates.index, candidates.score
         anchor = score >= self.threshold
 
-        # Distances are between positions: candidates that are neighbours in the list may lie far apart.
+        # Distances are between positions: candidates that are neighbors in the list may lie far apart.
         distance = jnp.abs(index[:, :, None] - index[:, None])
         near = jnp.any(anchor[:, None] & (distance <= self.radius), axis=2)
         surest = best(score, 1)

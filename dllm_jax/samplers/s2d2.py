@@ -254,7 +254,7 @@ class S2D2(UntilDone):
 
 
 def first_run(offered: Bool[Array, "b c"], index: Int[Array, "b c"]) -> Bool[Array, "b c"]:
-    """The offered candidates at neighbouring positions from the first one on."""
+    """The offered candidates at neighboring positions from the first one on."""
     place = jnp.arange(index.shape[1])
     first = jnp.argmax(offered, axis=1)[:, None]
     start = jnp.take_along_axis(index, first, axis=1)

@@ -91,7 +91,7 @@ def dream_fraction(step: Int[Array, "b"], steps: Int[Array, "b"], eps: float) ->
 def dream_times(steps: int, eps: float) -> np.ndarray:
     """linspace(1, eps, steps + 1) in float32 exactly as torch rounds it.
 
-    Torch builds the grid from both ends towards the middle, each entry one fused multiply-add.
+    Torch builds the grid from both ends toward the middle, each entry one fused multiply-add.
     """
     # The stride is a float32 quotient. Products and sums in float64, rounded once to float32, are what a
     # fused multiply-add gives.

@@ -205,7 +205,7 @@ Streamed = TypeVar("Streamed")  # an array or a pytree of them
 def repeat(tree: Streamed, streams: int) -> Streamed:
     """Arrays of sequences with each sequence once per stream (conditional and unconditional, for guidance).
 
-    The streams of a sequence are neighbours: over a mesh, they lie on the same devices.
+    The streams of a sequence are neighbors: over a mesh, they lie on the same devices.
     """
     if streams == 1:
         return tree

@@ -48,14 +48,14 @@ def mean_query_score(
 
 
 def max_pool(score: Float[Array, "b l"], among: Bool[Array, "b l"], kernel: int) -> Float[Array, "b l"]:
-    """Maximum over `kernel` neighbours within `among`; positions outside of the set are skipped over.
+    """Maximum over `kernel` neighbors within `among`; positions outside of the set are skipped over.
 
     Args:
       score: may hold anything outside of `among`.
       among: the members; -inf is returned elsewhere.
       kernel: odd window; 1 does not pool. The window is cut off at the ends of the set.
     """
-    # Members are packed side by side, so that those next to a gap are neighbours, pooled, and put back.
+    # Members are packed side by side, so that those next to a gap are neighbors, pooled, and put back.
     # A window beyond both ends of the line holds all of it.
     length = score.shape[1]
     kernel = min(kernel, 2 * length - 1)

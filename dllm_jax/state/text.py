@@ -1,4 +1,4 @@
-"""Text as token ids, in which special tokens are recognised or plain text."""
+"""Text as token ids, in which special tokens are recognized or plain text."""
 
 import dataclasses
 import hashlib
@@ -182,7 +182,7 @@ def continued(tokenizer: Any, rendered: Rendered, more: str) -> Rendered:
 
 
 def encode_rendered(tokenizer: Any, rendered: Rendered) -> list[int]:
-    """Encodes a text: special tokens are recognised, but not in its plain stretches.
+    """Encodes a text: special tokens are recognized, but not in its plain stretches.
 
     Raises:
       ValueError: as `encode_plain`.

@@ -1,4 +1,4 @@
-"""Questions about pictures of coloured digits on a dark square, for models with a vision tower."""
+"""Questions about pictures of colored digits on a dark square, for models with a vision tower."""
 
 import dataclasses
 from typing import Annotated
@@ -13,7 +13,7 @@ from dllm_jax.tasks.base import DIGITS, ChecksumSplit, Example
 CELL = 8  # pixels along each side of a cell; glyphs are smaller, and are put anywhere in theirs
 CELLS = 8  # along each side of a picture
 SIDE = CELL * CELLS
-COLOURS = {  # with names that begin differently
+COLORS = {  # with names that begin differently
     "red": (225, 60, 60),
     "green": (60, 200, 70),
     "blue": (80, 110, 255),
@@ -49,17 +49,17 @@ def picture(
 
     Args:
       rng: Random generator of background, places and noise.
-      marks: a digit, its colour, and row and column of its cell, from 0, of each.
+      marks: a digit, its color, and row and column of its cell, from 0, of each.
     """
     image = np.empty((SIDE, SIDE, 3))
-    # One dark colour for the background, in which no mark can hide.
+    # One dark color for the background, in which no mark can hide.
     image[:] = rng.integers(BACKGROUND + 1, size=3)
-    for digit, colour, row, column in marks:
+    for digit, color, row, column in marks:
         # A glyph is smaller than its cell, and may be anywhere within.
         glyph = GLYPHS[digit]
         top = row * CELL + rng.integers(CELL - glyph.shape[0] + 1)
         left = column * CELL + rng.integers(CELL - glyph.shape[1] + 1)
-        image[top : top + glyph.shape[0], left : left + glyph.shape[1]][glyph] = COLOURS[colour]
+        image[top : top + glyph.shape[0], left : left + glyph.shape[1]][glyph] = COLORS[color]
     return np.clip(image + rng.normal(0, NOISE, image.shape), 0, 255).astype(np.uint8)
 
 
@@ -67,18 +67,18 @@ def picture(
 class ReadNumbers(ChecksumSplit):
     """`value r` is answered with the red number of the picture; the size is how many numbers it shows.
 
-    Numbers have colours of their own, which questions call by their initials, and each stands in a row of
+    Numbers have colors of their own, which questions call by their initials, and each stands in a row of
     cells of its own. A decoder has to find the asked one among all, and to read its digits from as many image
     tokens.
 
     Attributes:
-      colours: Number of different colours.
+      colors: Number of different colors.
       digits: length of a number.
       scattered: numbers begin anywhere in their row; otherwise all in one column, which tells their digits
         apart by column.
     """
 
-    colours: Annotated[int, Interval(ge=1, le=len(COLOURS))] = len(COLOURS)
+    colors: Annotated[int, Interval(ge=1, le=len(COLORS))] = len(COLORS)
     digits: Annotated[int, Interval(ge=1, le=CELLS)] = 3
     scattered: bool = False
 
@@ -90,18 +90,18 @@ class ReadNumbers(ChecksumSplit):
 
     @override
     def _sizes(self) -> tuple[int, float, str]:
-        return 1, self.colours, "the number of colours"
+        return 1, self.colors, "the number of colors"
 
     @override
     def _draw(self, rng: np.random.Generator, size: int) -> Example:
-        # Numbers differ in colour and row, so that a question names exactly one of them.
-        colours = rng.permutation(list(COLOURS)[: self.colours])[:size].tolist()
+        # Numbers differ in color and row, so that a question names exactly one of them.
+        colors = rng.permutation(list(COLORS)[: self.colors])[:size].tolist()
         rows = rng.permutation(CELLS)[:size].tolist()
         numbers = ["".join(DIGITS[i] for i in drawn) for drawn in rng.integers(10, size=(size, self.digits))]
         marks = []
-        for colour, row, number in zip(colours, rows, numbers, strict=True):
-            # Digits stand in neighbouring cells of their row.
+        for color, row, number in zip(colors, rows, numbers, strict=True):
+            # Digits stand in neighboring cells of their row.
             room = CELLS - self.digits
             first = int(rng.integers(room + 1)) if self.scattered else room // 2
-            marks += [(digit, colour, row, first + i) for i, digit in enumerate(number)]
-        return Example(f"value {colours[0][0]}", numbers[0], picture(rng, marks))
+            marks += [(digit, color, row, first + i) for i, digit in enumerate(number)]
+        return Example(f"value {colors[0][0]}", numbers[0], picture(rng, marks))

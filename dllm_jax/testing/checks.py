@@ -168,7 +168,7 @@ def nothing_leaves_the_device_inside(of: Subject):
 
 
 def no_copy_of_the_cache_inside_the_loop(of: Subject, apart: bool = False):
-    """Copies of arrays as large as the cache stand only outside of loop bodies in the optimised program."""
+    """Copies of arrays as large as the cache stand only outside of loop bodies in the optimized program."""
     text = optimized_text(traced(of, apart))
     layout, streams = PROGRAM, 2 if of.sampler.cfg_scale else 1
     cache = jax.eval_shape(lambda: of.policy.init(of.model.spec, layout, 2 * streams, jnp.float32))

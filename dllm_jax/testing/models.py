@@ -40,7 +40,7 @@ _NEMOTRON = dataclasses.replace(
 _A2D = dataclasses.replace(_SDAR, family="a2d-qwen3", block_size=0, blocks_from="response")
 _RND1 = dataclasses.replace(
     _SDAR, family="rnd1", block_size=0, shifted=True,
-    experts=ExpertSpec(count=6, per_token=2, mlp_width=24, renormalised=True),
+    experts=ExpertSpec(count=6, per_token=2, mlp_width=24, renormalized=True),
 )  # fmt: skip
 _SPECS = {spec.family: spec for spec in (_LLADA, _DREAM, _LLADA_MOE, _SDAR, _NEMOTRON, _A2D, _RND1)}
 # One family for each kind of model: full attention, shifted output head, block-causal, causal context.

@@ -17,7 +17,7 @@ EQUAL = 2.0**-20  # of the largest magnitude of a group: eight steps of float32
 
 
 @number_modes()
-def group_advantages(rewards: Num[AnyArray, "b"], group: int, normalise: bool = True) -> Float[Array, "b"]:
+def group_advantages(rewards: Num[AnyArray, "b"], group: int, normalize: bool = True) -> Float[Array, "b"]:
     """Computes advantages relative to the group: (reward - mean) / standard deviation.
 
     The formula is GRPO's (arXiv:2402.03300, 4.1.2). It does not depend on the scale of the rewards: in
@@ -32,7 +32,7 @@ def group_advantages(rewards: Num[AnyArray, "b"], group: int, normalise: bool = 
     Args:
       rewards: Reward of each response, of any real dtype; responses to one prompt are adjacent.
       group: Number of responses per prompt, at least 2.
-      normalise: Whether to divide by the group's standard deviation; d1 (arXiv:2504.12216) leaves that out,
+      normalize: Whether to divide by the group's standard deviation; d1 (arXiv:2504.12216) leaves that out,
         as Dr. GRPO does (arXiv:2503.20783).
 
     Returns:
@@ -40,10 +40,10 @@ def group_advantages(rewards: Num[AnyArray, "b"], group: int, normalise: bool = 
 
     Raises:
       ValueError: rewards that are not finite, a number of responses that is no multiple of `group`, or
-        differences that float32 cannot hold (without `normalise`).
+        differences that float32 cannot hold (without `normalize`).
     """
     check_argument("group", group, Annotated[PositiveInt, Interval(ge=2)])
-    check_argument("normalise", normalise, bool)
+    check_argument("normalize", normalize, bool)
     rewards = finite("rewards", rewards)
     if rewards.ndim != 1 or rewards.size % group or not rewards.size:
         raise ValueError(f"rewards have shape {rewards.shape}; expected a multiple of group={group}")
@@ -51,13 +51,13 @@ def group_advantages(rewards: Num[AnyArray, "b"], group: int, normalise: bool = 
     xp = host.module(above)
     # A_i = (r_i - mean) / std over the responses to one prompt; a group of equal rewards teaches nothing.
     shares = above / xp.where(span > 0, span, 1)  # in [0, 1]: no square of them is too large or too small
-    centred = shares - xp.mean(shares, axis=1, keepdims=True)
-    if normalise:
-        spread = xp.sqrt(xp.mean(centred**2, axis=1, keepdims=True))
-        centred = centred / xp.where(span > 0, spread, 1)
+    centered = shares - xp.mean(shares, axis=1, keepdims=True)
+    if normalize:
+        spread = xp.sqrt(xp.mean(centered**2, axis=1, keepdims=True))
+        centered = centered / xp.where(span > 0, spread, 1)
     else:
-        centred = centred * span / scale
-    return jnp.asarray(finite("advantages", centred.reshape(-1), np.float32)).astype(jnp.float32)
+        centered = centered * span / scale
+    return jnp.asarray(finite("advantages", centered.reshape(-1), np.float32)).astype(jnp.float32)
 
 
 def _above_least(rewards: Num[AnyArray, "n g"]) -> tuple[AnyArray, AnyArray, AnyArray]:

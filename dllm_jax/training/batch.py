@@ -209,7 +209,7 @@ Memory = dict[str, Any]
 class Source(Protocol):
     """A stream of batches.
 
-    A source keeps all its state in its memory, a JSON-serialisable dict, so a resumed run sees the batches it
+    A source keeps all its state in its memory, a JSON-serializable dict, so a resumed run sees the batches it
     would have seen without the interruption.
     """
 

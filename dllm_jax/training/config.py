@@ -1,4 +1,4 @@
-"""Options of a training run, and the optimiser they describe."""
+"""Options of a training run, and the optimizer they describe."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ MATRICES = _HEADS | {f"vision_{name}": axes for name, axes in _HEADS.items()}
 MATRICES |= dict.fromkeys(("gate", "up", "down", "fc1", "fc2"), ((0,), (1,)))
 MATRICES |= dict.fromkeys(("shared_gate", "shared_up", "shared_down"), ((0,), (1,)))
 MATRICES |= dict.fromkeys(("expert_gate", "expert_up", "expert_down"), ((1,), (2,)))
-OF_THE_OPTIMISER = ("learning_rate", "muon", "warmup", "decay", "weight_decay", "beta1", "beta2", "clip")
+OF_THE_OPTIMIZER = ("learning_rate", "muon", "warmup", "decay", "weight_decay", "beta1", "beta2", "clip")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class TrainConfig(Options):
         arXiv:2508.19529). None, or the length of the whole answer, is LLaDA's loss.
       causal_weight: weight of the clean answer's next-token loss, see `masked_diffusion_loss`; of models with
         a causal context alone.
-      master_weights: keep trained parameters of narrower models (bfloat16), and with them the optimiser's
+      master_weights: keep trained parameters of narrower models (bfloat16), and with them the optimizer's
         state, in float32; every step computes with a copy in the model's dtype. Without, steps that are
         smaller than the spacing of bfloat16 numbers (1/256 of a weight) are lost.
       seed: Random seed of the masks.
@@ -124,7 +124,7 @@ def schedule(config: TrainConfig, peak: float | None = None) -> optax.Schedule:
 
 
 @functools.cache
-def optimiser(config: TrainConfig) -> optax.GradientTransformation:
+def optimizer_of(config: TrainConfig) -> optax.GradientTransformation:
     """AdamW, or Muon with AdamW, with clipping and the schedule; the same object for equal options."""
     clip = optax.clip_by_global_norm(config.clip)
     adamw = optax.adamw(

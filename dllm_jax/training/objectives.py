@@ -66,7 +66,7 @@ def dpo_loss(
     reference_rejected: Float[Array, "b"],
     beta: float = 0.1,
 ) -> tuple[Float[Array, ""], PreferenceMetrics]:
-    """Direct preference optimisation (arXiv:2305.18290, equation 7) over log-probabilities or their bounds:
+    """Direct preference optimization (arXiv:2305.18290, equation 7) over log-probabilities or their bounds:
 
         -mean log sigmoid(beta ((chosen - reference_chosen) - (rejected - reference_rejected))).
 
@@ -115,7 +115,7 @@ def vrpo_loss(
     chunk: int = 1,
     remat: bool = False,
 ) -> tuple[Float[Array, ""], PreferenceMetrics]:
-    """Variance-reduced preference optimisation: `dpo_loss` of ELBO estimates (LLaDA 1.5, arXiv:2505.19223).
+    """Variance-reduced preference optimization: `dpo_loss` of ELBO estimates (LLaDA 1.5, arXiv:2505.19223).
 
     Policy and reference see the same noise levels and masks of a response; the two responses have draws of
     their own. For the estimator and the budget see `elbo_masks`.
@@ -173,7 +173,7 @@ def grpo_loss(
     clip: float = 0.2,
     kl: float = 0.0,
 ) -> tuple[Float[Array, ""], PolicyMetrics]:
-    """Group relative policy optimisation (arXiv:2402.03300, equation 3), to be minimised:
+    """Group relative policy optimization (arXiv:2402.03300, equation 3), to be minimized:
 
         -mean_i 1/|o_i| sum_k [ min(ratio A_i, clip(ratio, 1 - clip, 1 + clip) A_i) - kl D_k ],
         ratio = exp(log_prob - old),   D_k = exp(reference - log_prob) - (reference - log_prob) - 1,

@@ -1,7 +1,7 @@
-"""Training on a mesh: which of its axes split the batch, the parameters and the optimiser's state.
+"""Training on a mesh: which of its axes split the batch, the parameters and the optimizer's state.
 
 `MeshRules` says what an axis is for, by its name; `dllm_jax.nn.sharding.AXES`, which axes a parameter has.
-Sequences are split over data and fsdp axes together. Parameters, and what the optimiser keeps of them, are
+Sequences are split over data and fsdp axes together. Parameters, and what the optimizer keeps of them, are
 split over tensor axes by heads, KV heads, MLP width or vocabulary, and over fsdp axes by the width of the
 model; a layer's are gathered over the latter when it runs, and again in its backward pass.
 """
@@ -82,13 +82,13 @@ def _axes(path: tuple[Any, ...]) -> str:
 
 
 def moments(placement: Placement, params: PyTree, shardings: PyTree, state: PyTree) -> PyTree:
-    """The sharding of the optimiser's state: where it mirrors the parameters, theirs; else a copy everywhere.
+    """The sharding of the optimizer's state: where it mirrors the parameters, theirs; else a copy everywhere.
 
     Args:
       placement: the mesh.
       params: the trained parameters (or their shapes).
       shardings: Shardings of the trained parameters.
-      state: the optimiser's state (or its shapes). An array mirrors the parameter of its shape at the end of
+      state: the optimizer's state (or its shapes). An array mirrors the parameter of its shape at the end of
         its path, which is how the states of optax's transformations are built.
     """
     # Adam's mu and nu have the tree of the parameters inside of theirs: the ends of their paths are equal.

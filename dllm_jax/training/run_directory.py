@@ -73,7 +73,7 @@ class Begun(NamedTuple):
 class RunDirectory:
     """The checkpoints of a run, and its log.
 
-    A checkpoint holds trained parameters, optimiser's state, step, key, the source's memory, the
+    A checkpoint holds trained parameters, optimizer's state, step, key, the source's memory, the
     configuration and the log so far; `log.jsonl` next to them is for people. A context manager. Orbax writes
     next to the target and renames, so a run killed at any moment leaves complete checkpoints only. With
     several processes all call every method, and each writes and reads what its devices hold.
@@ -108,7 +108,7 @@ class RunDirectory:
 
     @property
     def step(self) -> int | None:
-        """Optimiser steps done in the newest checkpoint; None if there is none."""
+        """Optimizer steps done in the newest checkpoint; None if there is none."""
         return self._manager.latest_step()
 
     @number_modes()
@@ -259,7 +259,7 @@ def check_unchanged(old: Record, new: Record, step: int, allowed: Collection[str
     Args:
       old: Configuration of the checkpoint.
       new: Configuration of the run.
-      step: optimiser steps done.
+      step: optimizer steps done.
       allowed: names that may differ.
 
     Raises:

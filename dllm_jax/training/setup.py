@@ -25,7 +25,7 @@ from dllm_jax.options import check_argument, shown
 from dllm_jax.options.notices import warn
 from dllm_jax.training import placement as place
 from dllm_jax.training.batch import Batch, Checked, checked
-from dllm_jax.training.config import OF_THE_OPTIMISER, TrainConfig, optimiser
+from dllm_jax.training.config import OF_THE_OPTIMIZER, TrainConfig, optimizer_of
 from dllm_jax.training.loss import check_objective
 from dllm_jax.training.placement import Placement
 
@@ -135,13 +135,13 @@ def prepare(
         )
     check_objective(model.spec, config.prompt_isolation, config.blocks, config.causal_weight)
     default = TrainConfig(steps=config.steps)
-    for name in () if optimizer is None else OF_THE_OPTIMISER:
+    for name in () if optimizer is None else OF_THE_OPTIMIZER:
         if (value := getattr(config, name)) != getattr(default, name):
             raise ValueError(f"{name}={value} has no effect with optimizer=: say it there")
     _check_adapters(model, trainable)
     # What is trained is a mask of the parameters' tree; the transformation sees None elsewhere.
     mask, chosen = assigned(
-        labels(parameters(model), trainable), optimiser(config) if optimizer is None else optimizer
+        labels(parameters(model), trainable), optimizer_of(config) if optimizer is None else optimizer
     )
     _warn_of_base(model, mask)
     # The mesh that the user gave, the one that the model lies on, or that of jax.set_mesh.

@@ -23,8 +23,8 @@ class TrainState(NamedTuple):
     Attributes:
       params: the trained parameters (`dllm_jax.nn.parameters`), None in place of the others; in float32 with
         `TrainConfig.master_weights`.
-      moments: the optimiser's state.
-      step: optimiser steps done.
+      moments: the optimizer's state.
+      step: optimizer steps done.
       key: the run's key; step i draws from `fold_in(key, i)`, so nothing depends on how often a run was
         interrupted.
       frozen: the other parameters, in the model's dtype; neither copied nor in checkpoints.
@@ -68,7 +68,7 @@ def _first(setup: Setup, trained: PyTree[Array]) -> TrainState:
 
 
 def _distinct(state: TrainState) -> TrainState:
-    """The state with a buffer per leaf, so that it can be donated; some optimisers begin with one twice."""
+    """The state with a buffer per leaf, so that it can be donated; some optimizers begin with one twice."""
     leaves, tree = jax.tree.flatten(state)
     # Donating one buffer twice is an error: whoever comes second gets a copy.
     first = {id(leaf): i for i, leaf in reversed(list(enumerate(leaves)))}
@@ -97,7 +97,7 @@ def model_of(model: Model, state: TrainState, setup: Setup) -> Model:
 
 
 def train_step(state: TrainState, batch: Batch, setup: Setup) -> tuple[TrainState, Metrics]:
-    """One optimiser step; compiled once per batch shape.
+    """One optimizer step; compiled once per batch shape.
 
     Args:
       state: donated, all but what is frozen: use the one returned.

@@ -31,10 +31,10 @@ MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr")
 LONGEST_PATH, LONGEST_SHOWN = 4096, 300  # characters, as of Linux and in a message
 FIRST_BASE64 = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")  # of PNG, JPEG, GIF and WEBP
 NEWLINE = -1  # instead of a feature: the newline embedding
-GREY = (127, 127, 127)  # of padding to a square, the mean of the normalisation; a canvas of tiles is black
+GRAY = (127, 127, 127)  # of padding to a square, the mean of the normalization; a canvas of tiles is black
 
 # float32(u8 * (1/255) in float64), then (x - 0.5) / 0.5 in float32, for every value of a byte.
-NORMALISED = ((np.arange(256) * (1 / 255)).astype(np.float32) - np.float32(0.5)) / np.float32(0.5)
+NORMALIZED = ((np.arange(256) * (1 / 255)).astype(np.float32) - np.float32(0.5)) / np.float32(0.5)
 
 ALONE = np.array([1, 0, 0, 0], np.float32)  # the weights of a token that is one feature
 Canvases = tuple[tuple[PositiveInt, ...], ...]  # pairs (width, height)
@@ -123,7 +123,7 @@ class AnyRes(Views):
             inner = width, min(math.ceil(h * (width / w)), height)
         else:
             inner = min(math.ceil(w * (height / h)), width), height
-        # Centred on black, cut row by row: the order in which `merge` counts tiles, after the whole view.
+        # Centered on black, cut row by row: the order in which `merge` counts tiles, after the whole view.
         canvas = Image.new("RGB", (width, height), (0, 0, 0))
         canvas.paste(image.resize(inner), ((width - inner[0]) // 2, (height - inner[1]) // 2))
         corners = [(x, y) for y in range(0, height, side) for x in range(0, width, side)]
@@ -172,7 +172,7 @@ class AnyRes(Views):
 
 @dataclasses.dataclass(frozen=True)
 class Pad(Views):
-    """One view: the image in the middle of a grey square. For several images in a prompt, and for training.
+    """One view: the image in the middle of a gray square. For several images in a prompt, and for training.
 
     Attributes:
       newline: end the image's tokens with a newline, as in training (730 tokens). The published evaluation
@@ -187,7 +187,7 @@ class Pad(Views):
 
         w, h = image.size
         longest = max(w, h)
-        square = Image.new("RGB", (longest, longest), GREY)
+        square = Image.new("RGB", (longest, longest), GRAY)
         square.paste(image, ((longest - w) // 2, (longest - h) // 2))
         return [square.resize((vision.image, vision.image))]
 
@@ -233,7 +233,7 @@ def open_image(source: Any, exif: bool = False, convert: bool = True) -> Any:
     """An image from a file, an array or one of Pillow's images, checked and decoded.
 
     Args:
-      source: a path; a data URI ("data:image/png;base64,..."); uint8 [h w] grey, [h w 3] RGB or [h w 4] RGBA;
+      source: a path; a data URI ("data:image/png;base64,..."); uint8 [h w] gray, [h w 3] RGB or [h w 4] RGBA;
         or a `PIL.Image.Image`.
       exif: turn it as its EXIF orientation says; LLaDA-V does not.
       convert: Whether to convert to RGB, as in the published evaluation, which drops transparency; otherwise
@@ -273,9 +273,9 @@ def _beginning(text: Any) -> Any:
     return text if len(text) <= LONGEST_SHOWN else f"{text[:60]}..."
 
 
-def normalised(pixels: UInt8[np.ndarray, "..."]) -> Float32[np.ndarray, "..."]:
-    """Pixels as the tower takes them: -1 is black, 1 full colour."""
-    return NORMALISED[pixels]
+def normalized(pixels: UInt8[np.ndarray, "..."]) -> Float32[np.ndarray, "..."]:
+    """Pixels as the tower takes them: -1 is black, 1 full color."""
+    return NORMALIZED[pixels]
 
 
 def _opened(source: Any, name: str) -> Any:

@@ -23,7 +23,7 @@ from dllm_jax.vision.images import (
     Merge,
     Pad,
     Views,
-    normalised,
+    normalized,
     open_image,
     views_of_config,
 )
@@ -153,7 +153,7 @@ class Processor(Options):
         # Black views (-1) fill up prompts with fewer of them: one array for the batch.
         pixels = np.full((len(prompts), views, vision.image, vision.image, 3), -1, np.float32)
         for row, prompt in enumerate(prompts):
-            pixels[row, : len(prompt.pixels)] = normalised(prompt.pixels)
+            pixels[row, : len(prompt.pixels)] = normalized(prompt.pixels)
         return ids, mask, PromptImages(pixels, source, weight)
 
     def prompt(self, messages: list[dict[str, Any]], vision: VisionSpec) -> Encoded:

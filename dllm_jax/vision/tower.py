@@ -21,7 +21,7 @@ from dllm_jax.nn.mesh import over_mesh
 from dllm_jax.nn.parameters import Params, abstract_vision
 from dllm_jax.nn.sharding import AXES, within_layer
 from dllm_jax.nn.spec import ModelSpec, VisionSpec
-from dllm_jax.vision.images import NEWLINE, normalised
+from dllm_jax.vision.images import NEWLINE, normalized
 from pallas_kernels.attention.xla import attention
 
 AT_ONCE = 8  # views in one program, unless users say otherwise
@@ -49,7 +49,7 @@ def tower_of(spec: ModelSpec) -> VisionSpec:
     return spec.vision
 
 
-def initialise(spec: ModelSpec, key: Array, dtype: Any = jnp.float32) -> Params:
+def initialize(spec: ModelSpec, key: Array, dtype: Any = jnp.float32) -> Params:
     """Random parameters of a tower and its projector, for training from nothing.
 
     Matrices are normal with a variance of one over the number of their inputs; positions and the newline have
@@ -137,8 +137,8 @@ def layer_norm(
     """LayerNorm in float32, cast back to x's dtype."""
     # Mean and variance lose too much in bfloat16.
     wide = x.astype(jnp.float32)
-    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    normed = centred * jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
+    centered = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    normed = centered * jax.lax.rsqrt(jnp.mean(centered * centered, axis=-1, keepdims=True) + eps)
     return (normed * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
 
 
@@ -161,7 +161,7 @@ def view_embeddings(
     for start in range(0, len(pixels), at_once):
         batch = pixels[start : start + at_once]
         batch = np.pad(batch, ((0, at_once - len(batch)), (0, 0), (0, 0), (0, 0)))
-        found.append(_embeddings(params, normalised(batch), vision))
+        found.append(_embeddings(params, normalized(batch), vision))
     return jnp.concatenate(found) if len(found) > 1 else found[0]
 
 

@@ -16,7 +16,7 @@ ROWS_IN_VMEM = 128
 
 
 def apart_on_cuda(x: Float[Array, "b q m"], product: int) -> Float[Array, "b q m"]:
-    """The inputs of one of several products, which XLA does not recognise as those of the others.
+    """The inputs of one of several products, which XLA does not recognize as those of the others.
 
     Products of few positions read both matrices where they lie, and may merge. So do those over a mesh: its
     devices' parts of matrices are smaller than the inputs, which would be written.

@@ -70,7 +70,7 @@ def by_kv_head(q: Float[Array, "b q h d"], kv_heads: int) -> Float[Array, "b k n
     """Queries grouped by the KV head that they read."""
     batch, queries, heads, head = q.shape
 
-    # Query head i reads kv head i // (h / k): the heads of a group are neighbours.
+    # Query head i reads kv head i // (h / k): the heads of a group are neighbors.
     grouped = jnp.moveaxis(q.reshape(batch, queries, kv_heads, heads // kv_heads, head), 1, 3)
     return grouped.reshape(batch, kv_heads, -1, head)
 

@@ -61,7 +61,7 @@ def attention(
             # The division comes after the values: it is of [q d] then, not of [q s].
             weights, top = _exponentials(_scores(q, k, mask))
             out, total = jax.lax.platform_dependent(weights, values, tpu=on_tpu, default=_products)
-            total, lse = _normaliser(top, total)
+            total, lse = _normalizer(top, total)
             out = jnp.moveaxis(out / total, 3, 1).reshape(q.shape).astype(q.dtype)
             return out, lse.reshape(q.shape[0], q.shape[2], q.shape[1])
 
@@ -222,7 +222,7 @@ def weights(
     """All attention weights of a few queries, float32; 0 for a query that may attend to nothing."""
     b, queries, heads = q.shape[:3]
     exponentials, top = _exponentials(_scores(q, k, mask))
-    total, _ = _normaliser(top, jnp.sum(exponentials, axis=-1, keepdims=True))
+    total, _ = _normalizer(top, jnp.sum(exponentials, axis=-1, keepdims=True))
     return (exponentials / total).reshape(b, heads, queries, k.shape[1])
 
 
@@ -320,7 +320,7 @@ def _exponentials(
     return jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0)), top
 
 
-def _normaliser(
+def _normalizer(
     top: Float[Array, "b k g q 1"], total: Float[Array, "b k g q 1"]
 ) -> tuple[Float[Array, "b k g q 1"], Float[Array, "b k g q 1"]]:
     """Returns the divisor and the log-sum-exp of the scores: 1 and -inf where all of them are -inf."""

@@ -1,7 +1,7 @@
 """`experts` for NVIDIA GPUs (Pallas, Triton): grouped products, which read the experts that have tokens.
 
 Rows, a token's once per choice, are sorted by expert and each expert's are divided into tiles, so that a tile
-has one expert. A program makes some columns of one tile; its neighbours make the others, and after them
+has one expert. A program makes some columns of one tile; its neighbors make the others, and after them
 come the expert's further tiles, for which its matrices are in the L2 cache. Rows are read and written where
 they lie, by their numbers: nothing is padded in memory. Which expert a tile has depends on the data, how many
 tiles there can be at most does not; the programs of those that there are not end at once.

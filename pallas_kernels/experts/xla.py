@@ -110,7 +110,7 @@ def by_expert(tokens, chosen, weight, gate, up, down, gate_scale=None, up_scale=
     """As `experts`: rows sorted by expert, in ragged products."""
     count, expert = gate.shape[0], chosen.reshape(-1)
 
-    # Sorted by expert, the tokens that one expert is sent are neighbours, each token once per choice.
+    # Sorted by expert, the tokens that one expert is sent are neighbors, each token once per choice.
     order = jnp.argsort(expert, stable=True)
     sizes = jnp.bincount(expert, length=count + 1)[:count].astype(jnp.int32)
     # More rows than a tile are filled up to whole tiles, with rows of no expert.

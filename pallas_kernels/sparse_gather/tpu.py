@@ -75,7 +75,7 @@ def _kernel(index_ref, x_ref, out_ref, source, target, *, slots, chunk):
     """Turns a head's slots into words, moves the words of each copy, and turns them back."""
     per_word = 4 // x_ref.dtype.itemsize
 
-    # bitcast takes two neighbouring bfloat16 slots into the low and the high half of a word.
+    # bitcast takes two neighboring bfloat16 slots into the low and the high half of a word.
     @pl.loop(0, x_ref.shape[2] // chunk)
     def _(i):
         part = x_ref[0, 0, pl.ds(pl.multiple_of(i * chunk, SUBLANES), chunk), :]

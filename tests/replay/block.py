@@ -71,7 +71,7 @@ def _recorded_routes(case: Case, experts) -> tuple[np.ndarray, np.ndarray]:
     score = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
     chosen = np.argsort(-score, axis=-1)[..., : experts.per_token]
     weight = np.take_along_axis(score, chosen, axis=-1)
-    return chosen, weight / weight.sum(axis=-1, keepdims=True) if experts.renormalised else weight
+    return chosen, weight / weight.sum(axis=-1, keepdims=True) if experts.renormalized else weight
 
 
 def _compare_routes(ours, chosen: np.ndarray, weight: np.ndarray):

@@ -118,7 +118,7 @@ class Case:
 
     @property
     def restores_oddities(self) -> bool:
-        """`optional` cases replay with the options that restore the reference's own behaviour."""
+        """`optional` cases replay with the options that restore the reference's own behavior."""
         return self.status == "optional"
 
     @property

@@ -11,7 +11,7 @@ from dllm_jax.nn.arithmetic import guided
 from dllm_jax.nn.layer import unembed
 from dllm_jax.nn.parameters import separate
 from dllm_jax.vision import AnyRes, Pad, open_image, tower
-from dllm_jax.vision.images import normalised
+from dllm_jax.vision.images import normalized
 from dllm_jax.vision.processor import spliced
 from dllm_jax.vision.prompt import PLACE, prompt_ids, rendered
 from tests.replay.case import Case, load
@@ -47,7 +47,7 @@ def preprocess(case: Case):
     padded = s.only("image_aspect_ratio", "anyres_max_4", "pad") == "pad"
     views = Pad(newline=True) if padded else AnyRes()
     pixels = views.pixels(image, vision)
-    channels = normalised(pixels).transpose(0, 3, 1, 2)
+    channels = normalized(pixels).transpose(0, 3, 1, 2)
     exactly("pixel_shape", channels.shape[-4:] if not padded else channels.shape, s["pixel_shape"][-4:])
     exactly("tile_sha256", _sha256(channels.astype("<f4")), s["tile_sha256"])
     exactly("tile_u8_sha256", _sha256(pixels.transpose(0, 3, 1, 2)), s["tile_u8_sha256"])
@@ -75,7 +75,7 @@ def vision(case: Case):
     model, arrays = _model(case), case.arrays
     case.settings.describes(*DESCRIPTION.split(), "weights")
     params, spec = separate(model.vision), model.spec.vision
-    pixels = jnp.asarray(normalised(arrays["pixels_u8"].transpose(0, 2, 3, 1)))
+    pixels = jnp.asarray(normalized(arrays["pixels_u8"].transpose(0, 2, 3, 1)))
     x = jax.jit(tower.patch_embeddings, static_argnums=1)(params, spec, pixels)
     layer = jax.jit(tower.encoder_layer, static_argnums=1)
     rows = arrays["rows"]

@@ -67,7 +67,7 @@ IMPLIED: Mapping[str, Implied] = {
     "first_k_dense_replace": _of_experts(lambda e: len(e.dense)),
     "mlp_only_layers": _with_experts(lambda e: [*e.dense]),
     "decoder_sparse_step": _with_experts(lambda e: 1),
-    "norm_topk_prob": _with_experts(lambda e: e.renormalised),
+    "norm_topk_prob": _with_experts(lambda e: e.renormalized),
     "routed_scaling_factor": _with_experts(lambda e: e.scale),
     "n_group": _with_experts(lambda e: e.groups),
     "topk_group": _with_experts(lambda e: e.groups_per_token),

@@ -51,7 +51,7 @@ def _split(name: str, tensor: Tensor, stem: str, kind: str, spec: ModelSpec, whe
             (rows, inputs),
             tensor.dtype,
             functools.partial(_read, tensor, expert, number * rows),
-            tensor.quantised,
+            tensor.quantized,
         )
         for expert in range(spec.experts.count)
         for number, part in enumerate(parts)

@@ -61,7 +61,7 @@ def _own(config: Config, fields: dict[str, Any]) -> dict[str, Any]:
     dense = config.read("first_k_dense_replace", NonNegativeInt, 0)
 
     # The weights of a single expert are not divided by their sum.
-    more = {"shared": shared, "dense": tuple(range(dense)), "renormalised": experts.per_token > 1}
+    more = {"shared": shared, "dense": tuple(range(dense)), "renormalized": experts.per_token > 1}
     return {
         "rope_width": None if rotated == fields["head_dim"] else rotated,
         "experts": dataclasses.replace(experts, **more),

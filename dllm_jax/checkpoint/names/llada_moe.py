@@ -15,7 +15,7 @@ EXPERT_KEYS = {
     "count": "num_experts",
     "per_token": "num_experts_per_tok",
     "mlp_width": "expert_intermediate_size",
-    "renormalised": "norm_topk_prob",
+    "renormalized": "norm_topk_prob",
     "scale": "routed_scaling_factor",
 }
 REQUIREMENTS = (

@@ -32,7 +32,7 @@ EXPERT_KEYS = {
     "count": "num_experts",
     "per_token": "num_experts_per_tok",
     "mlp_width": "moe_intermediate_size",
-    "renormalised": "norm_topk_prob",
+    "renormalized": "norm_topk_prob",
 }
 
 

@@ -22,7 +22,7 @@ try:
 except ImportError as error:
     raise ImportError(f"dj.animate needs the extras figures and vision ({error})") from error
 
-# Pixels, two to each that is shown; colours of the report on dark screens.
+# Pixels, two to each that is shown; colors of the report on dark screens.
 MARGIN, COLUMN, ROW, TOKEN = 40, 7, 9, 23
 PANEL, ANSWER, MAP = 134, 182, 246  # from the top
 SURFACE, RAISED, LINE, TEXT, MUTED = "#14171b", "#1d2127", "#363c45", "#e7e9ec", "#9aa3af"
@@ -124,14 +124,14 @@ class Panel:
         self._map(draw, left, self.map_top, step)
 
     def _answer(self, draw: ImageDraw.ImageDraw, left: int, top: int, step: int):
-        """The response: masks as boxes, tokens coloured by the step that decoded them."""
+        """The response: masks as boxes, tokens colored by the step that decoded them."""
         decoded_at = self.recording.decoded_at
         for position, (x, y, wide) in zip(self.recording.to_fill.tolist(), self.boxes, strict=True):
             x, y = left + x, top + y
             known = decoded_at[position] <= step
             share = float(decoded_at[position] - 1) / max(self.recording.steps - 1, 1)
-            colour = _mix(COLD, WARM, share, 0.5) if known else LINE
-            draw.rounded_rectangle((x, y, x + wide - 3, y + 40), 5, fill=colour)
+            color = _mix(COLD, WARM, share, 0.5) if known else LINE
+            draw.rounded_rectangle((x, y, x + wide - 3, y + 40), 5, fill=color)
             if known:
                 draw.text((x + wide // 2 - 1, y + 20), self.labels[position], TEXT, MONO, anchor="mm")
 
@@ -142,8 +142,8 @@ class Panel:
         draw.rectangle((left, top, left + self.width - 1, top + height - 1), fill=RAISED)
         for t, i in np.ndindex(age[:step].shape):
             x, y = left + i * column, top + t * row
-            colour = _age(int(age[t, i]))
-            draw.rectangle((x, y, x + column - 1, y + row - 2), fill=colour)
+            color = _age(int(age[t, i]))
+            draw.rectangle((x, y, x + column - 1, y + row - 2), fill=color)
             if changed[t, i]:
                 inset = int(column > 2)
                 draw.rectangle((x + inset, y, x + column - 1 - inset, y + row - 2), fill=DOT)
@@ -154,12 +154,12 @@ class Panel:
 
 
 def _age(age: int) -> tuple[int, ...]:
-    """The colour of a position that a step computes (0), or reads as it was so many steps ago."""
+    """The color of a position that a step computes (0), or reads as it was so many steps ago."""
     return NOW if age == 0 else _mix(FRESH, STALE, min(age / 8, 1), 0.75)
 
 
 def _mix(start: np.ndarray, end: np.ndarray, share: float, strength: float = 1.0) -> tuple[int, ...]:
-    """A colour between two, over the surface."""
+    """A color between two, over the surface."""
     ground = np.array([20, 23, 27])
     mixed = start + share * (end - start)
     return tuple(int(part) for part in ground + strength * (mixed - ground))
@@ -193,9 +193,9 @@ def _legend(draw: ImageDraw.ImageDraw, left: int, top: int):
         ("reused from the cache, redder with age", [_age(age) for age in range(1, 9)]),
         ("token unmasked", [DOT]),
     )
-    for text, colours in marks:
-        for colour in colours:
-            draw.rectangle((left, top + 4, left + 21, top + 24), fill=colour)
+    for text, colors in marks:
+        for color in colors:
+            draw.rectangle((left, top + 4, left + 21, top + 24), fill=color)
             left += 22
         draw.text((left + 12, top), text, fill=MUTED, font=SMALL)
         left += 12 + int(draw.textlength(text, font=SMALL)) + 48

@@ -32,7 +32,7 @@ def grid(
       tokenizer: the checkpoint's; special tokens, such as end-of-text, are shown as END. None shows ids.
       width: columns of the terminal: what is longer is cut into parts, each of which has the lines of the
         steps that change it. None is as wide as it needs.
-      confidence: colours tokens by the confidence with which they were decoded, not by the step.
+      confidence: colors tokens by the confidence with which they were decoded, not by the step.
       counts: Whether lines that are not cut into parts end with the number of unmasked tokens.
     """
     import rich.cells
@@ -64,7 +64,7 @@ def grid(
 
 
 def _parts(columns: np.ndarray, width: int | None) -> list[range]:
-    """Neighbouring columns that fit the width together; one that is wider than it stands alone."""
+    """Neighboring columns that fit the width together; one that is wider than it stands alone."""
     parts, start, used = [], 0, MARGIN
     for j, column in enumerate(columns):
         if width is not None and j > start and used + column > width:

@@ -5,11 +5,11 @@ const panels = JSON.parse(document.getElementById("data").textContent).panels.ma
 const byId = (id) => document.getElementById(id);
 const last = Math.max(...panels.map((panel) => panel.steps.length));
 const oldest = Math.max(1, ...panels.flatMap((panel) => panel.ages.map((row) => Math.max(...row))));
-// The address may name a view: answer.html#step=3&colour=confidence&candidates=1
+// The address may name a view: answer.html#step=3&color=confidence&candidates=1
 const asked = new URLSearchParams(location.hash.slice(1));
 const view = {
   step: Math.min(last, Math.max(0, Math.trunc(Number(asked.get("step") ?? last)) || 0)),
-  colour: asked.get("colour") === "confidence" ? "confidence" : "step",
+  color: asked.get("color") === "confidence" ? "confidence" : "step",
   candidates: asked.has("candidates"),
   timer: null,
 };
@@ -23,7 +23,7 @@ function element(kind, className, text) {
 
 // -- data ---------------------------------------------------------------------------------------------------
 
-// The positions of a set that is given as its runs of neighbours.
+// The positions of a set that is given as its runs of neighbors.
 function inRuns(runs, length) {
   const inside = new Array(length).fill(false);
   for (let run = 0; run < runs.length; run += 2) inside.fill(true, runs[run], runs[run + 1]);
@@ -79,7 +79,7 @@ function percent(confidence) {
 
 function tint(cell) {
   let share = last > 1 ? (cell.step - 1) / (last - 1) : 0;
-  if (view.colour === "confidence") {
+  if (view.color === "confidence") {
     if (cell.confidence === null) return "";
     share = 1 - Math.min(1, Math.max(0, cell.confidence));
   }
@@ -114,7 +114,7 @@ function drawToken(panel, position, node) {
 
 // -- the map ------------------------------------------------------------------------------------------------
 
-const colours = () => {
+const colors = () => {
   const style = getComputedStyle(document.documentElement);
   const read = (name) => {
     const hex = style.getPropertyValue(name).trim();
@@ -126,7 +126,7 @@ const colours = () => {
 const rgb = (parts) => `rgb(${parts.map(Math.round).join(" ")})`;
 
 // Steps that long ago are many: their logarithm keeps the first ones apart.
-function ageColour(age, palette) {
+function ageColor(age, palette) {
   if (age < 0) return age === LEFT_OUT ? palette.out : palette.never;
   if (age === 0) return palette.now;
   const share = oldest > 1 ? Math.log(age) / Math.log(oldest) : 0;
@@ -152,17 +152,17 @@ function cellAt(canvas, event, columns, rows) {
 }
 
 function drawMap(panel) {
-  const palette = colours();
+  const palette = colors();
   const steps = panel.steps.length;
   const [across, down, draw] = sized(panel.canvas, panel.tokens.length, steps + 1, 360 / Math.max(steps, 1));
   panel.rowHeight = down;
-  const cell = (x, y, colour, inset = 0) => {
-    draw.fillStyle = rgb(colour);
+  const cell = (x, y, color, inset = 0) => {
+    draw.fillStyle = rgb(color);
     draw.fillRect(x * across + inset, y * down + inset, across - 2 * inset, down - 2 * inset);
   };
   // The first line tells what was given from what was to be filled; each line below is a step.
   panel.tokens.forEach((token, x) => cell(x, 0, token === panel.mask ? palette.never : palette.given));
-  panel.ages.forEach((row, y) => row.forEach((age, x) => cell(x, y + 1, ageColour(age, palette))));
+  panel.ages.forEach((row, y) => row.forEach((age, x) => cell(x, y + 1, ageColor(age, palette))));
   const inset = Math.min(across, down) >= 6 ? Math.floor(Math.min(across, down) / 4) : 0;
   panel.steps.forEach((step, y) =>
     step.wrote.forEach(([x, token]) => token !== panel.mask && cell(x, y + 1, palette.dot, inset)),
@@ -175,11 +175,11 @@ const layersAt = (panel) => Math.max(1, Math.min(view.step, panel.steps.length))
 // The layers at one step, of policies whose layers may compute different positions.
 function drawLayers(panel) {
   const step = layersAt(panel);
-  const palette = colours();
+  const palette = colors();
   const [across, down, draw] = sized(panel.layerCanvas, panel.tokens.length, panel.layers, Math.max(3, 240 / panel.layers));
   for (let layer = 0; layer < panel.layers; layer += 1)
     layerAges(panel, layer, step).forEach((age, x) => {
-      draw.fillStyle = rgb(ageColour(age, palette));
+      draw.fillStyle = rgb(ageColor(age, palette));
       draw.fillRect(x * across, layer * down, across, down);
     });
   panel.layerTitle.textContent = `Layers at step ${step} (across: positions, down: layers)`;
@@ -296,7 +296,7 @@ function build(panel) {
 function render() {
   byId("step").value = view.step;
   byId("where").textContent = view.step ? `step ${view.step} of ${last}` : "before step 1";
-  const byStep = view.colour === "step";
+  const byStep = view.color === "step";
   byId("low").textContent = byStep ? "step 1" : "confidence 1";
   byId("high").textContent = byStep ? `${last}` : "0";
   for (const panel of panels) {
@@ -338,12 +338,12 @@ panels.forEach(build);
 panels.forEach(drawMap);
 byId("step").max = last;
 byId("candidates").checked = view.candidates;
-document.querySelector(`input[value=${view.colour}]`).checked = true;
+document.querySelector(`input[value=${view.color}]`).checked = true;
 byId("step").addEventListener("input", (event) => (pause(), go(Number(event.target.value))));
 byId("play").addEventListener("click", () => (view.timer === null ? play() : pause()));
 byId("candidates").addEventListener("change", (event) => ((view.candidates = event.target.checked), render()));
-document.querySelectorAll("input[name=colour]").forEach((radio) =>
-  radio.addEventListener("change", () => ((view.colour = radio.value), render())),
+document.querySelectorAll("input[name=color]").forEach((radio) =>
+  radio.addEventListener("change", () => ((view.color = radio.value), render())),
 );
 byId("panels").addEventListener("mouseover", (event) => tip(event, event.target.dataset.note));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {

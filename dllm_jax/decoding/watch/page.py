@@ -2,7 +2,7 @@
 
 Nothing of the data is ever markup. It stands in one JSON element, in which every character that HTML knows is
 escaped, and the script puts it on the page as text (`textContent`), never as HTML. The page's content policy
-lets the browser run the page's own script, recognised by its hash, and load nothing.
+lets the browser run the page's own script, recognized by its hash, and load nothing.
 """
 
 import base64
@@ -135,6 +135,6 @@ def _triples(positions: Bool[np.ndarray, "l"], tokens: np.ndarray, scores: np.nd
 
 
 def _runs(positions: Bool[np.ndarray, "l"]) -> list[int]:
-    """A set as [first, after the last, first, after the last, ..] of its runs of neighbours."""
+    """A set as [first, after the last, first, after the last, ..] of its runs of neighbors."""
     edges = np.diff(np.concatenate([[False], positions, [False]]).astype(np.int8))
     return np.flatnonzero(edges).tolist()

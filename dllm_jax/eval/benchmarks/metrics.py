@@ -135,7 +135,7 @@ def _number(text: str) -> float | None:
 
 
 def anls(answer: str, reference: str) -> float:
-    """Normalised Levenshtein similarity of DocVQA and InfoVQA (arXiv:1907.00490); 0 below a half.
+    """Normalized Levenshtein similarity of DocVQA and InfoVQA (arXiv:1907.00490); 0 below a half.
 
     Case and repeated white space do not count. The mean over questions, each with the best of its references,
     is ANLS. At exactly a half the paper's formula gives 0; this gives a half, as lmms-eval does.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Cells = Mapping[tuple[str, str], Cell]  # of one model, by task and method
 DEFAULTS = Asked()
-MARKERS = "osD^v<>Ph*X"  # one more than colours: methods differ in one of both
+MARKERS = "osD^v<>Ph*X"  # one more than colors: methods differ in one of both
 
 
 def run_reproduce(

@@ -79,7 +79,7 @@ class DllmJax(TemplateLM):
         return f"{self.lm.name.replace('/', '__')}__{rendering(self.tokenizer, self.lm.template)[:16]}"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
-        """Encodes a text and adds no special tokens; only a chat template's own are recognised in it."""
+        """Encodes a text and adds no special tokens; only a chat template's own are recognized in it."""
         return encode_rendered(self.tokenizer, self._rendered(string))
 
     def _rendered(self, string: str) -> Rendered:

@@ -113,8 +113,8 @@ def heatmap(rows: Sequence[Mapping[str, Any]], title: str) -> "Figure":
     axes.set(xlabel="length in tokens", ylabel="depth of the needle", title=title)
     for (i, j), score in np.ndenumerate(scores):
         if not np.isnan(score):
-            colour = "white" if score < 0.6 else "black"  # on viridis, whose high end is light
-            axes.text(j, i, f"{100 * score:.0f}", ha="center", va="center", fontsize=11, color=colour)
+            color = "white" if score < 0.6 else "black"  # on viridis, whose high end is light
+            axes.text(j, i, f"{100 * score:.0f}", ha="center", va="center", fontsize=11, color=color)
     figure.colorbar(image, label="score")
     return figure
 

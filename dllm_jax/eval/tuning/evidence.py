@@ -45,11 +45,11 @@ def accuracy(scores: Sequence[float], quantile: float) -> Estimate:
       scores: one or more, each in [0, 1].
       quantile: Quantile of the normal distribution.
     """
-    # The scores that a normal test at this level would not reject, around a centre drawn towards a half.
+    # The scores that a normal test at this level would not reject, around a center drawn toward a half.
     n, mean, z2 = len(scores), statistics.fmean(scores), quantile**2
-    centre = (mean + z2 / (2 * n)) / (1 + z2 / n)
+    center = (mean + z2 / (2 * n)) / (1 + z2 / n)
     half = quantile / (1 + z2 / n) * math.sqrt(mean * (1 - mean) / n + z2 / (4 * n * n))
-    return Estimate(mean, max(0.0, min(mean, centre - half)), min(1.0, max(mean, centre + half)))
+    return Estimate(mean, max(0.0, min(mean, center - half)), min(1.0, max(mean, center + half)))
 
 
 def difference(scores: Sequence[float], others: Sequence[float], quantile: float) -> Estimate:
@@ -67,7 +67,7 @@ def difference(scores: Sequence[float], others: Sequence[float], quantile: float
     pairs = [a - b for a, b in zip(scores, others, strict=True)]
     # The differences sum to the same with the added pair, which has one of each sign.
     n = len(pairs) + 2
-    centre = sum(pairs) / n
-    variance = (sum(d * d for d in pairs) + 2) / n - centre**2
+    center = sum(pairs) / n
+    variance = (sum(d * d for d in pairs) + 2) / n - center**2
     half = quantile * math.sqrt(variance / n)
-    return Estimate(statistics.fmean(pairs), max(-1.0, centre - half), min(1.0, centre + half))
+    return Estimate(statistics.fmean(pairs), max(-1.0, center - half), min(1.0, center + half))

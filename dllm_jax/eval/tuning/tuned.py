@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SLACK = 1e-9  # of comparisons with the tolerance, which no float holds exactly
 PAPER = "dllm_jax tune"
 MARKERS = "osD^v<>Phd*X"
-COLOURS = [f"C{i}" for i in range(10) if i != 7]  # the eighth is grey
+COLORS = [f"C{i}" for i in range(10) if i != 7]  # the eighth is gray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Tuned:
         return shown
 
     def figure(self) -> "Figure":
-        """Accuracy by cost with intervals: the front, the chosen setting, what was dropped in grey.
+        """Accuracy by cost with intervals: the front, the chosen setting, what was dropped in gray.
 
         Settings without a cost, which answered nothing, are left out. Needs matplotlib, of the `eval` extra.
         """
@@ -207,20 +207,20 @@ class Tuned:
         for row in (row for row in self.rows if row.cost):
             policy, sampler = type(row.setting.policy).__name__, _sampler(row.setting)
             priced.setdefault((policy, sampler, row.dropped is not None), []).append(row)
-        # A colour for each policy, and a marker for each sampler if there are several, else for each policy;
-        # with value, low and high as rows. Grey where they were dropped.
+        # A color for each policy, and a marker for each sampler if there are several, else for each policy;
+        # with value, low and high as rows. Gray where they were dropped.
         policies, samplers = (list(dict.fromkeys(kind[i] for kind in priced)) for i in (0, 1))
         for (policy, sampler, dropped), rows in priced.items():
             i = policies.index(policy)
             j, name = (samplers.index(sampler), f"{policy}, {sampler}") if samplers[1:] else (i, policy)
             cost, right = np.array([row.cost for row in rows]).T, np.array([row.accuracy for row in rows]).T
-            marker, colour, label = MARKERS[j % len(MARKERS)], COLOURS[i % len(COLOURS)], name
+            marker, color, label = MARKERS[j % len(MARKERS)], COLORS[i % len(COLORS)], name
             y, spread = 100 * right[0], (100 * abs(right[1:] - right[0]), abs(cost[1:] - cost[0]))
             if dropped:
-                # One entry for each: its shape says which one a grey point is.
+                # One entry for each: its shape says which one a gray point is.
                 kept = (policy, sampler, False) in priced
-                colour, label = "0.75", None if kept else f"{name}, dropped"
-            axes.errorbar(cost[0], y, *spread, fmt=marker, elinewidth=0.7, color=colour, label=label)
+                color, label = "0.75", None if kept else f"{name}, dropped"
+            axes.errorbar(cost[0], y, *spread, fmt=marker, elinewidth=0.7, color=color, label=label)
 
         # The front below them, the tolerance, and a ring around the choice.
         at = lambda rows: ([row.rank[0] for row in rows], [100 * row.accuracy.value for row in rows])
@@ -233,7 +233,7 @@ class Tuned:
         asked = f"{len(self.rows)} settings, {max(row.questions for row in self.rows)} questions"
         title = f"{self.model}: accuracy by cost\n{asked}, answers of {self.length} tokens"
         axes.set(xlabel=self.unit, ylabel="accuracy in percent", title=title)
-        figure.legend(loc="outside right upper", fontsize=8, title="grey: dropped")
+        figure.legend(loc="outside right upper", fontsize=8, title="gray: dropped")
         return figure
 
 

@@ -1,4 +1,4 @@
-"""Weights that other tools quantised, dequantised in float32 while they are read.
+"""Weights that other tools quantized, dequantized in float32 while they are read.
 
     fp8, compressed-tensors   w[o, i] = q[o, i] scale[block of o, i]   (int8: q less its zero)
     gptq                      w[o, i] = scale[g, o] (q[i, o] - (zero[g, o] + 1)),   g of i by `g_idx`
@@ -17,24 +17,24 @@ import numpy as np
 
 from dllm_jax.checkpoint.config import Config
 from dllm_jax.checkpoint.dtypes import SAFETENSORS
-from dllm_jax.checkpoint.families import QUANTISED
+from dllm_jax.checkpoint.families import QUANTIZED
 from dllm_jax.checkpoint.sharded import Ranges
 from dllm_jax.checkpoint.tensors import FLOAT8, Tensor
 from dllm_jax.options import shown
 
 BITS = (4, 8)
-# Of activations and of the cache, which are not quantised here.
+# Of activations and of the cache, which are not quantized here.
 UNUSED = r".*\.((input|output)_(scale|scale_ub|zero_point|global_scale)|[qkv]_scale)"
 COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "dense")
 # The output that each field of an int32 holds, the lowest first (AutoAWQ; of 8 bits vLLM's `awq_pack`).
 AWQ_ORDER = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3)}
-DEQUANTISE = "Load it with transformers, `model.dequantize()`, and load what `save_pretrained` writes"
+DEQUANTIZE = "Load it with transformers, `model.dequantize()`, and load what `save_pretrained` writes"
 
 Tensors = Mapping[str, Tensor]
 
 
-def dequantised(stored: Tensors, config: Config) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, quantised matrices as one tensor `X.weight` each.
+def dequantized(stored: Tensors, config: Config) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, quantized matrices as one tensor `X.weight` each.
 
     Raises:
       ValueError: a method or a format that is not read, or parts of a matrix that do not fit.
@@ -42,14 +42,14 @@ def dequantised(stored: Tensors, config: Config) -> dict[str, Tensor]:
     key, settings = settings_of(config)
     if settings is None:
         if odd := next((name for name in stored if name.endswith((".qweight", ".weight_packed"))), None):
-            raise ValueError(f"{config.where}: {odd} is quantised, but no {key} says how. Add it")
+            raise ValueError(f"{config.where}: {odd} is quantized, but no {key} says how. Add it")
         return dict(stored)
     method = settings.get("quant_method") if isinstance(settings, dict) else None
     read = METHODS.get(method) if isinstance(method, str) else None
     if read is None:
         raise ValueError(
             f"{config.where}: {key} with quant_method={shown(method)[:100]} is not supported; supported: "
-            f"{', '.join(METHODS)}. {DEQUANTISE}"
+            f"{', '.join(METHODS)}. {DEQUANTIZE}"
         )
     used = {name: tensor for name, tensor in stored.items() if not re.fullmatch(UNUSED, name)}
     try:
@@ -59,7 +59,7 @@ def dequantised(stored: Tensors, config: Config) -> dict[str, Tensor]:
 
 
 def described(config: Config) -> str | None:
-    """How weights are quantised, in words; None if they are not."""
+    """How weights are quantized, in words; None if they are not."""
     if (settings := settings_of(config)[1]) is None:
         return None
     bits = settings.get("bits", settings.get("w_bit"))
@@ -69,12 +69,12 @@ def described(config: Config) -> str | None:
 
 def settings_of(config: Config) -> tuple[str, Any]:
     """The key and the value of the quantization settings of a config.json; None for a value it has not."""
-    found = ((key, value) for key in QUANTISED if (value := config.get(key)) is not None)
-    return next(found, (QUANTISED[0], None))
+    found = ((key, value) for key in QUANTIZED if (value := config.get(key)) is not None)
+    return next(found, (QUANTIZED[0], None))
 
 
 def _computed(shape: tuple[int, ...], read: Callable[[Ranges], np.ndarray]) -> Tensor:
-    return Tensor(shape, "F32", read, quantised=True)
+    return Tensor(shape, "F32", read, quantized=True)
 
 
 # Weights of a byte with a scale for each block, channel or tensor.
@@ -138,7 +138,7 @@ def _compressed(stored: Tensors, settings: Mapping[str, Any]) -> dict[str, Tenso
     ]
     if odd := sorted(str(name) for name in formats if name is not None and name not in COMPRESSED):
         raise ValueError(
-            f"format={odd[0][:100]!r} is not supported; supported: {', '.join(COMPRESSED)}. {DEQUANTISE}"
+            f"format={odd[0][:100]!r} is not supported; supported: {', '.join(COMPRESSED)}. {DEQUANTIZE}"
         )
     of = [group["weights"] for group in groups if isinstance(group.get("weights"), dict)]
     blocks = [w.get("block_structure") or ([1, w["group_size"]] if w.get("group_size") else None) for w in of]
@@ -147,7 +147,7 @@ def _compressed(stored: Tensors, settings: Mapping[str, Any]) -> dict[str, Tenso
     for name in [name for name in stored if name.endswith(".weight_packed")]:
         stem = name.removesuffix("_packed")
         if f"{stem}_zero_point" in found:
-            raise ValueError(f"{stem} has a zero point: asymmetric pack-quantized is not read. {DEQUANTISE}")
+            raise ValueError(f"{stem} has a zero point: asymmetric pack-quantized is not read. {DEQUANTIZE}")
         parts = [found.pop(f"{stem}_{part}", None) for part in ("packed", "scale", "shape", "g_idx")]
         found[stem] = _packed(stem, *parts)
     plain = {"weight_block_size": block if isinstance(block, list) else None}
@@ -199,7 +199,7 @@ def _awq(stored: Tensors, settings: Mapping[str, Any]) -> dict[str, Tensor]:
 def _each(stored: Tensors, bits: Any, by_input: bool, make: Callable[..., Tensor]) -> dict[str, Tensor]:
     """Every `X.qweight` with its parts as `X.weight`; fields are packed along inputs, or along outputs."""
     if type(bits) is not int or bits not in BITS:
-        raise ValueError(f"bits={shown(bits)[:100]} is not supported; supported: 4, 8. {DEQUANTISE}")
+        raise ValueError(f"bits={shown(bits)[:100]} is not supported; supported: 4, 8. {DEQUANTIZE}")
     found = dict(stored)
     for name in [name for name in stored if name.endswith(".qweight")]:
         stem = name.removesuffix(".qweight")

@@ -1,4 +1,4 @@
-"""Checkpoints whose weights other tools quantised, and fused experts: against NumPy's loops over numbers."""
+"""Checkpoints whose weights other tools quantized, and fused experts: against NumPy's loops over numbers."""
 
 import json
 import shutil
@@ -122,7 +122,7 @@ KINDS = {
 
 
 def written(path, kind, seed=0):
-    """A directory of quantised matrices, and one of what these stand for in float32."""
+    """A directory of quantized matrices, and one of what these stand for in float32."""
     settings, make = KINDS[kind]
     spec, rng = tiny(layers=1), np.random.default_rng(seed)
     stored, plain = {}, {}
@@ -132,43 +132,43 @@ def written(path, kind, seed=0):
             stored |= {f"{name.removesuffix('.weight')}.{end}": part for end, part in parts.items()}
         else:
             stored[name] = plain[name] = weight
-    quantised, exact = (write_hf(path / name, spec) for name in ("quantised", "exact"))
-    rewrite(quantised / "config.json", quantization_config=settings)
-    save_file(stored, quantised / "model.safetensors")
+    quantized, exact = (write_hf(path / name, spec) for name in ("quantized", "exact"))
+    rewrite(quantized / "config.json", quantization_config=settings)
+    save_file(stored, quantized / "model.safetensors")
     save_sharded(exact, {name: np.ascontiguousarray(weight) for name, weight in plain.items()})
-    return quantised, exact
+    return quantized, exact
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_quantised_weights_are_what_they_stand_for(tmp_path, kind):
-    quantised, exact = written(tmp_path, kind)
+def test_quantized_weights_are_what_they_stand_for(tmp_path, kind):
+    quantized, exact = written(tmp_path, kind)
     for options in ({}, {"dtype": "bfloat16"}, {"weights": "int8"}):
-        ours, expected = (dj.load(path, separate_layers=True, **options) for path in (quantised, exact))
+        ours, expected = (dj.load(path, separate_layers=True, **options) for path in (quantized, exact))
         chex.assert_trees_all_equal(ours.params, expected.params, strict=True)
 
     # What is written is plain, and says so.
-    back = dj.save_hf(dj.load(quantised, separate_layers=True), tmp_path / "back")
+    back = dj.save_hf(dj.load(quantized, separate_layers=True), tmp_path / "back")
     assert "quantization_config" not in json.loads((back / "config.json").read_text())
     chex.assert_trees_all_equal(load_file(back / "model.safetensors"), load_file(exact / "model.safetensors"))
 
 
 @pytest.mark.parametrize("kind", ["fp8 in blocks", "gptq, 8 bits, by act", "awq, 4 bits", "packed, 4 bits"])
-def test_parts_of_quantised_weights_are_read_on_meshes(tmp_path, kind):
-    quantised, exact = written(tmp_path, kind)
+def test_parts_of_quantized_weights_are_read_on_meshes(tmp_path, kind):
+    quantized, exact = written(tmp_path, kind)
     mesh = jax.make_mesh((2, 2), ("fsdp", "tp"))
     split, expected = (
-        dj.load(quantised, mesh=mesh, separate_layers=True),
+        dj.load(quantized, mesh=mesh, separate_layers=True),
         dj.load(exact, separate_layers=True),
     )
     jax.tree.map(np.testing.assert_array_equal, split.params, expected.params)
 
 
-def test_conversions_of_quantised_weights(tmp_path):
-    quantised, exact = written(tmp_path, "gptq, 4 bits")
-    converted = convert(quantised, tmp_path / "jax")
+def test_conversions_of_quantized_weights(tmp_path):
+    quantized, exact = written(tmp_path, "gptq, 4 bits")
+    converted = convert(quantized, tmp_path / "jax")
     chex.assert_trees_all_equal(dj.load(converted).params, dj.load(exact).params, strict=True)
-    assert json.loads((converted / "provenance.json").read_text())["quantised"] == "gptq, 4 bits"
-    assert "dequantised from gptq, 4 bits" in repr(dj.load(quantised))
+    assert json.loads((converted / "provenance.json").read_text())["quantized"] == "gptq, 4 bits"
+    assert "dequantized from gptq, 4 bits" in repr(dj.load(quantized))
 
 
 REFUSED = {
