@@ -12,7 +12,7 @@ import pallas_kernels.attention.shapes as attention_shapes
 import pallas_kernels.experts.shapes as expert_shapes
 import pallas_kernels.ragged_attention.shapes as ragged_shapes
 import pallas_kernels.sparse_gather.shapes as gather_shapes
-import pallas_kernels.topk_evict.shapes as topk_shapes
+import pallas_kernels.topk_evict.xla as topk_shapes
 from pallas_kernels import OPERATIONS, Operation
 
 

@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from pallas_kernels.topk_evict import OPERATION, ranking, reference, topk_evict, xla
-from pallas_kernels.topk_evict.shapes import MODELS, SMALL, Shape
+from pallas_kernels.topk_evict import OPERATION, topk_evict, xla
+from pallas_kernels.topk_evict.xla import MODELS, SMALL, Shape
 
 from . import ahead_of_time
 from .kernel_cases import explaining, some
@@ -22,7 +22,7 @@ KERNELS = OPERATION.kernels
 IMPLEMENTATIONS = {
     **{platform: functools.partial(kernel, interpret=True) for platform, kernel in KERNELS.items()},
     "xla": xla.topk_evict,
-    "reference": reference.topk_evict,
+    "reference": xla.reference,
 }
 each_implementation = pytest.mark.parametrize("name", IMPLEMENTATIONS)
 
@@ -85,8 +85,8 @@ def test_every_float_has_its_place(score, count):
 def test_many_lines_are_bisected_and_few_compared(lines):
     """XLA's two ways to mark the best give the same."""
     score, count = operands(Shape(1, lines, 1500, 700), ties=True)
-    many = lines * 1500**2 > ranking.COMPARABLE**2
-    jaxpr = str(jax.make_jaxpr(ranking.best)(score[0], count[0, :, None]))
+    many = lines * 1500**2 > xla.COMPARABLE**2
+    jaxpr = str(jax.make_jaxpr(xla.best)(score[0], count[0, :, None]))
     assert ("scan[" in jaxpr) == many
     np.testing.assert_array_equal(jitted("xla", 700)(score, count), explicit(score, count, 700))
 

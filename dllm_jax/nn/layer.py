@@ -156,7 +156,7 @@ class Layer:
         """Slots of the `count` best scores of each head, ascending, padded with s to `width`.
 
         This is the choice of Sparse-dLLM (Algorithm 1, one set for all heads) and of MaskKV (equation 16).
-        Ties go to the lower slot, and -inf is never kept, see `pallas_kernels.topk_evict.reference`.
+        Ties go to the lower slot, and -inf is never kept, see `pallas_kernels.topk_evict.xla.reference`.
         """
         return self.kernels.run(topk_evict.OPERATION, score, count, width=width)
 

@@ -12,14 +12,14 @@ from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import compact, gather, order_of
 from dllm_jax.traced import Count, Number
 from dllm_jax.xla.products import divided
-from pallas_kernels.topk_evict import ranking
-from pallas_kernels.topk_evict.ranking import ranks as ranks
+from pallas_kernels.topk_evict import xla as topk
+from pallas_kernels.topk_evict.xla import ranks as ranks
 
 
 def best(priority: Float[Array, "b c"], count: Int[Array, "b"] | int) -> Bool[Array, "b c"]:
     """The `count` largest entries of each sequence, ties to the lower index, and never one of -inf or NaN."""
     count = jnp.broadcast_to(jnp.asarray(count, jnp.int32), len(priority))
-    return ranking.best(priority, count[:, None])
+    return topk.best(priority, count[:, None])
 
 
 def leftmost(positions: Bool[Array, "b l"], count: Count) -> Bool[Array, "b l"]:

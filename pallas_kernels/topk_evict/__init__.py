@@ -4,14 +4,13 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.choice import Implementation, Operation, imported
 from pallas_kernels.topk_evict import xla
-from pallas_kernels.topk_evict.reference import check_options
 
 __all__ = ["OPERATION", "topk_evict"]
 
 OPERATION = Operation(
     name="topk_evict",
     xla=xla.topk_evict,
-    check=lambda score, count, width: check_options(score, width),
+    check=lambda score, count, width: xla.check_options(score, width),
     operands=("bkl", "bk"),
     results=("bkw",),
     counted="l",
@@ -28,7 +27,7 @@ def topk_evict(
     width: int,
     implementation: Implementation | None = None,
 ) -> Int[Array, "b k {width}"]:
-    """Positions of the best scores, as `pallas_kernels.topk_evict.reference.topk_evict` defines them.
+    """Positions of the best scores, as `pallas_kernels.topk_evict.xla.reference` defines them.
 
     Args:
       score: importance of each position for each KV head, float32; larger is kept first, -inf never.

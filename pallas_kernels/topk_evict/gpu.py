@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.topk_evict import bisection, xla
+from pallas_kernels.topk_evict import xla
 
 MOST = 2**15  # positions: 128 registers of each of 256 threads
 WARPS = 8
@@ -38,7 +38,7 @@ def _best(score: Float[Array, "n l"], count: Int[Array, "n 1"], interpret: bool)
     # All scores of head i, filled up to a power of two with -inf, and how many it keeps.
     of_head = lambda columns: pl.BlockSpec((1, columns), lambda i: (i, 0))
     keep = pl.pallas_call(
-        bisection.kernel,
+        xla.kernel,
         grid=(heads,),
         in_specs=[of_head(padded.shape[1]), of_head(1)],
         out_specs=of_head(padded.shape[1]),

@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.topk_evict import bisection, xla
+from pallas_kernels.topk_evict import xla
 
 LANES, HEADS = 128, 8  # of a tile
 MOST_BYTES = 2**22  # of scores held at once; with the mask and what is loaded meanwhile about five times that
@@ -35,7 +35,7 @@ def _best(score: Float[Array, "n l"], count: Int[Array, "n 1"], interpret: bool)
     # keeps.
     wide = pl.BlockSpec((HEADS, padded.shape[1]), lambda i: (i, 0))
     keep = pl.pallas_call(
-        bisection.kernel,
+        xla.kernel,
         grid=(pl.cdiv(heads, HEADS),),
         in_specs=[wide, pl.BlockSpec((HEADS, 1), lambda i: (i, 0))],
         out_specs=wide,
