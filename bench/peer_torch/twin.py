@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import transformers
 
 import dllm_jax as dj
-from dllm_jax.checkpoint.names import as_llama
+from dllm_jax.checkpoint.names import family
 from dllm_jax.checkpoint.names.rope import written_scaling
 from dllm_jax.checkpoint.names.table import tensors_of, to_hf, units
 from dllm_jax.nn.parameters import layer_of
@@ -155,7 +155,7 @@ def _load(made: Any, model: dj.Model, torch: Any) -> None:
     Transformers' names are those of Dream and SDAR, but of experts.
     """
     theirs, loaded = made.state_dict(), {"lm_head.weight"} if model.spec.tied else set()
-    for unit in units(model.spec, as_llama.NAMES):
+    for unit in units(model.spec, family.LLAMA_NAMES):
         arrays = model.params if unit.layer is None else layer_of(model.params, unit.layer)
         for found in tensors_of(model.spec, unit):
             array = jax.block_until_ready(jnp.asarray(to_hf(model.spec, found, arrays)))

@@ -21,8 +21,7 @@ from dllm_jax.checkpoint.dtypes import SAFETENSORS, choose
 from dllm_jax.checkpoint.families import spec_to_config, spec_to_generation, units_of
 from dllm_jax.checkpoint.files import INDEX, auxiliary_files, copy_files, write_object
 from dllm_jax.checkpoint.names.family import Family
-from dllm_jax.checkpoint.names.fused import with_fused_experts
-from dllm_jax.checkpoint.names.table import Unit, tensors_of, to_hf
+from dllm_jax.checkpoint.names.table import Unit, tensors_of, to_hf, with_fused_experts
 from dllm_jax.checkpoint.sharded import Source, Stored, StoredParameter
 from dllm_jax.checkpoint.source import locate, progress, read_units
 from dllm_jax.checkpoint.staging import atomic_directory, check_apart

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dllm_jax.checkpoint.config import Config, Requirement
-from dllm_jax.checkpoint.names import a2d, llada, llada2, llada_moe, llada_v, llama, nemotron, qwen2, qwen3
+from dllm_jax.checkpoint.names import llada, llama, qwen
 from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.table import Unit, units
 from dllm_jax.checkpoint.refused import refuse
@@ -19,9 +19,9 @@ QUANTIZED = ("quantization_config", "compression_config")  # what quantized weig
 FAMILIES = {
     family.name: family
     for family in (
-        *(llada.FAMILY, qwen2.DREAM, llada_v.FAMILY, llada_moe.FAMILY, llada2.FAMILY),
-        *(qwen3.SDAR, qwen3.SDAR_MOE, qwen2.FAST_DLLM_V2, *a2d.FAMILIES, qwen3.RND1),
-        *(nemotron.FAMILY, llama.ILLADA, llama.STABLE_DIFFCODER, qwen3.DREAM_REASONER),
+        *(llada.LLADA, qwen.DREAM, llada.LLADA_V, llada.LLADA_MOE, llada.LLADA2),
+        *(qwen.SDAR, qwen.SDAR_MOE, qwen.FAST_DLLM_V2, *qwen.A2D, qwen.RND1),
+        *(llama.NEMOTRON, llama.ILLADA, llama.STABLE_DIFFCODER, qwen.DREAM_REASONER),
     )
 }
 

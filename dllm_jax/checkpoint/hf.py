@@ -4,9 +4,10 @@ import dataclasses
 import functools
 import logging
 import math
+import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -18,14 +19,14 @@ from dllm_jax.checkpoint.families import config_to_spec, family_of, units_of
 from dllm_jax.checkpoint.files import has_entry
 from dllm_jax.checkpoint.messages import what_else
 from dllm_jax.checkpoint.names.family import Family
-from dllm_jax.checkpoint.names.fused import by_expert
-from dllm_jax.checkpoint.names.spelling import spelled
 from dllm_jax.checkpoint.names.table import (
+    FUSED_PARTS,
     TensorName,
     Unit,
     check,
     hf_ranges,
     own_axes,
+    spelled,
     tensors_of,
     to_ours,
 )
@@ -36,12 +37,13 @@ from dllm_jax.nn.sharding import WIDE, shape
 from dllm_jax.nn.spec import ModelSpec
 
 LOG = logging.getLogger(__name__)
+FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight)?")
 
 
 def open_hf(path: Path, family: Family | None = None) -> Source:
     """Opens a Hugging Face directory and checks its tensors' names, shapes and dtypes; reads no weights.
 
-    Names are taken with or without the prefixes of `dllm_jax.checkpoint.names.spelling`.
+    Names are taken with or without the prefixes of `dllm_jax.checkpoint.names.table`.
 
     Raises:
       FileNotFoundError: no config.json, no safetensors, or a shard the index names is missing.
@@ -84,6 +86,55 @@ def open_hf(path: Path, family: Family | None = None) -> Source:
         path, spec, frozenset(plain.values()), None, parameters, _of_matrices(plain, stored),
         described(config), family,
     )  # fmt: skip
+
+
+def by_expert(stored: Mapping[str, Tensor], spec: ModelSpec, where: str) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, those of fused experts split as if each expert had its own.
+
+    Transformers 5 and training frameworks hold the experts of a layer in one tensor:
+
+    ...experts.gate_up_proj  [experts, 2 inner, width]   gates, then ups (transformers)
+    ...experts.gate_proj     [experts, inner, width]     alone, and so is up_proj (VeOmni, dFactory)
+    ...experts.down_proj     [experts, width, inner]
+
+    Raises:
+      ValueError: a fused tensor in another shape, such as the transposed one.
+    """
+    if spec.experts is None:
+        return dict(stored)
+    found: dict[str, Tensor] = {}
+    for name, tensor in stored.items():
+        match = FUSED.fullmatch(name)
+        found |= {name: tensor} if match is None else _split(name, tensor, match[1], match[2], spec, where)
+    return found
+
+
+def _split(name: str, tensor: Tensor, stem: str, kind: str, spec: ModelSpec, where: str) -> dict[str, Tensor]:
+    assert spec.experts is not None, "looked at before"
+    parts, inner = FUSED_PARTS.get(kind, (kind,)), spec.experts.mlp_width
+    rows, inputs = (spec.width, inner) if kind == "down_proj" else (inner, spec.width)
+    expected = spec.experts.count, rows * len(parts), inputs
+    if tensor.shape != expected:
+        raise ValueError(
+            f"{where}: {name} is {list(tensor.shape)}, expected {list(expected)}: fused experts are read as "
+            "[experts, outputs, inputs], gates before ups. Save a tensor per expert"
+        )
+    return {
+        f"{stem}.{expert}.{part}.weight": Tensor(
+            (rows, inputs),
+            tensor.dtype,
+            functools.partial(_read, tensor, expert, number * rows),
+            tensor.quantized,
+        )
+        for expert in range(spec.experts.count)
+        for number, part in enumerate(parts)
+    }
+
+
+def _read(fused: Tensor, expert: int, before: int, ranges: Ranges) -> np.ndarray:
+    rows, columns = ranges
+    part = slice(expert, expert + 1), slice(before + rows.start, before + rows.stop), columns
+    return fused.read(part)[0]
 
 
 def _parameter(spec: ModelSpec, stored: dict[str, Tensor], entry: TensorName) -> Stored:

@@ -1,4 +1,4 @@
-"""Description of a family of checkpoints: how its config.json is read and written."""
+"""Description of a family of checkpoints: how its config.json is read and written; by default, as Llama's."""
 
 import dataclasses
 import warnings
@@ -6,12 +6,180 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from dllm_jax.checkpoint.config import BlockSizeWarning, Config, Requirement
-from dllm_jax.checkpoint.names import as_llama
-from dllm_jax.checkpoint.names.foreign import foreign
 from dllm_jax.checkpoint.names.rope import Key, read_rope, written_scaling
 from dllm_jax.checkpoint.names.table import TensorName
-from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.nn.spec import ExpertSpec, ModelSpec
 from dllm_jax.options import PositiveInt, shown
+
+# -- names and keys that most families share with Llama ---------------------------------------------
+# The table has all that any of them has: which lines a checkpoint has, its spec says.
+
+LLAMA_LAYER = "model.layers.{n}."
+LLAMA_EXPERT = LLAMA_LAYER + "mlp.experts.{e}."
+# Torch's linear layers are [outputs, inputs], with heads and their width merged.
+LLAMA_MLP = (
+    TensorName(LLAMA_LAYER + "mlp.gate_proj.weight", "gate", "f m"),
+    TensorName(LLAMA_LAYER + "mlp.up_proj.weight", "up", "f m"),
+    TensorName(LLAMA_LAYER + "mlp.down_proj.weight", "down", "m f"),
+    TensorName(LLAMA_LAYER + "mlp.gate.weight", "router", "e m"),
+    TensorName(LLAMA_LAYER + "mlp.gate.expert_bias", "router_bias", "e"),
+    TensorName(LLAMA_EXPERT + "gate_proj.weight", "expert_gate", "i m"),
+    TensorName(LLAMA_EXPERT + "up_proj.weight", "expert_up", "i m"),
+    TensorName(LLAMA_EXPERT + "down_proj.weight", "expert_down", "m i"),
+    TensorName(LLAMA_LAYER + "mlp.shared_experts.gate_proj.weight", "shared_gate", "j m"),
+    TensorName(LLAMA_LAYER + "mlp.shared_experts.up_proj.weight", "shared_up", "j m"),
+    TensorName(LLAMA_LAYER + "mlp.shared_experts.down_proj.weight", "shared_down", "m j"),
+)
+LLAMA_NAMES = (
+    TensorName("model.embed_tokens.weight", "embed", "v m"),
+    TensorName(LLAMA_LAYER + "input_layernorm.weight", "attn_norm", "m"),
+    TensorName(LLAMA_LAYER + "self_attn.q_proj.weight", "q", "hd m"),
+    TensorName(LLAMA_LAYER + "self_attn.k_proj.weight", "k", "kd m"),
+    TensorName(LLAMA_LAYER + "self_attn.v_proj.weight", "v", "kd m"),
+    TensorName(LLAMA_LAYER + "self_attn.q_proj.bias", "q_bias", "hd"),
+    TensorName(LLAMA_LAYER + "self_attn.k_proj.bias", "k_bias", "kd"),
+    TensorName(LLAMA_LAYER + "self_attn.v_proj.bias", "v_bias", "kd"),
+    TensorName(LLAMA_LAYER + "self_attn.q_norm.weight", "q_norm", "d"),
+    TensorName(LLAMA_LAYER + "self_attn.k_norm.weight", "k_norm", "d"),
+    TensorName(LLAMA_LAYER + "self_attn.o_proj.weight", "o", "m hd"),
+    TensorName(LLAMA_LAYER + "post_attention_layernorm.weight", "mlp_norm", "m"),
+    *LLAMA_MLP,
+    TensorName("model.norm.weight", "norm", "m"),
+    TensorName("lm_head.weight", "head", "v m"),
+)
+LLAMA_KEYS = {
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "mlp_width": "intermediate_size",
+    "vocab": "vocab_size",
+    "rope_base": "rope_theta",
+    "norm_eps": "rms_norm_eps",
+    "mask_id": "mask_token_id",
+    "eos_id": "eos_token_id",
+    "tied": "tie_word_embeddings",
+    "positions": "max_position_embeddings",
+}
+LLAMA_BLOCK_KEYS = LLAMA_KEYS | {"head_dim": "head_dim", "block_size": "block_size"}
+SILU = Requirement("hidden_act", ("silu",))  # the default of every class
+LLAMA_REQUIREMENTS = (SILU, Requirement("partial_rotary_factor", (None, 1)))
+UNTIED = {"tied": False}  # of every class
+
+# Fields of most: row i predicts token i; cos and sin are cast to the activations' dtype before they rotate;
+# padding is masked as keys only.
+PLAIN = {"qkv_bias": False, "shifted": False, "rope_in_f32": False, "pad_rows_attend": True}
+NORMED = PLAIN | {"qk_norm": True}  # of those that norm queries and keys, as Qwen3
+
+
+def with_a_head(config: Config) -> Config:
+    """A config.json that names a head's width, by default the model's divided by the number of heads."""
+    if config.get("head_dim") is not None:
+        return config
+    head = config.divided_head("hidden_size", "num_attention_heads", " where no head_dim is given")
+    return dataclasses.replace(config, values=config.values | {"head_dim": head})
+
+
+def llama_template(architecture: str) -> Callable[[ModelSpec], dict[str, Any]]:
+    """Returns the `Family.template` of a class of this name."""
+    return lambda spec: {
+        "architectures": [architecture],
+        "attention_dropout": 0.0,
+        "bos_token_id": spec.eos_id,
+        "pad_token_id": spec.eos_id,
+        "use_sliding_window": False,
+        "use_cache": False,
+    }
+
+
+# -- keys of config.json that change the network, in families that do not read them ------------------
+# A relative's file may be a family's in all that the family reads, and describe another network, as
+# DreamReasoner's files do to a reader of Dream's. So each key below has values under which a family's network
+# is what it is anyway, and any other value is refused by name. The keys are those of Llama, Qwen2, Qwen3 and
+# their mixtures of experts in transformers, of their relatives there, and of the families of this library.
+
+Implied = Callable[[ModelSpec], tuple[Any, ...] | None]  # the values; None allows all
+
+
+def _same(keys: str, implied: Implied) -> dict[str, Implied]:
+    return dict.fromkeys(keys.split(), implied)
+
+
+def _only(*values: Any) -> Implied:
+    return lambda spec: values
+
+
+def _of_experts(value: Callable[[ExpertSpec], Any]) -> Implied:
+    """A value of models with experts; 0 of others."""
+    return lambda spec: (0,) if spec.experts is None else (value(spec.experts),)
+
+
+def _with_experts(value: Callable[[ExpertSpec], Any]) -> Implied:
+    """A value of models with experts; of others any, as the key means nothing without them."""
+    return lambda spec: None if spec.experts is None else (value(spec.experts),)
+
+
+IMPLIED: Mapping[str, Implied] = {
+    # Sizes, where a family has other keys for them.
+    "num_hidden_layers": lambda spec: (spec.layers,),
+    "hidden_size": lambda spec: (spec.width,),
+    "num_attention_heads": lambda spec: (spec.heads,),
+    "num_key_value_heads": lambda spec: (spec.kv_heads,),
+    "head_dim": lambda spec: (spec.head_dim,),
+    # Biases, norms, activations.
+    **_same("attention_bias qkv_bias use_qkv_bias include_qkv_bias", lambda spec: (spec.qkv_bias,)),
+    **_same("mlp_bias use_bias include_bias lm_head_bias", _only(False)),
+    **_same("qk_norm use_qk_norm qk_layernorm use_qk_layernorm", lambda spec: (spec.qk_norm,)),
+    "layer_norm_eps": _only(None),
+    **_same("hidden_act hidden_activation activation_type", _only("silu")),
+    # Rotary embedding and attention.
+    "rotary_pct": lambda spec: (spec.rotated / spec.head_dim,),
+    "rotary_dim": lambda spec: (spec.rotated,),
+    "no_rope_layers": lambda spec: ([], [1] * spec.layers),  # 1 rotates
+    **_same("no_rope_layer_interval attention_chunk_size", _only(0)),
+    **_same("alibi use_mrope is_encoder_decoder add_cross_attention", _only(False)),
+    **_same("block_size block_length bd_size", lambda spec: (spec.block_size,)),
+    # Factors and bounds of relatives.
+    **_same("residual_multiplier embedding_multiplier logits_scaling", _only(1)),
+    "attention_multiplier": lambda spec: (spec.head_dim**-0.5,),
+    "query_pre_attn_scalar": lambda spec: (spec.head_dim,),
+    **_same("attn_logit_softcapping final_logit_softcapping clip_qkv", _only(None)),
+    # Experts.
+    **_same("num_experts num_local_experts n_routed_experts", _of_experts(lambda e: e.count)),
+    "num_experts_per_tok": _of_experts(lambda e: e.per_token),
+    **_same("moe_intermediate_size expert_intermediate_size", _of_experts(lambda e: e.mlp_width)),
+    "shared_expert_intermediate_size": _of_experts(lambda e: e.shared),
+    **_same("num_shared_experts n_shared_experts", _of_experts(lambda e: e.shared // e.mlp_width)),
+    "first_k_dense_replace": _of_experts(lambda e: len(e.dense)),
+    "mlp_only_layers": _with_experts(lambda e: [*e.dense]),
+    "decoder_sparse_step": _with_experts(lambda e: 1),
+    "norm_topk_prob": _with_experts(lambda e: e.renormalized),
+    "routed_scaling_factor": _with_experts(lambda e: e.scale),
+    "n_group": _with_experts(lambda e: e.groups),
+    "topk_group": _with_experts(lambda e: e.groups_per_token),
+    **_same("scoring_func score_function", _with_experts(lambda e: "sigmoid" if e.sigmoid else "softmax")),
+    **_same("num_nextn_predict_layers mtp_num_layers", _only(0)),
+}
+
+
+def foreign(config: Config, spec: ModelSpec, read: set[str]) -> tuple[Requirement, ...]:
+    """Lists the supported values of the given keys that a family does not read; null says nothing.
+
+    Args:
+      config: A config.json.
+      spec: What the family reads in it.
+      read: Keys that the family reads, or judges by rules of its own.
+    """
+    required = []
+    for key in IMPLIED.keys() & config.values.keys() - read:
+        allowed, value = IMPLIED[key](spec), config.values[key]
+        absent = value is None or (value is False and not any(isinstance(one, bool) for one in allowed or ()))
+        if allowed is not None and not absent:
+            required.append(Requirement(key, allowed))
+    return tuple(sorted(required, key=lambda requirement: requirement.key))
+
+
+# -- families ---------------------------------------------------------------------------------------
 
 DENSE = Requirement("num_experts", (None,))  # a relative with experts would be read as if it had none
 BLOCK_SIZE = ("block_size", "block_length", "bd_size")  # spellings of one number
@@ -61,10 +229,10 @@ class Family:
     classes: tuple[str, ...] = ()
     signs: Callable[[Config], tuple[str, ...]] = lambda config: ()
     unsigned: bool = True
-    names: tuple[TensorName, ...] = as_llama.NAMES
-    keys: Mapping[str, str] = dataclasses.field(default_factory=lambda: as_llama.KEYS)
+    names: tuple[TensorName, ...] = LLAMA_NAMES
+    keys: Mapping[str, str] = dataclasses.field(default_factory=lambda: LLAMA_KEYS)
     expert_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    requirements: tuple[Requirement, ...] = as_llama.REQUIREMENTS
+    requirements: tuple[Requirement, ...] = LLAMA_REQUIREMENTS
     fixed: Mapping[str, Any]
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tokens: Mapping[int, Tokens] = dataclasses.field(default_factory=dict)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,10 @@ from dllm_jax.nn.spec import ModelSpec
 
 # Buffers that some writers save; computed here.
 IGNORED = r".*\.(rotary_emb\.inv_freq|embeddings\.position_ids)"
+# torch.compile, DistributedDataParallel, FSDP and activation checkpointing, at any depth.
+WRAPPERS = r"(?<![^.])(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+OUTER = "model."  # which the backbone of a model is saved without
+FUSED_PARTS = {"gate_up_proj": ("gate_proj", "up_proj")}  # of one tensor, one after the other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,3 +255,44 @@ def mismatches(
     ]
     extra = sorted(found.keys() - expected.keys())
     return missing, misshaped, [f"unmapped: {name} {list(found[name])}" for name in extra]
+
+
+def with_fused_experts(unit: Unit) -> Unit:
+    """The unit with the tensors of its experts fused as transformers 5 does, to be written."""
+    return dataclasses.replace(unit, entries=tuple(map(_fused, unit.entries)))
+
+
+def _fused(entry: TensorName) -> TensorName:
+    if not entry.by_expert:
+        return entry
+    stem, _, part = entry.name.removesuffix(".weight").partition(".{e}.")
+    name = next((name for name, parts in FUSED_PARTS.items() if part in parts), part)
+    return dataclasses.replace(entry, name=f"{stem}.{name}", axes=f"e {entry.axes}")
+
+
+def spelled(found: Iterable[str], expected: Iterable[str], where: str) -> dict[str, str]:
+    """The names that a table gives to tensors, by their names in a file; unknown ones stay as they are.
+
+    Args:
+      found: Names in the file.
+      expected: Names of the table; others that begin like one of them, such as scales, are known too.
+      where: The file, for the message.
+
+    Raises:
+      ValueError: two tensors would have one name.
+    """
+    beginnings = {_beginning(name) for name in expected}
+    ours: dict[str, str] = {}
+    for name in found:
+        bare = re.sub(WRAPPERS, "", name)
+        spellings = (name, bare, OUTER + bare, bare.removeprefix(OUTER))
+        known = next((other for other in spellings if _beginning(other) in beginnings), name)
+        if (other := ours.setdefault(known, name)) != name:
+            raise ValueError(f"{where}: {other} and {name} are both {known} without their prefixes")
+    return {name: known for known, name in ours.items()}
+
+
+def _beginning(name: str) -> str:
+    """The first parts of a name, which no two spellings of one model have in common."""
+    first, *rest = name.split(".")
+    return ".".join((first, *rest[: first == OUTER.rstrip(".")]))
