@@ -158,7 +158,7 @@ def __getattr__(name: str) -> Any:
     if name in _ON_DEMAND:
         return importlib.import_module(f"{__name__}.{name}")
     if name in _RENAMED:
-        _renamed.warn(f"{__name__}.{name}", f"{__name__}.{_RENAMED[name]}")
+        _renamed.warn_renamed(f"{__name__}.{name}", f"{__name__}.{_RENAMED[name]}")
         return globals()[_RENAMED[name]]
     if name in _FROM:
         return getattr(importlib.import_module(f"{__name__}.{_FROM[name]}"), name)

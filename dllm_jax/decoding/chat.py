@@ -22,8 +22,7 @@ from dllm_jax.decoding.stops import StopTexts, listed
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument, check_names, shown
-from dllm_jax.options.hints import NOTHING
-from dllm_jax.options.notices import warn
+from dllm_jax.options.hints import NOTHING, warn
 from dllm_jax.state import host
 from dllm_jax.state.host import AnyArray
 from dllm_jax.state.inputs import Prompts, padded_together

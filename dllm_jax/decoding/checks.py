@@ -16,7 +16,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import Params
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_numbers
-from dllm_jax.options.notices import Notice
+from dllm_jax.options.hints import Notice
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers import Constraint, Sampler
 from dllm_jax.state import host, inputs

@@ -17,7 +17,7 @@ from dllm_jax.decoding.request import prepare
 from dllm_jax.engine.loop import denoise
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, call, check_argument, check_names, shown
-from dllm_jax.options.notices import tell
+from dllm_jax.options.hints import tell
 from dllm_jax.policies.base import Policy
 from dllm_jax.state import host, inputs
 

@@ -11,7 +11,7 @@ from dllm_jax.decoding.stream import watched
 from dllm_jax.engine.loop import denoise
 from dllm_jax.interrupts import uninterrupted
 from dllm_jax.nn.model import Model
-from dllm_jax.options.notices import tell
+from dllm_jax.options.hints import tell
 from dllm_jax.state import inputs
 
 

@@ -29,7 +29,7 @@ from dllm_jax.engine.prefix import Prefix
 from dllm_jax.nn.keys import Keys, one_key, seeded
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument, check_names, shown
-from dllm_jax.options.notices import tell
+from dllm_jax.options.hints import tell
 
 if TYPE_CHECKING:
     import rich.progress

@@ -20,7 +20,7 @@ from dllm_jax.nn.keys import one_key
 from dllm_jax.nn.mesh import constrain, current_mesh, number_modes, over_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, TracedUnlessZero, check_argument, check_names, shown
-from dllm_jax.options.notices import tell
+from dllm_jax.options.hints import tell
 from dllm_jax.state import host, inputs
 from dllm_jax.state.host import AnyArray
 from dllm_jax.traced import Number, argument, fixed_at

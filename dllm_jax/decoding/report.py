@@ -5,8 +5,8 @@ from jax.core import Tracer
 
 from dllm_jax.engine.nonfinite import NonFinite, NonFiniteWarning
 from dllm_jax.engine.stats import Stats
-from dllm_jax.options.notices import warn
-from dllm_jax.options.returned import users_own
+from dllm_jax.options.base import users_own
+from dllm_jax.options.hints import warn
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.state import host

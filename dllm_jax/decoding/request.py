@@ -32,7 +32,7 @@ from dllm_jax.nn.keys import Keys, typed_key
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument, check_names, shown
-from dllm_jax.options.notices import Notice
+from dllm_jax.options.hints import Notice
 from dllm_jax.policies.base import for_model
 from dllm_jax.samplers import KeyNoise, Noise, RecordedNoise, Sampler
 from dllm_jax.state import host, inputs

@@ -19,7 +19,7 @@ from dllm_jax.engine.pieces import Piece, begin_pieces, recorded_steps, resume
 from dllm_jax.engine.records import LogProbs
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument, check_names
-from dllm_jax.options.notices import tell
+from dllm_jax.options.hints import tell
 from dllm_jax.state import host, inputs
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from dllm_jax.decoding.request import prepare
 from dllm_jax.decoding.slots import Slots
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument, check_names
-from dllm_jax.options.notices import tell
+from dllm_jax.options.hints import tell
 
 
 class Compiled(NamedTuple):

@@ -13,7 +13,7 @@ from dllm_jax.engine.growth import answer_length, moved_with
 from dllm_jax.engine.prefix import reused_of
 from dllm_jax.engine.stats import Record
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options.returned import users_own
+from dllm_jax.options.base import users_own
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.samplers.candidates import Candidates

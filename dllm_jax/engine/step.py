@@ -21,7 +21,7 @@ from dllm_jax.nn.layer import Layer, LayerIndex, embed, layer_at, walk
 from dllm_jax.nn.low_rank import acting_in
 from dllm_jax.nn.parameters import Params
 from dllm_jax.nn.rope import Rope
-from dllm_jax.options.returned import like
+from dllm_jax.options.base import like
 from dllm_jax.policies.base import Policy
 from dllm_jax.state.cache import Cache, LayerCache
 from dllm_jax.state.canvas import Canvas

@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from jaxtyping import Array, PyTree, Shaped
 
 from dllm_jax.options import Options
-from dllm_jax.options.notices import warn
+from dllm_jax.options.hints import warn
 from dllm_jax.xla.partitioner import partitioned_over
 
 AnyMesh = Mesh | AbstractMesh

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 
 from dllm_jax.nn.mesh import MeshRules, ReplicationWarning, ways
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options.notices import warn
+from dllm_jax.options.hints import warn
 from dllm_jax.xla.order import STACKED_HEADS_FIRST
 
 # Axes of every parameter in `dllm_jax.nn.parameters`, one letter each; a leading `n` marks stacked layers.

@@ -30,7 +30,6 @@ function whose module postpones annotations) leaves its field unchecked.
 
 from dllm_jax.options.base import Arrays, Options, check_names, check_numbers, refuse
 from dllm_jax.options.hints import ShortSignature, call, short_help
-from dllm_jax.options.paths import absolute, local_path
 from dllm_jax.options.rules import (
     LARGEST,
     Fraction,
@@ -51,7 +50,9 @@ from dllm_jax.options.rules import (
     TracedPositiveInt,
     TracedUnlessZero,
     TracedWidth,
+    absolute,
     check_argument,
+    local_path,
     shown,
 )
 

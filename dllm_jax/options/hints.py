@@ -1,16 +1,19 @@
-"""Names of arguments that people bring from other libraries, and ours for them."""
+"""Words for people: names that they bring from other libraries, old names, warnings, `help`."""
 
+import contextlib
 import dataclasses
 import difflib
 import functools
 import inspect
 import re
 import shlex
+import sys
 import textwrap
 import types
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 SAMPLER = "set it on the sampler: sampler=dj.samplers."
@@ -207,7 +210,7 @@ class Renamed:
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:
             return self
-        warn(f"{type(instance).__name__}.{self.old}", self.new)
+        warn_renamed(f"{type(instance).__name__}.{self.old}", self.new)
         return getattr(instance, self.new)
 
 
@@ -218,7 +221,7 @@ def accepts_old_names(cls: Class) -> Class:
     @functools.wraps(construct)
     def init(self: Any, *args: Any, **fields: Any):
         for old in old_names(cls) & fields.keys():
-            warn(f"{cls.__name__}({old}=...)", vars(cls)[old].new)
+            warn_renamed(f"{cls.__name__}({old}=...)", vars(cls)[old].new)
         construct(self, *args, **new_names(cls, fields))
 
     cls.__init__ = init
@@ -237,9 +240,50 @@ def old_names(cls: type) -> frozenset[str]:
     return frozenset(old for old, value in vars(cls).items() if isinstance(value, Renamed))
 
 
-def warn(old: str, new: str, stacklevel: int = 3):
+def warn_renamed(old: str, new: str, stacklevel: int = 3):
     """Warns the caller's caller that a name is deprecated."""
     warnings.warn(f"{old} is deprecated: use {new}", DeprecationWarning, stacklevel=stacklevel)
+
+
+# -- warnings that point at the user's line --------------------------------------------------------
+
+
+PACKAGE = str(Path(__file__).parents[1])
+BETWEEN = contextlib.__file__, functools.__file__, "<string>"  # decorators, and classes that dataclass made
+
+
+class Notice(NamedTuple):
+    """Text and category of a warning that is given later, or not at all."""
+
+    message: str
+    category: type[Warning] = UserWarning
+
+
+def warn(message: str, category: type[Warning] = UserWarning):
+    """Warns at the line that called the library."""
+    frame, level = sys._getframe(1), 2
+    while frame is not None and _is_ours(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    # All of it is the library's where it is run as a command.
+    warnings.warn(message, category, stacklevel=2 if frame is None else level)
+
+
+def tell(notices: Iterable[Notice], told: set[type[Warning]] | None = None):
+    """Gives warnings, of each category the first one.
+
+    Args:
+      notices: Warnings to give.
+      told: Categories that were given in this call already, to which these are added.
+    """
+    told = set() if told is None else told
+    for notice in notices:
+        if notice.category not in told:
+            told.add(notice.category)  # also where the user's program makes errors of warnings
+            warn(*notice)
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith(PACKAGE) or file in BETWEEN or "/jax/_src/" in file
 
 
 # -- how `help` shows options ----------------------------------------------------------------------

@@ -1,9 +1,9 @@
-"""Checks of what methods of a user's policy return, while a program is traced (`options.returned`)."""
+"""Checks of what methods of a user's policy return, while a program is traced (`options.base`)."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from dllm_jax.options.returned import Returns, instance, like, returned
+from dllm_jax.options.base import Returns, instance, like, returned
 from dllm_jax.state.cache import Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 

@@ -20,7 +20,7 @@ from typing import Any
 from dllm_jax import eviction, policies, samplers
 from dllm_jax.options import call as call
 from dllm_jax.options import check_argument, shown
-from dllm_jax.options.returned import is_ours
+from dllm_jax.options.base import is_ours
 from dllm_jax.policies import Policy
 from dllm_jax.samplers import Sampler
 from dllm_jax.state import sliding

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import LARGEST, NoneMeans, NonNegativeInt, Options, PositiveInt, TracedUnlessZero
-from dllm_jax.options.returned import users_own
+from dllm_jax.options.base import users_own
 from dllm_jax.samplers import scores
 from dllm_jax.samplers.candidates import Candidates, Decision, Ids, Logits, Noise, Scores, require_noise
 from dllm_jax.samplers.early_commit import EarlyCommit

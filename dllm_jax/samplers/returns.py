@@ -1,4 +1,4 @@
-"""Checks of what methods of a user's sampler or constraint return, in tracing (`options.returned`)."""
+"""Checks of what methods of a user's sampler or constraint return, in tracing (`options.base`)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dllm_jax.options.returned import Returns, instance, like, returned
+from dllm_jax.options.base import Returns, instance, like, returned
 from dllm_jax.samplers.candidates import Candidates, Decision
 from dllm_jax.state.canvas import Canvas
 

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from dllm_jax.nn.model import check_embeds
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import shown
-from dllm_jax.options.notices import Notice
+from dllm_jax.options.hints import Notice
 from dllm_jax.state import host
 from dllm_jax.state.host import AnyArray
 

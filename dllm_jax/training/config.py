@@ -22,7 +22,7 @@ from dllm_jax.options import (
     PositiveInt,
     Seed,
 )
-from dllm_jax.options.notices import warn
+from dllm_jax.options.hints import warn
 
 Blocks = Annotated[tuple[PositiveInt, ...], MinLen(1)]
 DecayRate = Annotated[float, Interval(ge=0, lt=1)]

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dllm_jax.interrupts import uninterrupted
 from dllm_jax.nn.model import Model
 from dllm_jax.options import check_argument, local_path
-from dllm_jax.options.notices import warn
+from dllm_jax.options.hints import warn
 from dllm_jax.state import host
 from dllm_jax.training.batch import IGNORED, Checked, Memory, Source
 from dllm_jax.training.config import TrainConfig

@@ -22,7 +22,7 @@ from dllm_jax.nn.parameters import Params
 from dllm_jax.nn.sharding import warn_of_replicas
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument, shown
-from dllm_jax.options.notices import warn
+from dllm_jax.options.hints import warn
 from dllm_jax.training import placement as place
 from dllm_jax.training.batch import Batch, Checked, checked
 from dllm_jax.training.config import OF_THE_OPTIMIZER, TrainConfig, optimizer_of

@@ -46,7 +46,7 @@ from dllm_jax.options import (
     short_help,
     shown,
 )
-from dllm_jax.options.hints import warn as warn_renamed
+from dllm_jax.options.hints import warn_renamed
 from dllm_jax.state.sliding import Blocks, positions
 
 FORMER = {"first": "first_round", "batch": "slots"}  # names of arguments of `tune`
