@@ -21,7 +21,7 @@ from dllm_jax.xla.reductions import any_marked, count_marked
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class BlockCausal(Canvas):
+class BlockCausalCanvas(Canvas):
     """Sequences of a model whose blocks attend to themselves and to earlier ones.
 
     A finished block never changes again: its final keys and values are computed together with the first step
@@ -109,7 +109,7 @@ class BlockCausal(Canvas):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class CausalContext(BlockCausal):
+class CausalCanvas(BlockCausalCanvas):
     """Sequences of a model whose context is causal: a block is denoised, then a causal pass stores it.
 
     A block is finished when the next one begins; a draft is to be verified when nothing in it is masked.
@@ -168,7 +168,7 @@ class CausalContext(BlockCausal):
 
     @override
     def attends(self, rows: Rows, readable: Bool[Array, "b l"] | None = None) -> Mask | None:
-        mask = super(BlockCausal, self).attends(rows, readable)
+        mask = super(BlockCausalCanvas, self).attends(rows, readable)
         end = jnp.where(self.causal, rows.index + 1, self.block_end)
         return in_front_of(end, mask, self.layout.length)
 
@@ -183,8 +183,8 @@ def new_canvas(
 ) -> Canvas:
     """The canvas before its first step; a sequence of padding alone is done and never computes anything."""
     batch, spec = tokens.shape[0], layout.fitted(spec)
-    zeros, kind = jnp.zeros((batch,), jnp.int32), BlockCausal if spec.context.has_blocks else Canvas
-    kind = CausalContext if spec.context.has_causal_passes else kind
+    zeros, kind = jnp.zeros((batch,), jnp.int32), BlockCausalCanvas if spec.context.has_blocks else Canvas
+    kind = CausalCanvas if spec.context.has_causal_passes else kind
     canvas = kind(
         tokens=tokens.astype(jnp.int32),
         decoded_at=jnp.full(tokens.shape, -1, jnp.int32),
