@@ -11,9 +11,9 @@ from packaging.version import Version
 
 import dllm_jax as dj
 from dllm_jax.check.report import Finding
+from dllm_jax.nn.hardware import Hardware
 from dllm_jax.provenance import NOT_INSTALLED, device, driver, versions
 from dllm_jax.roofline import predict
-from dllm_jax.roofline.hardware import Hardware
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "dllm-jax")
 EXTRAS = ("tpu", "cuda12", "cuda13")  # of jax, each with plugins of its own

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from dllm_jax.check import timing
 from dllm_jax.check.report import Finding, failed
 from dllm_jax.eval.run.files import write_json
-from dllm_jax.roofline.hardware import Hardware
+from dllm_jax.nn.hardware import Hardware
 from pallas_kernels.choice import Entry, Evidence, Implementation
 from pallas_kernels.evidence import Reference, deviation, platform_of, run
 from pallas_kernels.operands import FAMILIES, Family, Operands

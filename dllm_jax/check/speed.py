@@ -14,11 +14,11 @@ from dllm_jax.check.steps import program, step_times
 from dllm_jax.check.weights import random_model
 from dllm_jax.decoding.placement import place
 from dllm_jax.decoding.request import Request, prepare
+from dllm_jax.nn.hardware import Hardware
 from dllm_jax.nn.int8 import Weights
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies import DKVPD, D2Cache, DualCache, MaskKV, Policy
-from dllm_jax.roofline.hardware import Hardware
 from dllm_jax.roofline.predict import Work, work
 from dllm_jax.testing.models import random_tokens
 from pallas_kernels.choice import Choice, Implementation

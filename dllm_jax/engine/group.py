@@ -18,6 +18,7 @@ from dllm_jax.engine.generation import Generation, Plan, State
 from dllm_jax.engine.records import recorders_of
 from dllm_jax.engine.stats import Record
 from dllm_jax.engine.widths import Variant, exceeds, last_phase, narrowest
+from dllm_jax.nn.hardware import CPU_POSITIONS
 from dllm_jax.nn.intervention import of_sequences as interventions_of
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
@@ -40,9 +41,9 @@ def group_size(policy: Policy, spec: ModelSpec, layout: Layout, platform: str) -
       layout: the geometry.
       platform: Platform of the devices, as jax calls it.
     """
-    # Positions from which on arithmetic limits a step rather than reading weights: peak FLOP/s over bytes/s
-    # of bfloat16 are 295 on an H100, 560 on a v6e, some tens on the cores of a CPU.
-    reusing, not_reusing = (32, 512) if platform == "cpu" else (512, 2048)
+    # Positions that saturate a device (`saturating`), in a round number for all accelerators: programs do not
+    # depend on the chip.
+    reusing, not_reusing = (CPU_POSITIONS, 512) if platform == "cpu" else (512, 2048)
     if policy.stores(spec) or layout.initial:
         return -(-reusing // layout.length)
     return max(4, -(-not_reusing // layout.length))

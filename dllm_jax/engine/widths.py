@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from dllm_jax.nn.hardware import saturating
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.policies.base import Policy
@@ -13,16 +14,6 @@ from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.xla.reductions import any_marked, count_marked
-
-# Positions up to which a step takes as long as for one: it waits for the weights to be read. Peak FLOP/s over
-# bytes/s of bfloat16, by `jax.Device.device_kind`; of other devices the first entry of their platform.
-_GPU = {"NVIDIA H200": 206, "NVIDIA H100": 295, "NVIDIA A100": 153}
-SATURATING = {
-    "gpu": _GPU,
-    "cuda": _GPU,
-    "tpu": {"TPU v5 lite": 240, "TPU v5": 166, "TPU v6 lite": 560, "TPU7x": 312},
-    "cpu": {"": 32},
-}
 
 
 class Variant(NamedTuple):
@@ -40,13 +31,6 @@ class Variant(NamedTuple):
     def is_full(self) -> bool:
         """Whether steps of this kind compute the whole canvas."""
         return self.width is None
-
-
-def saturating(device: jax.Device) -> int:
-    """Returns the number of positions that a device computes in the time in which it reads the weights."""
-    table = SATURATING.get(device.platform, SATURATING["cpu"])
-    found = (count for kind, count in table.items() if device.device_kind.startswith(kind))
-    return next(found, next(iter(table.values())))
 
 
 def step_phases(

@@ -21,7 +21,7 @@ queries, softmax, norms, sampling, launches, collectives. What a policy decides 
 `Assumed`.
 """
 
-from dllm_jax.roofline.hardware import HARDWARE, Hardware
+from dllm_jax.nn.hardware import HARDWARE, Hardware
 from dllm_jax.roofline.predict import MemoryUse, Prediction, Throughput, Work, throughput, work
 from dllm_jax.roofline.simulation import schedule
 from dllm_jax.roofline.steps import Assumed, Cost, Step, cost

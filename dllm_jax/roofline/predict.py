@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from dllm_jax.engine.group import group_size
+from dllm_jax.nn.hardware import Hardware
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument, shown
 from dllm_jax.policies import Policy
 from dllm_jax.policies.base import for_model
-from dllm_jax.roofline.hardware import Hardware
 from dllm_jax.roofline.simulation import schedule
 from dllm_jax.roofline.steps import Assumed, Cost, Step, cost, layers_size
 from dllm_jax.roofline.tower import tower_cost, tower_size

@@ -6,10 +6,10 @@ from typing import Annotated
 from annotated_types import Ge
 
 from dllm_jax.engine.widths import step_widths
+from dllm_jax.nn.hardware import Hardware
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, NoneMeans, Options, PositiveInt
 from dllm_jax.policies import Policy
-from dllm_jax.roofline.hardware import Hardware
 from dllm_jax.state.layout import Layout
 
 
