@@ -270,6 +270,6 @@ def test_libraries_are_not_read_and_their_policies_have_no_constants():
             return jax.nn.relu(jnp.ones(3)).sum() > np.pi and super().select(cache, canvas)
 
     names = {where.rpartition("Plain.")[2] for where, _ in constants(Plain(), "policy")}
-    promised = {"fixed_within_blocks", "_at_end"}
+    promised = {"fixed_within_blocks"}
     assert names - promised - {"__repr__"} == {"select", "select.jax", "select.jnp", "select.np"}
     assert not any(constants(policy, "policy") for policy in dj.policies.ALL)

@@ -16,7 +16,7 @@ from dllm_jax import policies
 from dllm_jax.decoding.request import prepare
 from dllm_jax.engine.group import next_variant
 from dllm_jax.engine.loop import denoise
-from dllm_jax.engine.widths import last_phase, step_phases
+from dllm_jax.engine.widths import last_phase, phase_names, step_phases
 from dllm_jax.nn.hardware import saturating
 from dllm_jax.policies.parts.partial import least_similar, run_narrowest
 from dllm_jax.state.rows import Rows
@@ -71,7 +71,7 @@ def test_a_program_of_the_last_phase_alone_decodes_the_same(policy, family):
     prompt, mask = prompts(model, (PROMPT, PROMPT - 2))
     model = model if type(policy) is policies.DLLMCache else separate(model)
     request = prepare(model, prompt, prompt_mask=mask, **asked)
-    last = dataclasses.replace(request.plan, phases=policy._phases[-1:])
+    last = dataclasses.replace(request.plan, phases=phase_names(policy)[-1:])
     assert [v.phase for v in request.plan.variants] == ["update", "refresh", ""]
     assert [v.phase for v in last.variants] == ["refresh", ""]
     ran = [denoise(model, request.inputs, plan) for plan in (request.plan, last)]

@@ -163,7 +163,7 @@ def _calls(model: Model, batch: int, layout: Layout, policy: Policy, width: int 
 
     def layers(model: Model, tokens: Int[Array, "b l"], valid: Bool[Array, "b l"]) -> Any:
         canvas = new_canvas(tokens, valid, model.spec, layout)
-        variant = Variant(width, policy._phases[-1] if width else "")
+        variant = Variant(width, policy.phases[-1].name if width else "")
         rows = computed_rows(canvas.everything, variant, canvas, policy)
         cache = empty_cache(model, policy, layout, batch)
         cache = policy.before_first_step(cache, canvas, model, embed(model.params, tokens))

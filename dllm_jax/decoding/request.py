@@ -27,7 +27,7 @@ from dllm_jax.engine.drafts import drafting_widths
 from dllm_jax.engine.generation import Inputs, Plan
 from dllm_jax.engine.nonfinite import NonFinite
 from dllm_jax.engine.stops import StopIds, StopTable
-from dllm_jax.engine.widths import step_widths
+from dllm_jax.engine.widths import phase_names, step_widths
 from dllm_jax.nn.keys import Keys, typed_key
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
@@ -168,7 +168,7 @@ def plan_of(case: Case) -> Plan:
         sampler=asked.sampler,
         layout=layout,
         widths=widths_of(case),
-        phases=policy._phases,
+        phases=phase_names(policy),
         group=asked.group,
         stop_at_eos=asked.stop_at_eos,
         trace=asked.trace,

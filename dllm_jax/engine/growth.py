@@ -39,7 +39,9 @@ def end_confidence(
     """
     if (growth := canvas.growth) is None:
         return jnp.zeros(canvas.step.shape)
-    found = plan.sampler.end_confidence(candidates, logits, unconstrained, canvas, plan.policy._at_end)
+    found = plan.sampler.end_confidence(
+        candidates, logits, unconstrained, canvas, plan.policy.phases[-1].at_end
+    )
     return jnp.where(canvas.active, found, growth.confidence)
 
 

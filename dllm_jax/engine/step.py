@@ -1,7 +1,6 @@
 """One denoising step: rows, network, decision, and the selection for the coming step."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,9 +22,10 @@ from dllm_jax.nn.parameters import Params
 from dllm_jax.nn.rope import Rope
 from dllm_jax.options.base import like
 from dllm_jax.policies.base import Policy
+from dllm_jax.policies.network import Phase, PolicyLayer
 from dllm_jax.state.cache import Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
-from dllm_jax.state.rows import Rows, compact_rows, full_rows, last_rows, one_stream, repeat, scatter
+from dllm_jax.state.rows import Rows, compact_rows, full_rows, last_rows, one_stream, repeat
 from dllm_jax.xla.loops import REFRESH, when
 from dllm_jax.xla.stacks import traced_once
 
@@ -142,7 +142,7 @@ Carry = tuple[Any, Cache]  # residual stream, with branches a pair of them, and 
 def computed_rows(need: Bool[Array, "b l"], variant: Variant, canvas: Canvas, policy: Policy) -> Rows:
     """The rows of one step: in place on the canvas, or of the variant's width, which holds them all.
 
-    These are gathered, unless the policy's selections lie at the end of the canvas (`Policy._at_end`).
+    These are gathered, unless the policy's selections lie at the end of the canvas (`Phase.at_end`).
     """
     width, phase = variant
     if width is None:
@@ -186,129 +186,100 @@ def network(
     readable = policy.readable(cache, canvas)
     cache = policy.before_layers(cache, canvas, rows)
     layer = branches.over(policy.layer) if branches else policy.layer
-    walker = Walker.of(generation, canvas, rows, readable, layer)
-    start = walker.embedded(tokens, generation.embeds)
-    streams = (start, branches.embedded(walker.params, generation.embeds)) if branches else start
-    x, cache = walker.through((streams, cache))
-
-    # Whether layers run again is decided once per step: no layer waits for it.
-    if policy._runs_again and not rows.full:
-        more = policy._repairs(cache, canvas, generation.model.spec.layers - 1)
-        x, cache = when(jnp.any(more), walker.run_again, (x, cache), name=REFRESH)
-    return jnp.concatenate(x, axis=1) if branches else x, cache
+    layers = StepLayers.of(generation, canvas, readable, layer)
+    x = layers.embedded(rows, tokens, generation.embeds)
+    if not branches:
+        return policy.network(layers, x, cache, rows, canvas)
+    streams: Any = x, branches.embedded(layers.params, generation.embeds)
+    streams, cache = policy.network(layers, streams, cache, rows, canvas)
+    return jnp.concatenate(streams, axis=1), cache
 
 
 @dataclasses.dataclass(frozen=True)
-class Walker:
-    """The layers of one step, as functions of the residual stream and the cache.
+class StepLayers:
+    """The layers of one step, as functions of the residual stream and the cache (`policies.network.Layers`).
 
     Attributes:
       generation: the constants.
       params: Parameters of the model, as they act in this step.
       rope: Rotary tables of the step.
       canvas: state before the step.
-      rows: Positions to compute.
       readable: Positions that may be attended to; None for all but padding.
-      first: Policy's layer, with interventions.
-      again: Policy's layer in a repair.
+      layer: Policy's layer, with interventions.
     """
 
     generation: Generation
     params: Params
     rope: Rope
     canvas: Canvas
-    rows: Rows
     readable: Bool[Array, "b l"] | None
-    first: Callable[..., tuple[Any, LayerCache]]
-    again: Callable[..., tuple[Any, LayerCache]]
+    layer: Callable[..., tuple[Any, LayerCache]]
 
     @staticmethod
     def of(
         generation: Generation,
         canvas: Canvas,
-        rows: Rows,
         readable: Bool[Array, "b l"] | None,
         layer: Callable[..., tuple[Any, LayerCache]],
-    ) -> "Walker":
+    ) -> "StepLayers":
         """The layers of a step, traced once however often they run."""
         model, plan = generation.model, generation.plan
-
-        def through(method, weights: Layer, x, view: LayerCache, rows: Rows):
-            weights = intervened(weights, plan.interventions, rows.index, canvas.step)
-            x, view = method(weights, x, view, rows, canvas)
-            if isinstance(weights, IntervenedLayer):
-                weights.check_reached(plan.policy.layer.__qualname__)
-            return x, view
-
-        methods = (layer, plan.policy._repair)
-        once = (traced_once(functools.partial(through, method), model.params) for method in methods)
         params = model.params
         if plan.sampler.draft_adapter:
             params = acting_in(params, ~canvas.causal[:, 0], model.spec.layers)
         rope = generation.rope.padded(canvas.valid, model.spec)
-        return Walker(generation, params, rope, canvas, rows, readable, *once)
+        return StepLayers(generation, params, rope, canvas, readable, traced_layer(generation, canvas, layer))
 
     def embedded(
-        self, tokens: Int[Array, "b l"], embeds: Float[Array, "b l m"] | None
+        self, rows: Rows, tokens: Int[Array, "b l"], embeds: Float[Array, "b l m"] | None
     ) -> Float[Array, "b q m"]:
         """The residual stream at the rows before the first layer."""
-        x = embed(self.params, self.rows.take(tokens), jax.tree.map(self.rows.take, embeds))
-        return embedded(self.generation.plan.interventions, x, self.rows.index, self.canvas.step)
+        x = embed(self.params, rows.take(tokens), jax.tree.map(rows.take, embeds))
+        return embedded(self.generation.plan.interventions, x, rows.index, self.canvas.step)
 
-    def through(self, carry: Carry) -> Carry:
-        """Runs the layers in parts, between which positions leave (`Policy._exits`).
-
-        Returns the stream of all rows, and the cache.
-        """
-        policy, spec, running, begins = self._policy, self.canvas.spec, self.rows, 0
-        for end in policy._exits(spec):
-            x, cache = self.run(running, range(begins, end), carry)
-            layer = self.layer_at(end) if end < spec.layers else None
-            x, cache, running = policy._exit(layer, x, cache, running, self.canvas)
-            carry, begins = (x, cache), end
-        x, cache = self.run(running, range(begins, spec.layers), carry)
-        if running.index.shape != self.rows.index.shape:
-            zeros = jnp.zeros((*self.rows.index.shape, x.shape[2]), x.dtype)
-            x = scatter(zeros, self.rows.slot(running.index), x)
-        return x, cache
-
-    def run(self, rows: Rows, layers: range, carry: Carry) -> Carry:
-        """Runs some layers over rows; the policy may run some of them in another phase than the step's."""
-        phase_at = lambda index: self._policy._phase_of_layer(rows.phase, index, self.generation.model.spec)
-        apart = bool(rows.phase) and layers.start == 0 and phase_at(0) != phase_at(None)
+    def run(self, x: Any, cache: Cache, rows: Rows, layers: range | None = None) -> Carry:
+        """Runs layers over rows; the policy may run some of them in another phase than the step's."""
+        spec, policy = self.generation.model.spec, self.generation.plan.policy
+        layers = range(spec.layers) if layers is None else layers
+        phase = next((phase for phase in policy.phases if phase.name == rows.phase), Phase())
+        kind_at = lambda index: phase.kind_at(index, spec)
+        apart = layers.start == 0 and kind_at(0) != kind_at(None)
 
         def one(weights: Layer, carry: Carry) -> Carry:
             x, cache = carry
             index = weights.index if isinstance(weights.index, int) else None
-            here = dataclasses.replace(rows, phase=phase_at(index) if rows.phase else "")
-            x, view = self.first(weights, x, self._view(cache, weights.index), here)
+            here = dataclasses.replace(rows, phase=kind_at(index))
+            x, view = self.layer(weights, x, self._view(cache, weights.index), here)
             return x, view.into(cache, weights.index)
 
-        return self._walk(one, carry, first_apart=apart, layers=layers)
+        return self._walk(one, (x, cache), first_apart=apart, layers=layers)
 
-    def run_again(self, carry: Carry) -> Carry:
-        """Runs the layers again that the policy repairs (`Policy._repairs`)."""
+    def rerun(
+        self,
+        x: Any,
+        cache: Cache,
+        rows: Rows,
+        layer: PolicyLayer,
+        needed: Callable[[Cache, LayerIndex], Bool[Array, "b"]],
+    ) -> Carry:
+        """Runs layers again, in which some sequence needs it; none is run if the last one needs no other."""
+        again = traced_layer(self.generation, self.canvas, layer)
 
         def one(weights: Layer, carry: Carry) -> Carry:
             def change(carry: Carry) -> Carry:
                 x, cache = carry
-                x, view = self.again(weights, x, self._view(cache, weights.index), self.rows)
+                x, view = again(weights, x, self._view(cache, weights.index), rows)
                 return x, view.into(cache, weights.index)
 
-            needed = self._policy._repairs(carry[1], self.canvas, weights.index)
-            return when(jnp.any(needed), change, carry, name=REFRESH)
+            return when(jnp.any(needed(carry[1], weights.index)), change, carry, name=REFRESH)
 
-        return self._walk(one, carry)
+        more = jnp.any(needed(cache, self.generation.model.spec.layers - 1))
+        return when(more, lambda carry: self._walk(one, carry), (x, cache), name=REFRESH)
 
-    def layer_at(self, index: int) -> Layer:
+    def at(self, index: int) -> Layer:
         """One layer, by itself."""
-        return layer_at(
-            self.params, self.generation.model.spec, self.rope, index, self.generation.model.kernels
-        )
-
-    @property
-    def _policy(self) -> Policy:
-        return self.generation.plan.policy
+        model = self.generation.model
+        return layer_at(self.params, model.spec, self.rope, index, model.kernels)
 
     def _view(self, cache: Cache, index: LayerIndex) -> LayerCache:
         return LayerCache.of(cache, index, self.generation.model.kernels, self.readable)
@@ -316,6 +287,26 @@ class Walker:
     def _walk(self, run: Callable[[Layer, Carry], Carry], carry: Carry, **part: Any) -> Carry:
         model = self.generation.model
         return walk(self.params, model.spec, self.rope, run, carry, model.kernels, where_used=True, **part)
+
+
+def traced_layer(
+    generation: Generation, canvas: Canvas, layer: Callable[..., tuple[Any, LayerCache]]
+) -> Callable[..., tuple[Any, LayerCache]]:
+    """A function of a policy's layer, with interventions, which is traced once for all layers.
+
+    Raises:
+      ValueError: the function never passes a place that an intervention changes.
+    """
+    model, plan = generation.model, generation.plan
+
+    def through(weights: Layer, x: Any, view: LayerCache, rows: Rows):
+        weights = intervened(weights, plan.interventions, rows.index, canvas.step)
+        x, view = layer(weights, x, view, rows, canvas)
+        if isinstance(weights, IntervenedLayer):
+            weights.check_reached(plan.policy.layer.__qualname__)
+        return x, view
+
+    return traced_once(through, model.params)
 
 
 def network_inputs(plan: Plan, canvas: Canvas) -> Int[Array, "streams_b l"]:

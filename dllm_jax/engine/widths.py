@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Int
 from dllm_jax.nn.hardware import saturating
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt, check_argument
+from dllm_jax.options.returned import returned
 from dllm_jax.policies.base import Policy
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
@@ -21,7 +22,7 @@ class Variant(NamedTuple):
 
     Attributes:
       width: Positions per sequence; None is a full step, over the canvas in place.
-      phase: Kind of the policy's partial steps (`Policy._phases`); "" in a full step.
+      phase: Name of the kind of partial steps (`Policy.phases`); "" in a full step.
     """
 
     width: int | None
@@ -52,8 +53,16 @@ def step_phases(
       device: Device that runs the steps.
     """
     # A part is gathered and scattered: a third more kernels, which take as long as a quarter more positions.
-    alike = 4 * sequences * max(widths, default=0) <= 5 * saturating(device) and policy._phases_by_positions
-    return policy._phases[-1:] if alike or layout.compiles_longer_than_it_runs(spec) else policy._phases
+    alike = (
+        4 * sequences * max(widths, default=0) <= 5 * saturating(device) and policy.phases[-1].by_positions
+    )
+    names = phase_names(policy)
+    return names[-1:] if alike or layout.compiles_longer_than_it_runs(spec) else names
+
+
+def phase_names(policy: Policy) -> tuple[str, ...]:
+    """Returns the names of the kinds of partial steps."""
+    return tuple(phase.name for phase in policy.phases)
 
 
 def step_widths(
@@ -100,12 +109,12 @@ def own_widths(policy: Policy, spec: ModelSpec, layout: Layout) -> tuple[int, ..
 
 
 def at_end(policy: Policy, canvas: Canvas) -> bool:
-    """Whether partial steps compute the last positions of the canvas (`Policy._at_end`), in place.
+    """Whether partial steps compute the last positions of the canvas (`Phase.at_end`), in place.
 
     The engine adds blocks to the selections on block-causal models, and the last positions of an answer that
     grows do not exist yet.
     """
-    return policy._at_end and not (canvas.spec.context.has_blocks or canvas.layout.initial)
+    return policy.phases[-1].at_end and not (canvas.spec.context.has_blocks or canvas.layout.initial)
 
 
 def exceeds(width: int, need: Bool[Array, "b l"], policy: Policy, canvas: Canvas) -> Bool[Array, "b"]:
@@ -131,6 +140,10 @@ def last_phase(
     phases: tuple[str, ...], cache: Cache, canvas: Canvas, partial: Bool[Array, "b"], policy: Policy
 ) -> Int[Array, ""]:
     """The index of the first compiled phase that stands for those of all sequences in a partial step."""
-    if len(phases) == 1:
-        return jnp.int32(0)
-    return jnp.max(jnp.where(partial, policy._phase(cache, canvas), 0))
+    last = jnp.int32(0)
+    for index, phase in enumerate(policy.phases[: len(phases)]):
+        if index and phase.needed is not None:
+            name, marked = f"phases[{index}].needed", phase.needed(cache, canvas)
+            marked = returned(policy, name, marked, "Bool[b]", b=len(partial))
+            last = jnp.where(jnp.any(partial & marked), index, last)
+    return last

@@ -15,6 +15,7 @@ from dllm_jax.policies.fast_dllm import DualCache, PrefixCache, SubBlockCache
 from dllm_jax.policies.focus import FOCUS
 from dllm_jax.policies.mage import MAGE
 from dllm_jax.policies.maskkv import MaskKV
+from dllm_jax.policies.network import Layers, Phase
 from dllm_jax.policies.sliding_cache import SlidingCache
 from dllm_jax.policies.spa_cache import SPACache, ValueProxy
 from dllm_jax.policies.sparse_dllm import SparseDLLM
@@ -24,9 +25,9 @@ from dllm_jax.policies.window_diffusion import WindowDiffusion
 __all__ = [
     "ALL", "BLOCK_CAUSAL", "DKVPD", "ESDLLM", "FOCUS", "MAGE", "D2Cache", "DKVDecode", "DKVGreedy",
     "DKVPrefill", "DLLMCache", "DelayedCache", "DualCache", "DyLLM", "ElasticCache", "EvictPrompt", "Exact",
-    "GaussianDropout", "HeadCosine", "KeyCosine", "MaskKV", "NearAndLast", "Policy", "PrefixCache",
-    "SPACache", "SlidingCache", "SparseDLLM", "SubBlockCache", "SuffixDropout", "UniformDropout",
-    "ValueProxy", "WindowDiffusion",
+    "GaussianDropout", "HeadCosine", "KeyCosine", "Layers", "MaskKV", "NearAndLast", "Phase",
+    "Policy", "PrefixCache", "SPACache", "SlidingCache", "SparseDLLM", "SubBlockCache", "SuffixDropout",
+    "UniformDropout", "ValueProxy", "WindowDiffusion",
 ]  # fmt: skip
 
 

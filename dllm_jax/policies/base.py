@@ -4,13 +4,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, final
 
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
-from dllm_jax.nn.layer import Layer, LayerIndex
+from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Options
+from dllm_jax.policies.network import Layers, Phase
 from dllm_jax.policies.returns import RETURNS
 from dllm_jax.state.cache import KV, Cache, LayerCache, Proposal
 from dllm_jax.state.canvas import Canvas
@@ -73,6 +73,25 @@ class Policy(Options):
         The structure of a cache is the same between steps, so `observe` must remove them again.
         """
         return cache
+
+    def network(
+        self, layers: Layers, x: Float[Array, "b q m"], cache: Cache, rows: Rows, canvas: Canvas
+    ) -> tuple[Float[Array, "b q m"], Cache]:
+        """Runs the layers of a step: all of them over all rows, each once, by `layer`.
+
+        A policy may run some of them over fewer rows, or again.
+
+        Args:
+          layers: The model's layers, with `layer` as their function (`Layers`).
+          x: Residual stream before the first layer, at the rows.
+          cache: Cache returned by `before_layers`.
+          rows: The computed positions.
+          canvas: State before the step.
+
+        Returns:
+          x after the last layer, at the same rows, and the changed cache.
+        """
+        return layers.run(x, cache, rows)
 
     def layer(
         self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
@@ -141,9 +160,8 @@ class Policy(Options):
 
     promises: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "fixed_within_blocks": (
-            "before_first_step", "select", "reads", "before_layers", "layer", "observe", "eligible", "_exit"
+            "before_first_step", "select", "reads", "before_layers", "network", "layer", "observe", "eligible"
         ),
-        "_at_end": ("select",),
     }  # fmt: skip
 
     # -- speed --------------------------------------------------------------------------------------
@@ -158,66 +176,10 @@ class Policy(Options):
         """
         return halvings(layout.length) if self.reuses else ()
 
-    _at_end: ClassVar[bool] = False
-    """Whether partial steps select the last positions of the canvas, which are then computed in place. A
-    selection of others makes a full step. Answers that grow have them gathered instead."""
-
-    _phases_by_positions: ClassVar[bool] = True
-    """Whether phases differ in the positions that layers compute, and not in the pairs that they read."""
-
     @property
-    def _phases(self) -> tuple[str, ...]:
-        """Kinds of partial steps, which `layer` sees as `Rows.phase`.
-
-        Each kind can stand for those before it, so a program may be compiled for the last one alone.
-        """
-        return ("",)
-
-    def _phase(self, cache: Cache, canvas: Canvas) -> Int[Array, "b"]:
-        """Returns the kind of each sequence's coming partial step, an index into `_phases`."""
-        return jnp.zeros(len(canvas.tokens), jnp.int32)
-
-    def _phase_of_layer(self, phase: str, layer: int | None, spec: ModelSpec) -> str:
-        """Returns the kind of one layer in a step; `layer` is None for stacked layers after the first."""
-        return phase
-
-    _runs_again: ClassVar[bool] = False
-    """Whether a partial step may run layers again after the last one (`_repairs`)."""
-
-    def _repairs(self, cache: Cache, canvas: Canvas, layer: LayerIndex) -> Bool[Array, "b"]:
-        """Returns the sequences whose layer a partial step runs again, by `_repair`.
-
-        Asked after all layers, if `_runs_again`. A sequence of which a layer runs again runs all further
-        layers again.
-        """
-        raise NotImplementedError(f"{type(self).__name__} runs no layer again")
-
-    def _repair(
-        self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
-    ) -> tuple[Float[Array, "b q m"], LayerCache]:
-        """Runs one layer again; arguments are those of `layer`, x is the stream after the last layer."""
-        raise NotImplementedError(f"{type(self).__name__} runs no layer again")
-
-    def _exits(self, spec: ModelSpec) -> tuple[int, ...]:
-        """Returns the layers before which positions may leave a step, ascending; `spec.layers` is the end."""
-        return ()
-
-    def _exit(
-        self, layer: Layer | None, x: Float[Array, "b q m"], cache: Cache, rows: Rows, canvas: Canvas
-    ) -> tuple[Float[Array, "b w m"], Cache, Rows]:
-        """Lets positions leave a step before a layer, which is None at the end.
-
-        Args:
-          layer: Layer that runs next.
-          x: Residual stream at the rows.
-          cache: The cache, whose `no_output` gains the positions that leave.
-          rows: Positions that have not left.
-          canvas: State before the step.
-
-        Returns:
-          the stream and the rows that later layers run, of the same width or a smaller one, and the cache.
-        """
-        raise NotImplementedError(f"{type(self).__name__} lets no position leave")
+    def phases(self) -> tuple[Phase, ...]:
+        """Kinds of partial steps, of which each can stand for those before it (`Phase`); one by default."""
+        return (Phase(),)
 
     # -- what other features ask --------------------------------------------------------------------
 
@@ -270,7 +232,7 @@ class Policy(Options):
         Such a policy is compatible with features that bring their own layers: `EvictPrompt`, a sampler that
         verifies.
         """
-        return type(self).layer is Policy.layer and type(self)._exits is Policy._exits
+        return type(self).layer is Policy.layer and type(self).network is Policy.network
 
     @final
     def readable(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"] | None:

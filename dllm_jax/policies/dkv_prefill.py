@@ -1,13 +1,13 @@
 """dKV-Cache-Prefill (arXiv:2505.15781, section 3.3): the prompt's K/V are those of the first step."""
 
 import dataclasses
-from typing import ClassVar
 
 from jaxtyping import Array, Bool
 from typing_extensions import override
 
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
+from dllm_jax.policies.network import Phase
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
@@ -30,7 +30,10 @@ class DKVPrefill(Policy):
     Differences: LLaDA works too; the reference supports Dream only.
     """
 
-    _at_end: ClassVar[bool] = True
+    @property
+    @override
+    def phases(self) -> tuple[Phase, ...]:
+        return (Phase(at_end=True),)
 
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 from typing_extensions import override
 
 from dllm_jax.nn.arithmetic import cosine
@@ -13,6 +13,7 @@ from dllm_jax.nn.mask import require_full_attention
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, TracedPositiveInt
 from dllm_jax.policies.base import Policy
+from dllm_jax.policies.network import Phase
 from dllm_jax.policies.parts.partial import least_similar
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
@@ -80,7 +81,6 @@ class DLLMCache(Policy):
     response_every: TracedPositiveInt = 7
     ratio: Fraction = 0.25
 
-    _at_end: ClassVar[bool] = True
     renews_keys: ClassVar[bool] = False
     """Whether every step renews the keys of the whole response, as it does the values."""
 
@@ -102,18 +102,15 @@ class DLLMCache(Policy):
 
     @property
     @override
-    def _phases(self) -> tuple[str, ...]:
-        return UPDATE, REFRESH
+    def phases(self) -> tuple[Phase, ...]:
+        """Updates, in which the first layer refreshes the response; refreshes, where the response is due."""
+        due = lambda cache, canvas: self.due(canvas, False)[1][:, 0]
+        update = Phase(UPDATE, of_layer=self.updating, at_end=True)
+        return update, Phase(REFRESH, needed=due, at_end=True)
 
-    @override
-    def _phase(self, cache: Cache, canvas: Canvas) -> Int[Array, "b"]:
-        """A refresh where the response is due."""
-        return self.due(canvas, False)[1][:, 0].astype(jnp.int32)
-
-    @override
-    def _phase_of_layer(self, phase: str, layer: int | None, spec: ModelSpec) -> str:
-        """The first layer refreshes the response in every step."""
-        return REFRESH if layer == 0 else phase
+    def updating(self, layer: int | None, spec: ModelSpec) -> str:
+        """The kind in which a layer runs in an update."""
+        return REFRESH if layer == 0 else UPDATE
 
     def due(
         self, canvas: Canvas, first: Bool[Array, ""] | bool

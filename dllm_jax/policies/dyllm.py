@@ -1,7 +1,7 @@
 """DyLLM: rows whose attention output has turned are salient, and alone computed again (arXiv:2603.08026)."""
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -12,6 +12,7 @@ from dllm_jax.nn.mask import require_full_attention
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import TracedFraction, TracedPositiveInt
 from dllm_jax.policies.base import Policy
+from dllm_jax.policies.network import Phase
 from dllm_jax.policies.parts.partial import run_narrowest
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
@@ -60,8 +61,6 @@ class DyLLM(Policy):
     full_steps: TracedPositiveInt = 16
     prompt_every: TracedPositiveInt = 4
 
-    _at_end: ClassVar[bool] = True
-
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         require_full_attention(spec, type(self).__name__, "corrects rows by what any of them changes")
@@ -87,8 +86,8 @@ class DyLLM(Policy):
 
     @property
     @override
-    def _phases(self) -> tuple[str, ...]:
-        return NARROW, EVERY
+    def phases(self) -> tuple[Phase, ...]:
+        return Phase(NARROW, at_end=True), Phase(EVERY, at_end=True)
 
     @override
     def before_layers(self, cache: Cache, canvas: Canvas, rows: Rows) -> Cache:

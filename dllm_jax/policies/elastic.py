@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from dllm_jax.nn.layer import Layer, LayerIndex
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Options, PositiveInt
 from dllm_jax.policies.base import Policy, halvings
+from dllm_jax.policies.network import Layers
 from dllm_jax.state.cache import KV, Cache, LayerCache, Proposal
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.ends import behind_first_eos
@@ -241,7 +242,7 @@ class ElasticCache(Policy):
     ) -> tuple[Float[Array, "b q m"], LayerCache]:
         """The selected positions, in a full step all of them after drift in a lower layer; test and votes.
 
-        A partial step runs the layers above the drift again (`_repair`), after all layers: none waits.
+        A partial step runs the layers above the drift again (`network`), after all layers: none waits.
         """
         drift, length = cache.shared, canvas.layout.length
 
@@ -296,14 +297,17 @@ class ElasticCache(Policy):
         """The most attended decoded tokens, which are tracked in the next step."""
         return most_attended(votes, canvas.valid & ~self.undecided(canvas), self.track)
 
-    _runs_again: ClassVar[bool] = True
-
     @override
-    def _repairs(self, cache: Cache, canvas: Canvas, layer: LayerIndex) -> Bool[Array, "b"]:
-        """Sequences in which attention drifted in a lower layer."""
-        return canvas.active & (cache.shared.start <= layer)
+    def network(
+        self, layers: Layers, x: Float[Array, "b q m"], cache: Cache, rows: Rows, canvas: Canvas
+    ) -> tuple[Float[Array, "b q m"], Cache]:
+        """Runs the layers; after a partial step, those above a layer in which attention drifted again."""
+        x, cache = layers.run(x, cache, rows)
+        if rows.full:
+            return x, cache
+        drifted = lambda cache, layer: canvas.active & (cache.shared.start <= layer)
+        return layers.rerun(x, cache, rows, self._repair, drifted)
 
-    @override
     def _repair(
         self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
     ) -> tuple[Float[Array, "b q m"], LayerCache]:

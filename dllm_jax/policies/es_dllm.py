@@ -17,11 +17,12 @@ from dllm_jax.nn.mask import require_full_attention
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, NoneMeans, PositiveInt, TracedPositiveInt
 from dllm_jax.policies.base import Policy
+from dllm_jax.policies.network import Layers, Phase
 from dllm_jax.policies.sparse_dllm import SparseDLLM
 from dllm_jax.state.cache import KV, Cache, LayerCache, Proposal
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
-from dllm_jax.state.rows import Rows, compact_rows
+from dllm_jax.state.rows import Rows, compact_rows, scatter
 from dllm_jax.state.selection import best, fraction_of, leftmost, max_pool, mean_query_score
 from pallas_kernels.counting import count_marked
 
@@ -123,13 +124,13 @@ class ESDLLM(Policy):
 
     @property
     @override
-    def _phases(self) -> tuple[str, ...]:
-        return NARROW, EVERY
+    def phases(self) -> tuple[Phase, ...]:
+        return Phase(NARROW), Phase(EVERY, needed=self._runs_every)
 
-    @override
-    def _phase(self, cache: Cache, canvas: Canvas) -> Int[Array, "b"]:
+    def _runs_every(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b"]:
+        """Sequences of which more rows go on than a narrow step holds."""
         many = exceeds(self._ratios(canvas.spec).values(), self.select(cache, canvas), canvas)
-        return (many | self._whole(canvas)[:, 0]).astype(jnp.int32)
+        return many | self._whole(canvas)[:, 0]
 
     def _ratios(self, spec: ModelSpec) -> dict[int, float]:
         """The proportions by exit: before the layer where one falls, after it if its output is compared."""
@@ -137,8 +138,8 @@ class ESDLLM(Policy):
         falls = [i for i in range(spec.layers) if of[i] != (of[i - 1] if i else 1)]
         return {i + (self.compare == "hidden"): of[i] for i in falls}
 
-    @override
     def _exits(self, spec: ModelSpec) -> tuple[int, ...]:
+        """Layers before which rows may leave a step, ascending; `spec.layers` is the end."""
         return tuple(self._ratios(spec))
 
     @override
@@ -184,10 +185,37 @@ class ESDLLM(Policy):
         return self.evict is not None and self.prompt_every % layout.block != 0
 
     @override
+    def network(
+        self, layers: Layers, x: Float[Array, "b q m"], cache: Cache, rows: Rows, canvas: Canvas
+    ) -> tuple[Float[Array, "b q m"], Cache]:
+        """Runs the layers in parts, between which rows leave."""
+        spec, running, begins = canvas.spec, rows, 0
+        for end in self._exits(spec):
+            x, cache = layers.run(x, cache, running, range(begins, end))
+            layer = layers.at(end) if end < spec.layers else None
+            x, cache, running = self._exit(layer, x, cache, running, canvas)
+            begins = end
+        x, cache = layers.run(x, cache, running, range(begins, spec.layers))
+        if running.index.shape != rows.index.shape:
+            zeros = jnp.zeros((*rows.index.shape, x.shape[2]), x.dtype)
+            x = scatter(zeros, rows.slot(running.index), x)
+        return x, cache
+
     def _exit(
         self, layer: Layer | None, x: Float[Array, "b q m"], cache: Cache, rows: Rows, canvas: Canvas
     ) -> tuple[Float[Array, "b w m"], Cache, Rows]:
-        """The rows of the best scores go on; what they are compared with the next time is stored."""
+        """The rows of the best scores go on; what they are compared with the next time is stored.
+
+        Args:
+          layer: Layer that runs next; None at the end.
+          x: Residual stream at the rows.
+          cache: The cache, whose `no_output` gains the positions that leave.
+          rows: Rows that have not left.
+          canvas: State before the step.
+
+        Returns:
+          the stream and the rows that later layers run, of the same width or a smaller one, and the cache.
+        """
         at, found = canvas.spec.layers if layer is None else int(layer.index), cache.shared
         ratio, number = self._ratios(canvas.spec)[at], self._exits(canvas.spec).index(at)
         new, old = compared(self.compare, number, layer, x, cache, rows)

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy, halvings
+from dllm_jax.policies.network import Phase
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
@@ -33,7 +34,11 @@ class PrefixCache(Policy):
     """
 
     fixed_within_blocks: ClassVar[bool] = True
-    _at_end: ClassVar[bool] = True
+
+    @property
+    @override
+    def phases(self) -> tuple[Phase, ...]:
+        return (Phase(at_end=True),)
 
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:

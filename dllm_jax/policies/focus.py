@@ -14,6 +14,7 @@ from dllm_jax.nn.arithmetic import einsum
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.delayed_cache import DelayedCache
+from dllm_jax.policies.network import Phase
 from dllm_jax.policies.parts.partial import run_narrowest
 from dllm_jax.state.cache import KV, Cache, LayerCache, Proposal
 from dllm_jax.state.canvas import Canvas
@@ -57,8 +58,8 @@ class FOCUS(DelayedCache):
 
     @property
     @override
-    def _phases(self) -> tuple[str, ...]:
-        return NARROW, "every"
+    def phases(self) -> tuple[Phase, ...]:
+        return Phase(NARROW), Phase("every")
 
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:

@@ -18,10 +18,6 @@ def _canvas(arguments: tuple[Any, ...]) -> Canvas:
     return next(argument for argument in arguments if isinstance(argument, Canvas))
 
 
-def _phase(policy: Any, method: str, value: Any, *arguments: Any) -> Any:
-    return returned(policy, method, value, "Int[b]", b=len(_canvas(arguments).tokens))
-
-
 def _cache(policy: Any, method: str, value: Any, *_: Any) -> Cache:
     return instance(policy, method, value, Cache)
 
@@ -36,6 +32,15 @@ def _layer(policy: Any, method: str, value: Any, layer: Any, x: Any, cache: Laye
     return value
 
 
+def _network(policy: Any, method: str, value: Any, layers: Any, x: Any, *_: Any) -> Any:
+    """The residual stream at the same positions, and the cache."""
+    if not (isinstance(value, tuple) and len(value) == 2):
+        raise ValueError(f"{type(policy).__name__}.{method} must return two values, x and the cache.")
+    like(policy, f"{method}[0]", value[0], x, "as x")
+    instance(policy, f"{method}[1]", value[1], Cache)
+    return value
+
+
 RETURNS: Mapping[str, Returns] = {
     "init": _cache,
     "before_first_step": _cache,
@@ -45,5 +50,5 @@ RETURNS: Mapping[str, Returns] = {
     "reads": _set,
     "eligible": _set,
     "layer": _layer,
-    "_phase": _phase,
+    "network": _network,
 }

@@ -15,7 +15,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.rope import rope_of
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Arrays, Fraction, NoneMeans, PositiveInt, TracedPositiveInt, check_argument
-from dllm_jax.policies.dllm_cache import UPDATE, DLLMCache, after_reading
+from dllm_jax.policies.dllm_cache import DLLMCache, after_reading
 from dllm_jax.policies.parts.partial import gaussian_ratios, least_similar
 from dllm_jax.state.cache import Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
@@ -185,11 +185,11 @@ class SPACache(DLLMCache):
         return gaussian_ratios(spec.layers, self.ratio, self.start, self.end, self.peak, self.least)
 
     @override
-    def _phase_of_layer(self, phase: str, layer: int | None, spec: ModelSpec) -> str:
+    def updating(self, layer: int | None, spec: ModelSpec) -> str:
         """Layers that update at most half of the peak's share have a width of their own."""
-        if phase == UPDATE and layer and 2 * self._ratios(spec)[layer] <= self.ratio:
+        if layer and 2 * self._ratios(spec)[layer] <= self.ratio:
             return HALF
-        return super()._phase_of_layer(phase, layer, spec)
+        return super().updating(layer, spec)
 
     @override
     def updated(self, phase: str, response: int) -> int | None:

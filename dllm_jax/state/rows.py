@@ -29,7 +29,7 @@ class Rows:
         that nothing is gathered or scattered. Never inferred from the width.
       in_one_block: Whether a sequence's entries lie in one of the model's own blocks (static), so that they
         attend to the same keys.
-      phase: Kind of the partial step, one of the policy's `_phases` (static); "" in full steps.
+      phase: Kind of the partial step, the name of one of `Policy.phases` (static); "" in full steps.
     """
 
     index: Int[Array, "b q"]

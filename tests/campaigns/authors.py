@@ -204,9 +204,9 @@ def stepping_otherwise(base: type[p.Policy], change: str, every: int) -> type[p.
 
 OF_SETS = ("select", "reads", "eligible")
 OF_CANDIDATES = ("transfer", "confidence", "chosen", "revoked", "token")
-OF_SEQUENCES = ("finished", "keeps_block", "_phase")
+OF_SEQUENCES = ("finished", "keeps_block", "phases")
 DTYPES = {"Bool": bool, "Int": jnp.int32, "Float": jnp.float32}
-KIND = {"confidence": "Float", "token": "Int", "_phase": "Int"}
+KIND = {"confidence": "Float", "token": "Int"}
 
 
 def wild(rng: np.random.Generator, name: str) -> Case:
@@ -235,11 +235,11 @@ def _wild(method: str, shape: str, dtype: str, batch: int, inside: bool) -> Verd
         returned.append((full, result(full)))
         return returned[-1][1]
 
-    if method in OF_SETS or method == "_phase":
+    if method in OF_SETS or method == "phases":
         policy = _policy(method, told)
     else:
         sampler = _sampler(method, told)
-    named = f"{type(policy if method in (*OF_SETS, '_phase') else sampler).__name__}."
+    named = f"{type(policy if method in (*OF_SETS, 'phases') else sampler).__name__}."
     policy = p.SuffixDropout(policy=policy) if inside else policy
     prompts = np.arange(5, 5 + 3 * batch).reshape(batch, 3)
 
@@ -273,14 +273,14 @@ TYPES = {"Bool": jnp.bool_, "Int": jnp.integer, "Float": jnp.floating}
 def _policy(method: str, told: Callable[[tuple[int, ...]], Any]) -> p.Policy:
     """A policy one of whose methods returns what is told."""
 
-    def phase(self, cache, canvas):
-        return told((len(canvas.tokens),))
+    needed = lambda cache, canvas: told((len(canvas.tokens),))
 
     def of_set(self, *arguments):
         return told(arguments[-1].tokens.shape)
 
-    members = {"_phases": ("a", "b"), "_phase": phase} if method == "_phase" else {method: of_set}
-    base = p.DualCache if method == "_phase" else p.Policy
+    kinds = property(lambda self: (p.Phase("a"), p.Phase("b", needed=needed)))
+    members = {method: kinds if method == "phases" else of_set}
+    base = p.DualCache if method == "phases" else p.Policy
     return type("WildPolicy", (base,), members | {"__module__": __name__})()
 
 

@@ -6,7 +6,7 @@ chosen ones are gathered into a store of their own, which later steps of the blo
 
 import abc
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from dllm_jax.nn.mask import Mask, key_mask, require_blocks
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, PositiveInt
 from dllm_jax.policies.base import Policy
+from dllm_jax.policies.network import Phase
 from dllm_jax.policies.parts.block_votes import queries_of_block, rows_of_block
 from dllm_jax.state.cache import KV, Cache, LayerCache, Proposal
 from dllm_jax.state.canvas import Canvas
@@ -69,8 +70,6 @@ class ChosenReads(Policy, abc.ABC):
 
     keep: PositiveInt | Fraction = 512
 
-    _phases_by_positions: ClassVar[bool] = False
-
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         require_blocks(spec, type(self).__name__, "Use SparseDLLM() or DualCache()")
@@ -82,13 +81,12 @@ class ChosenReads(Policy, abc.ABC):
 
     @property
     @override
-    def _phases(self) -> tuple[str, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         """Steps of a block that read chosen pairs alone, and those of which some may be exact."""
-        return (CHOSEN, EXACT) if is_traced(self.waits) or self.waits else ("",)
-
-    @override
-    def _phase(self, cache: Cache, canvas: Canvas) -> Int[Array, "b"]:
-        return self.exact(cache.shared, canvas)[:, 0].astype(jnp.int32)
+        if not (is_traced(self.waits) or self.waits):
+            return (Phase(by_positions=False),)
+        exact = lambda cache, canvas: self.exact(cache.shared, canvas)[:, 0]
+        return Phase(CHOSEN, by_positions=False), Phase(EXACT, needed=exact, by_positions=False)
 
     def slots(self, spec: ModelSpec, layout: Layout) -> int:
         """Slots of what a block's steps read: the pairs chosen before the last block, and its own."""
