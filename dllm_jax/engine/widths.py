@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Int
 from dllm_jax.nn.hardware import saturating
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt, check_argument
-from dllm_jax.options.returned import returned
+from dllm_jax.options.base import returned
 from dllm_jax.policies.base import Policy
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
