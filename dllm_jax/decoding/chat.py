@@ -16,12 +16,12 @@ from dllm_jax.decoding.answers import decode_answers
 from dllm_jax.decoding.buckets import Ladder, check_ladder
 from dllm_jax.decoding.defaults import generation_defaults
 from dllm_jax.decoding.generate import generate
-from dllm_jax.decoding.options import AskedConversation, ChatOptions, ConversationOptions, shows
+from dllm_jax.decoding.options import AskedConversation, GenerateOptions, check_options, options_of, shows
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.stops import StopTexts, listed
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import check_argument, check_names, shown
+from dllm_jax.options import check_argument, shown
 from dllm_jax.options.hints import NOTHING, warn
 from dllm_jax.state import host
 from dllm_jax.state.host import AnyArray
@@ -66,9 +66,15 @@ class Processor(Protocol):
         ...
 
 
-@shows(ChatOptions, AskedConversation)
+@shows(options_of("chat"), AskedConversation)
 def chat(
-    model: Model, tokenizer: Any, messages: Messages, **options: Unpack[ChatOptions]
+    model: Model,
+    tokenizer: Any,
+    messages: Messages,
+    *,
+    enable_thinking: bool | None = None,
+    template: Mapping[str, Any] | None = None,
+    **options: Unpack[GenerateOptions],
 ) -> "str | list[str] | ChatOutput":
     """Answers a conversation, or a batch of conversations.
 
@@ -114,9 +120,8 @@ def chat(
       >>> dj.chat(model, tokenizer, question, logprobs=1).output.stats.length.tolist()
       [8]
     """
-    text_alone = {"trace": "The answer is text alone. Use dj.generate(.., trace=True)."}
-    check_names("chat", options, ChatOptions.__annotations__, text_alone)
-    asked = prepare_chat(model, tokenizer, messages, options)
+    check_options("chat", options, "enable_thinking", "template")
+    asked = prepare_chat(model, tokenizer, messages, options, enable_thinking, template)
     out = generate(model, asked.prompt, **asked.options)
     responses = host.everywhere(out.tokens)[:, asked.prompt.shape[1] :]
     answers = decode_answers(model, asked.tokenizer, responses, asked.stops)
@@ -154,10 +159,18 @@ class AskedChat(NamedTuple):
     single: bool
 
 
-def prepare_chat(model: Model, tokenizer: Any, messages: Messages, options: ConversationOptions) -> AskedChat:
+def prepare_chat(
+    model: Model,
+    tokenizer: Any,
+    messages: Messages,
+    options: GenerateOptions,
+    enable_thinking: bool | None,
+    template: Mapping[str, Any] | None,
+) -> AskedChat:
     """Encodes conversations; arguments and errors are those of `chat`."""
     check_argument("model", model, Model, ", such as dj.load(path)")
-    asked, complete = AskedConversation(**options), generation_defaults(model, **options)
+    check_argument("enable_thinking", enable_thinking, bool | None)
+    asked, passed = AskedConversation(**options), generation_defaults(model, **options)
     processor = tokenizer if isinstance(tokenizer, Processor) and not isinstance(tokenizer, type) else None
     tokenizer = tokenizer if processor is None else processor.tokenizer
     check_tokenizer(tokenizer)
@@ -168,8 +181,8 @@ def prepare_chat(model: Model, tokenizer: Any, messages: Messages, options: Conv
     conversations = cast(list[list[Message]], [messages] if single else messages)
     if not conversations:
         raise ValueError("messages are empty: there is no conversation to answer")
-    thinking = {} if asked.enable_thinking is None else {"enable_thinking": asked.enable_thinking}
-    variables: Any = NOTHING if asked.template is None else asked.template
+    thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+    variables: Any = NOTHING if template is None else template
     variables = {**variables, **thinking} if isinstance(variables, Mapping) else variables
     if processor is None:
         variables = with_defaults(variables, model.spec)
@@ -180,7 +193,6 @@ def prepare_chat(model: Model, tokenizer: Any, messages: Messages, options: Conv
         if asked.buckets is not None:
             check_ladder("buckets", asked.buckets)
         prompts = processor.encode(model, conversations, asked.buckets)
-    passed = {name: value for name, value in complete.items() if name not in ("enable_thinking", "template")}
     passed |= dict(prompt_mask=prompts.mask, prompt_embeds=prompts.embeds, stop=stops or ())
     if processor is not None:
         passed["forbid"] = (*asked.forbid, *processor.suppress_tokens)

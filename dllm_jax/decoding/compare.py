@@ -9,14 +9,14 @@ from typing import Any, NamedTuple, Unpack
 import jax
 import numpy as np
 
-from dllm_jax.decoding.options import StreamOptions, shows
+from dllm_jax.decoding.options import GenerateOptions, check_options, options_of, shows
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.placement import Placed, collect, place
 from dllm_jax.decoding.report import report
 from dllm_jax.decoding.request import prepare
 from dllm_jax.engine.loop import denoise
 from dllm_jax.nn.model import Model
-from dllm_jax.options import PositiveInt, call, check_argument, check_names, shown
+from dllm_jax.options import PositiveInt, call, check_argument, shown
 from dllm_jax.options.hints import tell
 from dllm_jax.policies.base import Policy
 from dllm_jax.state import host, inputs
@@ -73,14 +73,14 @@ class Comparison:
         return text_table([[*COLUMNS], *cells])
 
 
-@shows(StreamOptions)
+@shows(options_of("compare"))
 def compare(
     model: Model,
     prompt: inputs.Ids,
     policies: Sequence[Policy | Mapping[str, Any]] | Mapping[str, Policy | Mapping[str, Any]],
     *,
     repeats: int = 3,
-    **options: Unpack[StreamOptions],
+    **options: Unpack[GenerateOptions],
 ) -> Comparison:
     """Answers the same prompts under several policies, and compares their cost with the first.
 
@@ -110,7 +110,7 @@ def compare(
       (['Policy()', 'DualCache()'], 1.0)
     """
     repeats = check_argument("repeats", repeats, PositiveInt)
-    check_names("compare", options, (*StreamOptions.__annotations__, "repeats"))
+    check_options("compare", options, "repeats")
     named = _named(policies, options)
     runs = compiled(model, [(prompt, own) for _, own in named])
     first = [_timed(run) for run in runs]  # not counted: a program's first run may load it

@@ -2,9 +2,9 @@
 
 from typing import Any, Unpack
 
-from dllm_jax.decoding.options import AskedConversation, ChatOptions
+from dllm_jax.decoding.options import AskedConversation, GenerateOptions, check_options
 from dllm_jax.nn.model import Model
-from dllm_jax.options import check_argument, check_names
+from dllm_jax.options import check_argument
 from dllm_jax.policies.base import Policy
 
 USUAL = {
@@ -15,7 +15,7 @@ UNSET = ("length", "policy", "sampler")
 OF_ONE_LENGTH = {"length", "max_length", "block", "steps", "sampler", "suffix", "allow", "constraints"}
 
 
-def generation_defaults(model: Model, **options: Unpack[ChatOptions]) -> dict[str, Any]:
+def generation_defaults(model: Model, **options: Unpack[GenerateOptions]) -> dict[str, Any]:
     """Returns the options of `chat` with the values that it takes for those that are left out.
 
     They are the settings in the checkpoint's generation_config.json (docs/how-to/loading.md), or else
@@ -31,7 +31,7 @@ def generation_defaults(model: Model, **options: Unpack[ChatOptions]) -> dict[st
       **options: Options that are given; they stay.
 
     Raises:
-      TypeError: An option that `chat` does not have.
+      TypeError: An option that `generate` does not have.
 
     Examples:
       >>> model = dj.load(dj.bundled.path("tiny-sdar"))
@@ -40,7 +40,7 @@ def generation_defaults(model: Model, **options: Unpack[ChatOptions]) -> dict[st
       (Threshold(threshold=0.9), (1, 10))
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
-    check_names("generation_defaults", options, ChatOptions.__annotations__)
+    check_options("generation_defaults", options)
     given: dict[str, Any] = {k: v for k, v in options.items() if v is not None or k not in UNSET}
     own_blocks: dict[str, Any] = {"block": None} if model.spec.context.has_blocks else {}
     complete: dict[str, Any] = USUAL | own_blocks | dict(model.generation.fixed) | given

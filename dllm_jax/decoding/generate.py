@@ -15,7 +15,7 @@ from dllm_jax.options.hints import tell
 from dllm_jax.state import inputs
 
 
-@shows(GenerateOptions)
+@shows(GenerateOptions.__annotations__)
 def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions]) -> Output:
     """Decodes `length` tokens (`max_new_tokens`, `gen_length`) after each prompt by iterative denoising.
 
@@ -108,7 +108,7 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
     return _answered(model, prepare(model, prompt, **options), prompt)
 
 
-@shows(InfillOptions)
+@shows(InfillOptions.__annotations__)
 def infill(model: Model, tokens: inputs.Ids, **options: Unpack[InfillOptions]) -> Output:
     """Fills the mask ids of a template, wherever they stand; other tokens stay.
 

@@ -18,15 +18,14 @@ from jax.core import Tracer
 from jaxtyping import Array, Key
 
 from dllm_jax.decoding import buckets as ladders
-from dllm_jax.decoding.options import Asked, ManyOptions, shows
+from dllm_jax.decoding.options import Asked, AskedMany, GenerateOptions, check_options, options_of, shows
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.report import report
 from dllm_jax.decoding.request import Request, prepare
 from dllm_jax.decoding.slots import Slots
 from dllm_jax.decoding.stream import progress_bar
 from dllm_jax.engine.nonfinite import NonFinite
-from dllm_jax.engine.prefix import Prefix
-from dllm_jax.nn.keys import Keys, one_key, seeded
+from dllm_jax.nn.keys import one_key, seeded
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument, check_names, shown
 from dllm_jax.options.hints import tell
@@ -40,10 +39,9 @@ OF_A_REQUEST = (
 )  # fmt: skip
 INSTEAD = {  # of what a request cannot have
     name: f"It is one for all requests: generate_many(model, prompts, {name}=...)."
-    for name in ManyOptions.__annotations__
+    for name in options_of("generate_many")
     if name not in OF_A_REQUEST
 } | {"role": "A prompt is token ids: encode the conversation by tokenizer.apply_chat_template."}
-OWN = ("slots", "errors", "buckets", "key", "prefix", "progress")
 TURN = 8  # sequences per slot that requests of one program are ahead of older ones of another, at most
 AHEAD = 4  # requests per slot that are read before there is a slot for them
 
@@ -67,18 +65,14 @@ class Waiting(NamedTuple):
     lane: Any
 
 
-@shows(ManyOptions)
+@shows(options_of("generate_many"), AskedMany)
 def generate_many(
     model: Model,
     prompts: Iterable[Any],
     *,
     slots: int = 8,
     errors: Errors = "raise",
-    buckets: ladders.Ladder | None = ladders.DEFAULT,
-    key: Keys | None = None,
-    prefix: Prefix | None = None,
-    progress: bool = False,
-    **options: Unpack[ManyOptions],
+    **options: Unpack[GenerateOptions],
 ) -> "Answers":
     """Answers many prompts by continuous batching, and yields each answer as soon as it is finished.
 
@@ -126,14 +120,15 @@ def generate_many(
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
     arrays = prompts if isinstance(prompts, list | tuple | jax.Array) else None
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((model, arrays, key, options))):
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((model, arrays, options))):
         raise ValueError("generate_many cannot be traced: call it outside of jit, vmap and grad")
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         raise ValueError(f"prompts={shown(prompts)} must be an iterable of prompts, such as [[1, 2], [3]]")
-    check_names("generate_many", options, (*ManyOptions.__annotations__, *OWN))
-    if buckets is not None:
-        ladders.check_ladder("buckets", buckets)
-    of_all: dict[str, Any] = {**options, "buckets": buckets, "prefix": prefix}
+    check_options("generate_many", options, "slots", "errors")
+    of_all: dict[str, Any] = {"buckets": ladders.DEFAULT, **options}
+    key, progress = of_all.pop("key", None), of_all.pop("progress", False)
+    if of_all["buckets"] is not None:
+        ladders.check_ladder("buckets", of_all["buckets"])
     # What no request could ask for is refused here, by the shortest of prompts.
     _check_common(model, of_all, "length" in options)
     slots = check_argument("slots", slots, PositiveInt)

@@ -68,7 +68,7 @@ class Estimator:
         check_argument("chunk", self.chunk, PositiveInt)
 
 
-@shows(LikelihoodOptions, Estimator)
+@shows(LikelihoodOptions.__annotations__, Estimator)
 def log_likelihood(
     model: Model, prompt: inputs.Ids, answer: inputs.Ids, **options: Unpack[LikelihoodOptions]
 ) -> Float[Array, "b"]:
@@ -114,7 +114,7 @@ def log_likelihood(
         return jnp.sum(terms, axis=1)
 
 
-@shows(LikelihoodOptions, Estimator)
+@shows(LikelihoodOptions.__annotations__, Estimator)
 def token_log_likelihoods(
     model: Model, prompt: inputs.Ids, answer: inputs.Ids, **options: Unpack[LikelihoodOptions]
 ) -> Float[Array, "b r"]:

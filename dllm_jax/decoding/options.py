@@ -1,23 +1,23 @@
 """The keyword options of generation: their types for type checkers, their defaults, their checks.
 
-`generate` describes each option. Functions that pass options on declare `**options: Unpack[...]` with the
-group that they take.
+`generate` describes each option. Functions that pass options on declare `**options: Unpack[GenerateOptions]`,
+and refuse those that they do not take when they are called.
 """
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar
 
 from jax.typing import ArrayLike
 
-from dllm_jax.decoding.buckets import Ladder
+from dllm_jax.decoding.buckets import DEFAULT, Ladder
 from dllm_jax.decoding.stops import StopTexts
 from dllm_jax.engine.nonfinite import NonFinite
 from dllm_jax.engine.prefix import Prefix
 from dllm_jax.nn.intervention import Intervention
 from dllm_jax.nn.keys import Keys
-from dllm_jax.options import NonNegativeInt, PositiveInt, ShortSignature, check_argument
+from dllm_jax.options import NonNegativeInt, PositiveInt, ShortSignature, check_argument, check_names
 from dllm_jax.policies.base import Policy
 from dllm_jax.policies.fast_dllm import DualCache
 from dllm_jax.samplers import Confidence, Constraint, FreeDave, Noise, Sampler, Threshold
@@ -25,105 +25,94 @@ from dllm_jax.samplers.free_dave import Drafting
 from dllm_jax.state import inputs
 from dllm_jax.state.sliding import BlockSchedule
 
-Stops = Sequence[Sequence[int]] | StopTexts
+Stops = Sequence[Sequence[int]] | Sequence[str] | StopTexts  # texts in conversations
 ADVANCED = "group", "widths"  # which signatures show last
 Allow = ArrayLike | Sequence[Any]  # Bool[length, vocab], or ids or None per position
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class CommonOptions(TypedDict, total=False):
-    """Options that every function takes."""
-
-    max_length: int | None
-    block: int | BlockSchedule | None
-    steps: int | None
-    policy: Policy
-    allow: Allow | None
-    constraints: Constraint | Sequence[Constraint]
-    nonfinite: NonFinite
-    interventions: Sequence[Intervention]
-    group: int | None
-    widths: tuple[int, ...] | None
-
-
-class DrawOptions(TypedDict, total=False):
-    """Sources of random numbers."""
-
-    key: Keys | None
-    noise: Noise | None
-
-
-class SamplingOptions(TypedDict, total=False):
-    """Options of the tokens to choose, and of the records of their choice."""
-
-    sampler: Sampler
-    forbid: Iterable[int]
-    logprobs: int | None
-    trace: bool
-
-
-class InfillOptions(CommonOptions, DrawOptions, SamplingOptions, total=False):
-    """Options of `infill`."""
-
-    token_mask: ArrayLike | None
-    progress: bool
-
-
-class ResponseOptions(CommonOptions, total=False):
-    """Options of responses, which all functions but `infill` take."""
-
-    length: int
-    suffix: inputs.Ids | None
-    stop_at_eos: bool
-
-
-class ConversationOptions(ResponseOptions, DrawOptions, total=False):
-    """Options of conversations."""
-
-    stop: Sequence[str]
-    enable_thinking: bool | None
-    template: Mapping[str, Any] | None
-    sampler: Sampler
-    forbid: Iterable[int]
-    buckets: Ladder | None
-
-
-class ChatOptions(ConversationOptions, total=False):
-    """Options of `chat`, which returns no trace."""
-
-    logprobs: int | None
-    progress: bool
-
-
-class StreamChatOptions(ConversationOptions, total=False):
-    """Options of `stream_chat`, whose parts show the progress."""
-
-    trace: bool
-
-
-class ManyOptions(ResponseOptions, SamplingOptions, total=False):
-    """Options of all requests of `generate_many`."""
-
-    stop: Stops
-
-
-class WarmupOptions(ManyOptions, DrawOptions, total=False):
-    """Options of `warmup`, which takes no prompt."""
-
-
-class StreamOptions(WarmupOptions, total=False):
-    """Options of `stream` and `compare`."""
+class GenerateOptions(TypedDict, total=False):
+    """Options of `generate`, and of functions that pass them on, each of which refuses some (`REFUSED`)."""
 
     prompt_mask: ArrayLike | None
     prompt_embeds: inputs.Embeds | None
     prefix: Prefix | None
+    suffix: inputs.Ids | None
+    length: int
+    max_length: int | None
+    block: int | BlockSchedule | None
+    steps: int | None
+    policy: Policy
+    sampler: Sampler
+    key: Keys | None
+    noise: Noise | None
+    stop_at_eos: bool
+    stop: Stops
+    forbid: Iterable[int]
+    allow: Allow | None
+    constraints: Constraint | Sequence[Constraint]
+    logprobs: int | None
+    trace: bool
     buckets: Ladder | None
-
-
-class GenerateOptions(StreamOptions, total=False):
-    """Options of `generate`."""
-
+    nonfinite: NonFinite
+    interventions: Sequence[Intervention]
     progress: bool
+    group: int | None
+    widths: tuple[int, ...] | None
+
+
+class InfillOptions(TypedDict, total=False):
+    """Options of `infill`."""
+
+    token_mask: ArrayLike | None
+    max_length: int | None
+    block: int | BlockSchedule | None
+    steps: int | None
+    policy: Policy
+    sampler: Sampler
+    key: Keys | None
+    noise: Noise | None
+    forbid: Iterable[int]
+    allow: Allow | None
+    constraints: Constraint | Sequence[Constraint]
+    logprobs: int | None
+    trace: bool
+    nonfinite: NonFinite
+    interventions: Sequence[Intervention]
+    progress: bool
+    group: int | None
+    widths: tuple[int, ...] | None
+
+
+_PROMPT = "prompt_mask", "prompt_embeds", "prefix"
+_CONVERSATION = dict.fromkeys(_PROMPT, "The messages are the prompt. Use dj.generate for token ids.")
+REFUSED = {
+    "stream": {"progress": "The snapshots show the progress. Use dj.generate(.., progress=True)."},
+    "compare": {"progress": "There is no progress bar."},
+    "warmup": dict.fromkeys(_PROMPT, "There is no prompt.") | {"progress": "There is no progress bar."},
+    "generate_many": {
+        "prompt_mask": 'It belongs to a prompt: {"prompt": ids, "prompt_mask": mask}.',
+        "prompt_embeds": 'It belongs to a prompt: {"prompt": ids, "prompt_embeds": embeds}.',
+        "noise": "Requests draw by keys. Use key=jax.random.key(0).",
+    },
+    "chat": _CONVERSATION | {"trace": "The answer is text alone. Use dj.generate(.., trace=True)."},
+    "stream_chat": _CONVERSATION
+    | {
+        "logprobs": "The parts are text alone. Use dj.chat(.., logprobs=5).",
+        "progress": "The parts show the progress. Use dj.chat(.., progress=True).",
+    },
+}
+"""Options of `generate` that a function does not take, by its name, and what to do instead."""
+
+
+def options_of(function: str) -> frozenset[str]:
+    """Returns the names of the options of `generate` that a function takes."""
+    return frozenset(GenerateOptions.__annotations__.keys() - REFUSED.get(function, {}).keys())
+
+
+def check_options(function: str, options: Mapping[str, Any], *more: str):
+    """Raises TypeError, with a hint, for options that a function does not take; it also has arguments."""
+    check_names(function, options, options_of(function).union(more), REFUSED.get(function, {}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +168,13 @@ class Asked:
 
 
 @dataclasses.dataclass(frozen=True)
+class AskedMany(Asked):
+    """The options of `generate_many` with their defaults."""
+
+    buckets: Ladder | None = DEFAULT
+
+
+@dataclasses.dataclass(frozen=True)
 class AskedConversation(Asked):
     """The options of conversations with their defaults, checked; those of a checkpoint's own come first."""
 
@@ -187,16 +183,10 @@ class AskedConversation(Asked):
     sampler: Sampler = Threshold(0.9)
     stop_at_eos: bool = True
     stop: Any = ()
-    enable_thinking: bool | None = None
-    template: Mapping[str, Any] | None = None
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_argument("enable_thinking", self.enable_thinking, bool | None)
 
 
-def shows(options: type, defaults: type = Asked) -> Callable[[Function], Function]:
-    """Shows a group of options with their defaults in a function's signature, for `help` and completion."""
+def shows(names: Collection[str], defaults: type = Asked) -> Callable[[Function], Function]:
+    """Shows options with their defaults in a function's signature, for `help` and completion."""
 
     def with_options(function: Function) -> Function:
         signature = inspect.signature(function)
@@ -204,7 +194,7 @@ def shows(options: type, defaults: type = Asked) -> Callable[[Function], Functio
         taken = [
             inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type)
             for f in sorted(dataclasses.fields(defaults), key=lambda f: f.name in ADVANCED)
-            if f.name in options.__annotations__
+            if f.name in names and f.name not in signature.parameters
         ]
         returned = signature.return_annotation
         function.__signature__ = ShortSignature([*own, *taken], return_annotation=returned)

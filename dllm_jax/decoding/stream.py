@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Bool, Float, Int
 
-from dllm_jax.decoding.options import StreamOptions, shows
+from dllm_jax.decoding.options import GenerateOptions, check_options, options_of, shows
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.placement import Placed, collect, numbers, on_mesh, place, runs_on, with_auto_axes
 from dllm_jax.decoding.report import report
@@ -18,7 +18,7 @@ from dllm_jax.decoding.request import prepare
 from dllm_jax.engine.pieces import Piece, begin_pieces, recorded_steps, resume
 from dllm_jax.engine.records import LogProbs
 from dllm_jax.nn.model import Model
-from dllm_jax.options import PositiveInt, check_argument, check_names
+from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.options.hints import tell
 from dllm_jax.state import host, inputs
 
@@ -54,9 +54,9 @@ class Snapshot(NamedTuple):
     settled: Int[np.ndarray, "b"] | None = None
 
 
-@shows(StreamOptions)
+@shows(options_of("stream"))
 def stream(
-    model: Model, prompt: inputs.Ids, *, every: int | None = None, **options: Unpack[StreamOptions]
+    model: Model, prompt: inputs.Ids, *, every: int | None = None, **options: Unpack[GenerateOptions]
 ) -> Generator[Snapshot, None, None]:
     """Decodes like `generate`, and yields the generation after every block or every few denoising steps.
 
@@ -87,7 +87,7 @@ def stream(
       dllm_jax.engine.nonfinite.NonFiniteWarning: Logits held NaN or infinity, with nonfinite="warn".
     """
     steps = check_argument("every", every, PositiveInt | None)
-    check_names("stream", options, (*StreamOptions.__annotations__, "every"))
+    check_options("stream", options, "every")
     request = prepare(model, prompt, **options)
     tell(request.notices)
     placed = place(model, request, prompt)

@@ -1,17 +1,16 @@
 """A chat that is watched while it runs: the text that stays, and what may still change."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
 from dllm_jax.decoding.answers import before_end, decode_answers
 from dllm_jax.decoding.chat import AskedChat, Messages, prepare_chat
-from dllm_jax.decoding.options import AskedConversation, StreamChatOptions, shows
+from dllm_jax.decoding.options import AskedConversation, GenerateOptions, check_options, options_of, shows
 from dllm_jax.decoding.stops import StopTexts
 from dllm_jax.decoding.stream import Snapshot, stream
 from dllm_jax.nn.model import Model
-from dllm_jax.options import check_names
 from dllm_jax.state.text import decode
 
 MASK = "░"  # instead of a mask
@@ -34,14 +33,16 @@ class ChatSnapshot(NamedTuple):
     snapshot: Snapshot
 
 
-@shows(StreamChatOptions, AskedConversation)
+@shows(options_of("stream_chat"), AskedConversation)
 def stream_chat(
     model: Model,
     tokenizer: Any,
     messages: Messages,
     *,
     every: int | None = None,
-    **options: Unpack[StreamChatOptions],
+    enable_thinking: bool | None = None,
+    template: Mapping[str, Any] | None = None,
+    **options: Unpack[GenerateOptions],
 ) -> Generator[ChatSnapshot, None, None]:
     """Answers like `chat`, and yields the answer so far after every block or every few denoising steps.
 
@@ -68,9 +69,8 @@ def stream_chat(
     Raises:
       ValueError: Invalid arguments (`chat`, `stream`).
     """
-    parts = {"progress": "The parts show the progress. Use dj.chat(.., progress=True)."}
-    check_names("stream_chat", options, (*StreamChatOptions.__annotations__, "every"), parts)
-    asked = prepare_chat(model, tokenizer, messages, options)
+    check_options("stream_chat", options, "every", "enable_thinking", "template")
+    asked = prepare_chat(model, tokenizer, messages, options, enable_thinking, template)
     return _parts(model, asked, stream(model, asked.prompt, every=every, **asked.options))
 
 

@@ -8,11 +8,11 @@ import numpy as np
 
 from dllm_jax.decoding.buckets import DEFAULT, Ladder, check_ladder
 from dllm_jax.decoding.compare import compiled, temporary_bytes
-from dllm_jax.decoding.options import WarmupOptions, shows
+from dllm_jax.decoding.options import GenerateOptions, check_options, options_of, shows
 from dllm_jax.decoding.request import prepare
 from dllm_jax.decoding.slots import Slots
 from dllm_jax.nn.model import Model
-from dllm_jax.options import PositiveInt, check_argument, check_names
+from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.options.hints import tell
 
 
@@ -32,14 +32,14 @@ class Compiled(NamedTuple):
     temporary: int
 
 
-@shows(WarmupOptions)
+@shows(options_of("warmup") - {"buckets"})
 def warmup(
     model: Model,
     ladder: Ladder = DEFAULT,
     *,
     batch: int = 1,
     slots: int | None = None,
-    **options: Unpack[WarmupOptions],
+    **options: Unpack[GenerateOptions],
 ) -> list[Compiled]:
     """Compiles the programs of `generate(.., buckets=ladder)` for every bucket length; runs no step.
 
@@ -65,7 +65,7 @@ def warmup(
     batch = check_argument("batch", batch, PositiveInt)
     if "buckets" in options:
         raise ValueError("buckets= is the second argument of warmup: warmup(model, ladder, ...)")
-    check_names("warmup", options, (*WarmupOptions.__annotations__, "batch", "slots"))
+    check_options("warmup", options, "batch", "slots")
     if slots is None:
         return _compile(model, ladder.rungs, batch, {**options})
     count = check_argument("slots", slots, PositiveInt)

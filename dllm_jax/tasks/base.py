@@ -11,7 +11,7 @@ from annotated_types import Interval
 from jaxtyping import UInt8
 
 from dllm_jax.decoding.chat import chat, check_tokenizer, encode_chats, with_defaults
-from dllm_jax.decoding.options import ChatOptions
+from dllm_jax.decoding.options import GenerateOptions
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt, Options, PositiveInt, check_argument, shown
@@ -175,7 +175,7 @@ def prompt_arrays(
 
 
 def answers(
-    model: Model, tokenizer: Any, examples: list[Example], batch: int = 64, **options: Unpack[ChatOptions]
+    model: Model, tokenizer: Any, examples: list[Example], batch: int = 64, **options: Unpack[GenerateOptions]
 ) -> list[str]:
     """Decodes the model's answers to examples.
 
@@ -194,7 +194,7 @@ def answers(
 
 
 def accuracy(
-    model: Model, tokenizer: Any, examples: list[Example], batch: int = 64, **options: Unpack[ChatOptions]
+    model: Model, tokenizer: Any, examples: list[Example], batch: int = 64, **options: Unpack[GenerateOptions]
 ) -> float:
     """Fraction of exactly right answers, in [0, 1]; the arguments are those of `answers`."""
     return float(np.mean(exact(answers(model, tokenizer, examples, batch, **options), examples)))
