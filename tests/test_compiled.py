@@ -119,6 +119,17 @@ def test_a_generation_compiles_for_tpus(policy, target, request):
     assert (row["full_step"]["collectives_per_layer"] > 0) == (tp > 1)
 
 
+def test_a_generation_compiles_for_a_described_gpu():
+    """With our kernels, which the newest jax may lower otherwise or not at all."""
+    if not any(importlib.util.find_spec(f"jax_cuda{major}_plugin") for major in (12, 13)):
+        pytest.skip("jax's CUDA plugin is not installed: nothing compiles for a GPU (see .ci/run)")
+    case = Case("h100", "DualCache", layers=1, prompt=224, length=32, block=16, implementation="pallas")
+    row, program = compile_case(case)
+    assert row["fits"]
+    assert row["reuse_step"]["waits_per_layer"] == row["full_step"]["waits_per_layer"] == 0
+    assert re.search(r'custom_call_target="\S*(triton|mosaic_gpu)', program), "no kernel of ours is called"
+
+
 def _sizes(case: Case) -> set[int]:
     """Bytes per chip of stacked matrices and of a layer's, and of the stacked keys."""
     spec, length = case.spec, case.prompt + case.length

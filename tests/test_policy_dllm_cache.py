@@ -112,9 +112,9 @@ def test_phases_are_compiled_where_a_part_of_the_positions_takes_less_time():
     assert [count(device("tpu", "TPU v6 lite"), 512), count(device("tpu", "TPU v5"), 256)] == [1, 2]
     assert [count(device("cpu", "cpu"), 32), count(device("cpu", "cpu"), 256)] == [1, 2]
     assert saturating(device("gpu", "NVIDIA B300")) == saturating(h200)
-    gpus = h100, h200, device("gpu", "NVIDIA A100-SXM4-80GB")
+    gpus = h100, h200, device("gpu", "NVIDIA A100-SXM4-80GB"), device("gpu", "NVIDIA B200")
     tpus = (device("tpu", kind) for kind in ("TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"))
-    assert [*map(saturating, (*gpus, *tpus))] == [295, 206, 153, 240, 166, 560, 312]
+    assert [*map(saturating, (*gpus, *tpus))] == [295, 206, 153, 281, 240, 166, 560, 312]
     assert saturating(device("tpu", "TPU v9")) == 240, "as a v5e"
     assert saturating(device("cpu", "cpu")) == 32
 

@@ -77,8 +77,8 @@ def test_experts_read_are_those_that_are_drawn():
 @pytest.mark.parametrize(
     ("hardware", "part", "whole"),
     [
-        ("h100", 4.69, 20.3), ("h200", 3.27, 20.3), ("a100", 7.70, 64.3), ("v5e", 19.2, 101.8),
-        ("v5p", 5.68, 43.7), ("v6e", 9.58, 21.8), ("v7x", 2.13, 8.7),
+        ("h100", 4.69, 20.3), ("h200", 3.27, 20.3), ("a100", 7.70, 64.3), ("b200", 1.96, 8.92),
+        ("v5e", 19.2, 101.8), ("v5p", 5.68, 43.7), ("v6e", 9.58, 21.8), ("v7x", 2.13, 8.7),
     ],
 )  # fmt: skip
 def test_steps_of_llada(hardware, part, whole):

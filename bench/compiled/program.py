@@ -19,7 +19,7 @@ from bench.shared.measure import Run
 from bench.shared.models import PIXELS, policies_named, shape
 from dllm_jax import roofline
 from dllm_jax.check.steps import held
-from dllm_jax.decoding.placement import Placed, place
+from dllm_jax.decoding.placement import Placed, place, traced_for
 from dllm_jax.engine.group import full_step_batch
 from dllm_jax.engine.loop import denoise, scope
 from dllm_jax.engine.widths import Variant
@@ -140,7 +140,8 @@ def _compiled(case: Case) -> tuple[jax.stages.Compiled, Placed | None, float]:
         lowered, placed = _training(case, model, mesh), None
     else:
         placed = place(model, case.run().request(model))
-        lowered = denoise.trace(placed.model, placed.inputs, placed.plan)
+        with traced_for(placed.model):
+            lowered = denoise.trace(placed.model, placed.inputs, placed.plan)
     compiled = lowered.lower(lowering_platforms=(case.on.platform,)).compile()
     return compiled, placed, _cpu_seconds() - before
 

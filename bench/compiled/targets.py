@@ -1,8 +1,9 @@
 """Accelerators to compile for, described instead of present: XLA's compilers need no device.
 
-TPUs need the package libtpu on the path, CUDA GPUs `jax[cuda12]`; nothing of them has to be found on the
-machine. `h100_sxm.txtpb` is openxla's description of an H100 (xla/tools/hlo_opt/gpu_specs) and
-`h200_sxm.txtpb` the same with an H200's memory, 4.8 TB/s and 141 GiB.
+TPUs need the package libtpu on the path, CUDA GPUs `jax[cuda12]` or `jax[cuda13]`; nothing of them has to be
+found on the machine, and no driver. `h100_sxm.txtpb` is openxla's description of an H100
+(xla/backends/gpu/target_config/specs), `h200_sxm.txtpb` the same with an H200's memory, 4.8 TB/s and 141 GiB;
+`a100_sxm.txtpb` and `b200_sxm.txtpb` have the fields of openxla's that it has.
 """
 
 import dataclasses
@@ -54,7 +55,7 @@ class Target:
         try:
             topology = topologies.get_topology_desc(platform=self.platform, **self._description(dp * tp))
         except (RuntimeError, NotImplementedError) as error:
-            package = "libtpu" if self.platform == "tpu" else "jax[cuda12]"
+            package = "libtpu" if self.platform == "tpu" else "jax[cuda13]"
             raise RuntimeError(f"{self.name}: install {package} to compile for it: {error}") from error
         return Mesh(np.array(topology.devices[: dp * tp]).reshape(dp, tp), ("dp", "tp"))
 
@@ -71,6 +72,8 @@ TARGETS = {
     for target in (
         Target("h100", "cuda", 50 * MIB),
         Target("h200", "cuda", 50 * MIB),
+        Target("a100", "cuda", 40 * MIB),
+        Target("b200", "cuda", 126 * MIB),
         Target("v5e", "tpu", slices={1: ("v5e:1x1", (1, 1, 1)), 4: ("v5e:2x2", None), 8: ("v5e:2x4", None)}),
         Target("v5p", "tpu", slices={4: ("v5p:2x2x1", None), 8: ("v5p:2x2x2", None)}),
         Target("v6e", "tpu", slices={1: ("v6e:1x1", (1, 1, 1)), 4: ("v6e:2x2", None), 8: ("v6e:2x4", None)}),

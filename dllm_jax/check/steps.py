@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from dllm_jax.check.timing import Time, seconds
-from dllm_jax.decoding.placement import Placed, place
+from dllm_jax.decoding.placement import Placed, place, traced_for
 from dllm_jax.decoding.request import Request
 from dllm_jax.engine.generation import Generation, Inputs, Plan, State
 from dllm_jax.engine.group import next_variant
@@ -125,7 +125,8 @@ def program(model: Model, request: Request | Placed) -> Program:
       request: Request on the host, or placed with the groups in which `generate` runs its full steps.
     """
     start = time.perf_counter()
-    lowered = denoise.lower(model, request.inputs, request.plan)
+    with traced_for(model):
+        lowered = denoise.lower(model, request.inputs, request.plan)
     between = time.perf_counter()
     compiled = lowered.compile()
     run = functools.partial(compiled, model, request.inputs, request.plan)

@@ -11,7 +11,7 @@ import numpy as np
 
 from dllm_jax.decoding.options import GenerateOptions, check_options, options_of, shows
 from dllm_jax.decoding.output import Output
-from dllm_jax.decoding.placement import Placed, collect, place
+from dllm_jax.decoding.placement import Placed, collect, place, traced_for
 from dllm_jax.decoding.report import report
 from dllm_jax.decoding.request import prepare
 from dllm_jax.engine.loop import denoise
@@ -176,7 +176,9 @@ def compiled(model: Model, asked: Sequence[tuple[Any, dict[str, Any]]]) -> list[
         tell(request.notices, told)
         placed = place(model, request, prompt)
         start = time.perf_counter()
-        return placed, denoise.lower(placed.model, placed.inputs, placed.plan), time.perf_counter() - start
+        with traced_for(placed.model):
+            program = denoise.lower(placed.model, placed.inputs, placed.plan)
+        return placed, program, time.perf_counter() - start
 
     def run(placed: Placed, program: jax.stages.Lowered, seconds: float) -> Run:
         start = time.perf_counter()

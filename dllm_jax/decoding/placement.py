@@ -8,13 +8,14 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Key, PyTree
 
 from dllm_jax.decoding.output import Output
@@ -164,6 +165,18 @@ def runs_on(placed: Placed) -> Iterator[None]:
     mesh = jax.set_mesh(placed.mesh) if other and isinstance(placed.mesh, Mesh) else contextlib.nullcontext()
     with uninterrupted(), mesh:
         yield
+
+
+def traced_for(model: Model) -> AbstractContextManager[object]:
+    """Names the GPU that programs of a described model are for; within it, they are traced.
+
+    Pallas asks the mesh of the context, be it empty (jax 0.12; jax 0.10 does not ask).
+    """
+    device = _device(model)
+    if not _described(model) or device.platform not in ("gpu", "cuda"):
+        return contextlib.nullcontext()
+    named = AbstractDevice(device.device_kind, getattr(device, "core_count", None), device.platform)
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=named))
 
 
 def divisible(model: Model, mesh: AnyMesh | None, arrays: PyTree, axes: PyTree[int]) -> tuple[PyTree, int]:

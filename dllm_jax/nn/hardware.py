@@ -60,6 +60,8 @@ CHIPS = (  # short name, beginning of `jax.Device.device_kind`, rates
         Hardware("H200 SXM", 989.4e12, 4.8e12, 141e9, f"{_H}/H200; float32 as H100", 66.9e12)),
     ("a100", "NVIDIA A100",
         Hardware("A100 SXM 80 GB", 312e12, 2.039e12, 80e9, f"{_GARDEN}/processors/A100", 19.5e12)),
+    ("b200", "NVIDIA B200",
+        Hardware("B200 SXM (HGX)", 2250e12, 8e12, 192e9, f"{_GARDEN}/processors/B200", 80e12)),
     ("v5e", "TPU v5 lite", _tpu("TPU v5e", 197e12, 0.819e12, 16e9, "v5e")),
     ("v5p", "TPU v5", _tpu("TPU v5p", 459e12, 2.765e12, 95 * GIB, "tpu7x (comparison table)")),
     ("v6e", "TPU v6 lite", _tpu("TPU v6e", 918e12, 1.638e12, 32 * GIB, "tpu7x (comparison table)")),
