@@ -1,5 +1,6 @@
 """Checkpoints of block-causal models and mixtures of experts: bit for bit both ways, and refusals."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from tests.checkpoints import rewrite, save_sharded, weights, write_tokenizer
 MODELS = Path(__file__).parent / "goldens" / "models"
 NEW = ("llada-moe-tiny-dense0", "llada2-tiny-dense2", "sdar-tiny-tied", "fast-dllm-v2-tiny-tied")
 NEW += "a2d-qwen3-tiny", "rnd1-tiny", "nemotron-tiny-wide", "illada-tiny", "stable-diffcoder-tiny"
-NEW += ("dream-reasoner-tiny",)
+NEW += "dream-reasoner-tiny", "diffusion-gemma-tiny", "diffusion-gemma-tiny-wide"
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore::dllm_jax.checkpoint.config.{kind}")
     for kind in ("MaskTokenWarning", "BlockSizeWarning")
@@ -92,7 +93,39 @@ def test_experts_in_int8_are_converted_as_they_load_and_none_may_lack(tmp_path):
 
 
 ROPE = json.loads((MODELS / "nemotron-tiny-wide" / "config.json").read_text())["rope_parameters"]
+GEMMA = json.loads((MODELS / "diffusion-gemma-tiny" / "config.json").read_text())["text_config"]
+
+
+def _text(**changes) -> dict:
+    """DiffusionGemma's config.json with other keys of its decoder."""
+    return {"text_config": GEMMA | changes}
+
+
 REFUSED = {
+    "diffusion-gemma-tiny": [
+        ({"text_config": None}, "text_config=None must be an object"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings=False is not supported"),
+        ({"canvas_length": 0}, "canvas_length=0 must be"),
+        (_text(tie_word_embeddings=False), "tie_word_embeddings=False is not supported"),
+        (_text(hidden_activation="silu"), "hidden_activation='silu' is not supported"),
+        (_text(attention_bias=True), "attention_bias=True is not supported"),
+        (_text(use_bidirectional_attention="all"), "use_bidirectional_attention='all' is not supported"),
+        (_text(num_experts=None), "num_experts=null is not supported: layers without experts"),
+        (_text(num_kv_shared_layers=2), "num_kv_shared_layers=2 is not supported"),
+        (_text(attn_logit_softcapping=50.0), "attn_logit_softcapping=50.0 is not supported"),
+        (_text(layer_types=["sliding_attention"] * 4), "layer_types=.* must end with 'full_attention'"),
+        (_text(layer_types=["chunked_attention"] * 4), "layer_types=.* must be a list of 4"),
+        (
+            _text(per_layer_config={"0": {"head_dim": 4}}),
+            "per_layer_config names layer 0, which does not",
+        ),
+        (_text(per_layer_config={"3": {"sliding_window": 4}}), "per_layer_config has sliding_window"),
+        (_text(global_head_dim=8), "'per_layer_config.3.head_dim': 16, 'global_head_dim': 8} must be equal"),
+        (
+            _text(rope_parameters=GEMMA["rope_parameters"] | {"full_attention": {"rope_type": "yarn"}}),
+            "rope_type='yarn' is not supported; supported: \"proportional\"",
+        ),
+    ],
     "llada-moe-tiny-dense0": [
         ({"num_experts_per_tok": 7}, "per_token=7 must be at most 6"),
         ({"num_experts": 0}, "num_experts=0 must be"),
@@ -381,3 +414,32 @@ def test_adapters_of_fused_matrices_stay_in_memory(tmp_path):
         weights(save_hf(lora.merge(model), tmp_path / "merged")).keys()
         == weights(MODELS / "llada2-tiny-dense2").keys()
     )
+
+
+def test_both_spellings_of_full_layers_are_read():
+    """Of published files by two keys, of today's transformers layer by layer."""
+    values = json.loads((MODELS / "diffusion-gemma-tiny" / "config.json").read_text())
+    older = {key: value for key, value in GEMMA.items() if key != "per_layer_config"}
+    both = GEMMA | {"global_head_dim": 16, "num_global_key_value_heads": 1}
+    spec = read_spec(values)
+    assert (spec.gemma.full, spec.gemma.head_dim, spec.gemma.kv_heads, spec.gemma.rope_width) == (
+        (3,),
+        16,
+        1,
+        4,
+    )
+    assert (spec.ends, spec.mask_id, spec.has_mask_token) == ((1, 5), 101, False)
+    for text in (both, older | {"global_head_dim": 16, "num_global_key_value_heads": 1}):
+        assert read_spec(values | {"text_config": text}) == spec
+    other = dataclasses.replace(spec, gemma=dataclasses.replace(spec.gemma, window=5), eos_id=3)
+    assert read_spec(spec_to_config(other, "float32", Config("here", values))) == other
+
+
+def test_tensors_without_a_parameter_are_kept_and_asked_for_by_their_family_alone(tmp_path):
+    source = copied("diffusion-gemma-tiny", tmp_path / "hf")
+    tower = {name for name in weights(source) if "vision" in name}
+    assert len(tower) == 16
+    converted = convert(source, tmp_path / "int8", weights="int8")
+    assert load_file(converted / "carried.safetensors").keys() == tower
+    bare = save_hf(dj.load(source), tmp_path / "bare", like=MODELS / "llada-tiny")
+    assert not tower & weights(bare).keys()

@@ -54,6 +54,7 @@ def model_of(checkpoint: str) -> dj.Model:
         ("nemotron-8b", 262144, 8_489_553_920, None),
         ("nemotron-14b", 262144, 13_506_073_600, None),
         ("sdar-30b-a3b", None, 30_532_122_624, None),  # of Qwen3-30B-A3B
+        ("diffusiongemma-26b-a4b", 262144, 25_250_986_812, None),  # without the vision tower
         ("llada-v-8b", 16384, 8_015_581_184, 397_747_744 + 21_504_000 + 4_096),  # tower, projector, newline
     ],
 )

@@ -14,6 +14,7 @@ from dllm_jax.analysis.passes import AXES, Asked, What, captured
 from dllm_jax.decoding.output import Output
 from dllm_jax.engine.trace import Trace
 from dllm_jax.nn.intervention import Intervention, checked
+from dllm_jax.nn.mask import require_mask_token
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.places import Indices, distinct, indices, within
 from dllm_jax.options import PositiveInt, check_argument, short_help, shown
@@ -134,6 +135,7 @@ def capture(
       (1, 1, 1, 4, 4, 4)
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
+    require_mask_token(model.spec, "capture", "Use hidden_states(model, tokens, response=...)")
     chunk = check_argument("chunk", chunk, PositiveInt)
     what = _names(what)
 

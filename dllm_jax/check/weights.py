@@ -48,7 +48,7 @@ def _leaf(name: str, leaf: Any, key: jax.Array, gain: float, pieces: int) -> Any
     if is_int8(leaf):
         scale = jnp.full(leaf.scale.shape, gain * INIT_STD * STEP, leaf.scale.dtype)
         return Int8Matrix(_leaf(name, leaf.values, key, gain, pieces), scale)
-    if "norm" in name:
+    if "norm" in name or "scal" in name:
         return jnp.ones(leaf.shape, leaf.dtype)
     if "bias" in name:
         return jnp.zeros(leaf.shape, leaf.dtype)

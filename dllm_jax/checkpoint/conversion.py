@@ -9,6 +9,7 @@ import numpy as np
 from dllm_jax.checkpoint import files
 from dllm_jax.checkpoint.converted import is_converted, write_spec, write_unit
 from dllm_jax.checkpoint.dtypes import choose, choose_weights
+from dllm_jax.checkpoint.exporting import write_tensors
 from dllm_jax.checkpoint.hf import open_hf
 from dllm_jax.checkpoint.loading import scale_rope
 from dllm_jax.checkpoint.names.family import Family
@@ -80,6 +81,8 @@ def convert(
         for unit, arrays in read_units(checkpoint, written, held, check_finite):
             write_unit(partial, unit, arrays)
             advance()
+        if checkpoint.carried:
+            write_tensors(partial / files.CARRIED, checkpoint.carried)
         # spec.json comes last but for the hashes, which are of everything before them.
         files.copy_files(found, files.auxiliary_files(found), partial)
         write_spec(partial, spec, written, held)

@@ -3,6 +3,7 @@
     spec.json         format number, dtype and the fields of ModelSpec; "weights": "int8" in format 4
     provenance.json   what it was made from, and hashes of what was written
     params/UNIT/      parameters of the embedding, a layer, the norm or the head, in our layout
+    carried.safetensors  tensors that no parameter is made of, as they came; absent if there are none
     config.json, tokenizer files, ...  kept as they came
 
 Format 4 is that of int8 matrices: such a parameter is two arrays, LEAF.values and LEAF.scale
@@ -28,11 +29,12 @@ import tensorstore as ts
 from dllm_jax.checkpoint.config import Requirement, read_config
 from dllm_jax.checkpoint.dtypes import SAFETENSORS, SUPPORTED
 from dllm_jax.checkpoint.families import family_of, units_of
-from dllm_jax.checkpoint.files import PARAMS, SPEC, check_tree, write_object
+from dllm_jax.checkpoint.files import CARRIED, PARAMS, SPEC, check_tree, write_object
 from dllm_jax.checkpoint.messages import named
 from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.table import Unit, layers_in_all
 from dllm_jax.checkpoint.sharded import Ranges, Source, Stored, StoredParameter
+from dllm_jax.checkpoint.tensors import tensors_of_file
 from dllm_jax.nn.int8 import HostArray, Weights, axes_of, held_as
 from dllm_jax.nn.sharding import WIDE, within_layer
 from dllm_jax.nn.spec import ModelSpec
@@ -120,7 +122,8 @@ def open_converted(path: Path, family: Family | None = None) -> Source:
         stored = lambda path, _: _stored(params / unit.name, _name(path))
         return jax.tree_util.tree_map_with_path(stored, unit.arrays(spec, dtype, weights))
 
-    return Source(path, spec, frozenset({dtype}), weights, parameters, family=family)
+    along = tensors_of_file(path / CARRIED) if (path / CARRIED).is_file() else {}
+    return Source(path, spec, frozenset({dtype}), weights, parameters, family=family, carried=along)
 
 
 def _check_unit(where: Path, expected: dict[str, Any]):

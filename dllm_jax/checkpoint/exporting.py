@@ -1,12 +1,14 @@
 """Writing a converted directory, or a model in memory, as a Hugging Face directory, unit by unit."""
 
 import collections
+import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,14 @@ from dllm_jax.checkpoint.card import CARD, card, files_along
 from dllm_jax.checkpoint.config import GENERATION, read_model_config
 from dllm_jax.checkpoint.converted import is_converted, open_converted
 from dllm_jax.checkpoint.dtypes import SAFETENSORS, choose
-from dllm_jax.checkpoint.families import spec_to_config, spec_to_generation, units_of
-from dllm_jax.checkpoint.files import INDEX, auxiliary_files, copy_files, write_object
+from dllm_jax.checkpoint.families import family_of, spec_to_config, spec_to_generation, units_of
+from dllm_jax.checkpoint.files import CARRIED, INDEX, auxiliary_files, copy_files, write_object
 from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.table import Unit, tensors_of, to_hf, with_fused_experts
 from dllm_jax.checkpoint.sharded import Source, Stored, StoredParameter
 from dllm_jax.checkpoint.source import locate, progress, read_units
 from dllm_jax.checkpoint.staging import atomic_directory, check_apart
+from dllm_jax.checkpoint.tensors import Tensor, carried, tensors_in, tensors_of_file
 from dllm_jax.nn.low_rank import adapted
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import layer_of, name_of
@@ -82,8 +85,9 @@ def export(
     checkpoint = open_converted(found, family)
     _refuse_int8(checkpoint, "export the conversion without weights='int8', or keep the original")
     with progress("export", checkpoint, show_progress) as advance:
-        along = auxiliary_files(found)
-        _write(target, checkpoint, found, along, None, overwrite, shard_bytes, _tensors(checkpoint, advance))
+        along, fused = auxiliary_files(found), family_of(checkpoint.spec, family).fuses_experts
+        tensors = _tensors(checkpoint, advance, fused)
+        _write(target, checkpoint, found, along, None, overwrite, shard_bytes, tensors, fused)
     return target
 
 
@@ -141,6 +145,7 @@ def save_hf(
         )
     fused_experts = check_argument("fused_experts", fused_experts, bool)
     source = in_memory(model, family)
+    fused_experts |= family_of(model.spec, family).fuses_experts
     _refuse_int8(source, "save the model that was loaded without weights='int8'")
     if (model.vision is None) != (model.spec.vision is None):
         raise ValueError(
@@ -148,6 +153,7 @@ def save_hf(
             f"are {'missing' if model.vision is None else 'there without its spec'}"
         )
     target, kept = local_path("destination", destination), _original(model, like or keep_from)
+    source = dataclasses.replace(source, carried=_carried(source, kept))
     about, along = card(model, target.name, kept), () if kept is None else files_along(kept)
     tensors = _tensors(source, lambda: None, fused_experts)
     write = functools.partial(
@@ -200,6 +206,14 @@ def in_memory(model: Model, family: Family | None = None) -> Source:
     return Source(Path("model"), model.spec, dtypes, model.weights, parameters, family=family)
 
 
+def _carried(source: Source, kept: Path | None) -> Mapping[str, Any]:
+    """Tensors of a directory that no parameter is made of (`Family.carried`); none of most families."""
+    pattern = family_of(source.spec, source.family).carried
+    if kept is None or not pattern or not ((kept / CARRIED).is_file() or any(kept.glob("*.safetensors"))):
+        return {}
+    return carried(tensors_of_file(kept / CARRIED) if is_converted(kept) else tensors_in(kept), pattern)
+
+
 def _refuse_int8(source: Source, instead: str):
     """Raises ValueError if matrices are int8: what was rounded away does not come back."""
     if source.weights is not None:
@@ -239,15 +253,17 @@ def _write(
         generation = {} if original is None else spec_to_generation(spec, original, source.family)
         if original is not None and generation != original.generation:
             write_object(partial / GENERATION, generation)
-        _write_shards(partial, _plan(source, dtype, shard_bytes, fused), tensors)
-        next(tensors, None)  # all are written; this lets the last unit count as done
+        others = (tensor.whole() for tensor in source.carried.values())
+        in_order = itertools.chain(tensors, others)
+        _write_shards(partial, _plan(source, dtype, shard_bytes, fused), in_order)
+        next(in_order, None)  # all are written; this lets the last unit count as done
 
 
 def _tensors(source: Source, advance: Callable[[], None], fused: bool = False) -> Iterator[np.ndarray]:
     # The order of `units_of`, in which `plan` has laid out the files: headers are written before the data.
     for unit, arrays in read_units(source, _one_dtype(source), None):
         for tensor in tensors_of(source.spec, with_fused_experts(unit) if fused else unit):
-            yield to_hf(source.spec, tensor, arrays)
+            yield to_hf(source.spec.at(unit.layer), tensor, arrays)
         advance()
 
 
@@ -263,6 +279,15 @@ def _plan(source: Source, dtype: np.dtype, limit: int, fused: bool = False) -> l
         raise ValueError(f"shard_bytes={limit} must be at least 1")
     shards: list[Shard] = [{}]
     start = 0
+
+    def place(name: str, kind: str, shape: tuple[int, ...], size: int):
+        nonlocal start
+        if shards[-1] and start + size > limit:
+            shards.append({})
+            start = 0
+        shards[-1][name] = {"dtype": kind, "shape": shape, "data_offsets": (start, start + size)}
+        start += size
+
     # In order, the next file when one is full, so that shards are read one after the other.
     for unit in units_of(source.spec, source.family):
         # Only a unit with what keeps its dtype is opened.
@@ -270,14 +295,29 @@ def _plan(source: Source, dtype: np.dtype, limit: int, fused: bool = False) -> l
         for tensor in tensors_of(source.spec, with_fused_experts(unit) if fused else unit):
             leaf = tensor.parts[0].leaf
             kind = np.dtype(stored[leaf].dtype) if leaf in WIDE else dtype
-            size = math.prod(tensor.shape) * kind.itemsize
-            if shards[-1] and start + size > limit:
-                shards.append({})
-                start = 0
-            place = {"dtype": CODES[kind], "shape": tensor.shape, "data_offsets": (start, start + size)}
-            shards[-1][tensor.name] = place
-            start += size
+            place(tensor.name, CODES[kind], tensor.shape, math.prod(tensor.shape) * kind.itemsize)
+    for name, tensor in source.carried.items():
+        place(name, tensor.dtype, tensor.shape, tensor.whole().nbytes)
     return shards
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor]):
+    """Writes tensors as they are stored into one safetensors file."""
+    shard, start = dict[str, dict[str, Any]](), 0
+    for name, tensor in tensors.items():
+        size = tensor.whole().nbytes
+        shard[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (start, start + size)}
+        start += size
+    _write_file(file, shard, (tensor.whole() for tensor in tensors.values()))
+
+
+def _write_file(path: Path, shard: Shard, tensors: Iterator[np.ndarray]):
+    """Writes one file of the tensors that come next."""
+    with path.open("wb") as file:
+        file.write(_header(shard))
+        for _ in shard:
+            # As bytes, since Python's buffers know no bfloat16; those of a scalar need an axis.
+            file.write(np.ascontiguousarray(next(tensors)).reshape(-1).view(np.uint8).data)
 
 
 def _header(shard: Shard) -> bytes:
@@ -293,11 +333,7 @@ def _write_shards(path: Path, shards: list[Shard], tensors: Iterator[np.ndarray]
     count, total, weight_map = len(shards), 0, {}
     for number, shard in enumerate(shards, start=1):
         name = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-        with (path / name).open("wb") as file:
-            file.write(_header(shard))
-            for _ in shard:
-                # As bytes, since Python's buffers know no bfloat16.
-                file.write(np.ascontiguousarray(next(tensors)).view(np.uint8).data)
+        _write_file(path / name, shard, tensors)
         weight_map |= dict.fromkeys(shard, name)
         total += max(end for _, end in (tensor["data_offsets"] for tensor in shard.values()))
     if count > 1:

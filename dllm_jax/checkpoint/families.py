@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dllm_jax.checkpoint.config import Config, Requirement
-from dllm_jax.checkpoint.names import llada, llama, qwen
+from dllm_jax.checkpoint.names import diffusion_gemma, llada, llama, qwen
 from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.table import Unit, units
 from dllm_jax.checkpoint.refused import refuse
@@ -22,6 +22,7 @@ FAMILIES = {
         *(llada.LLADA, qwen.DREAM, llada.LLADA_V, llada.LLADA_MOE, llada.LLADA2),
         *(qwen.SDAR, qwen.SDAR_MOE, qwen.FAST_DLLM_V2, *qwen.A2D, qwen.RND1),
         *(llama.NEMOTRON, llama.ILLADA, llama.STABLE_DIFFCODER, qwen.DREAM_REASONER),
+        diffusion_gemma.FAMILY,
     )
 }
 

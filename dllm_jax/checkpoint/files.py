@@ -20,6 +20,7 @@ from dllm_jax.checkpoint.messages import listed, taken_for_another, what_else
 from dllm_jax.options import absolute, shown
 
 SPEC, PARAMS = "spec.json", "params"  # of a converted directory
+CARRIED = "carried.safetensors"  # there: tensors that no parameter is made of
 INDEX = "model.safetensors.index.json"  # of a Hugging Face directory with several files of weights
 PROVENANCE = "provenance.json"
 WRITTEN = "written"  # its key of the hashes

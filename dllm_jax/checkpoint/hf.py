@@ -32,7 +32,7 @@ from dllm_jax.checkpoint.names.table import (
 )
 from dllm_jax.checkpoint.quantized import dequantized, described
 from dllm_jax.checkpoint.sharded import Ranges, Source, Stored, StoredParameter
-from dllm_jax.checkpoint.tensors import ADAPTER, Tensor, check_dtypes, tensors_in
+from dllm_jax.checkpoint.tensors import ADAPTER, Tensor, carried, check_dtypes, tensors_in
 from dllm_jax.nn.sharding import WIDE, shape
 from dllm_jax.nn.spec import ModelSpec
 
@@ -54,7 +54,9 @@ def open_hf(path: Path, family: Family | None = None) -> Source:
     names = family_of(spec, family).names
     found = tensors_in(path)
     ours = spelled(found, (entry.name for entry in names), str(path))
-    stored = dequantized({ours[name]: tensor for name, tensor in found.items()}, config)
+    named = {ours[name]: tensor for name, tensor in found.items()}
+    along = carried(named, family_of(spec, family).carried)
+    stored = dequantized({name: tensor for name, tensor in named.items() if name not in along}, config)
     stored = by_expert(stored, spec, str(path))
     # Headers alone: names, shapes and dtypes are judged before any weight is read.
     check(spec, names, {name: tensor.shape for name, tensor in stored.items()}, str(path))
@@ -80,11 +82,11 @@ def open_hf(path: Path, family: Family | None = None) -> Source:
     plain = {name: kind for name, kind in plain.items() if not stored[name].quantized} or plain
 
     def parameters(unit: Unit) -> dict[str, StoredParameter]:
-        return {entry.leaf: _parameter(spec, stored, entry) for entry in unit.entries}
+        return {entry.leaf: _parameter(spec.at(unit.layer), stored, entry) for entry in unit.entries}
 
     return Source(
         path, spec, frozenset(plain.values()), None, parameters, _of_matrices(plain, stored),
-        described(config), family,
+        described(config), family, along,
     )  # fmt: skip
 
 

@@ -168,6 +168,12 @@ def scale_rope(spec: ModelSpec, factor: float) -> ModelSpec:
             f"already ({scaled}). Change rope_scaling in its config.json instead."
         )
 
+    if factor != 1 and spec.gemma is not None:
+        raise ValueError(
+            f"rope_factor={factor} is not supported by {spec.family}: its layers have two rotary embeddings. "
+            "Change rope_parameters in its config.json instead."
+        )
+
     # LongLLaDA multiplies the base and nothing else; here no arithmetic reads the limit, only a warning does.
     reach = spec.positions and min(max(1, int(spec.positions * factor)), MOST_POSITIONS)
     try:
@@ -189,7 +195,8 @@ def fill(
     spec, weights = source.spec, weights or source.weights
     platform = (default_device() if mesh is None else mesh.devices.flat[0]).platform
     separate_layers = form_of_layers(spec, separate_layers, platform)
-    where = functools.partial(placements, spec, weights=weights, mesh=mesh, platform=platform, rules=rules)
+    place = functools.partial(placements, weights=weights, mesh=mesh, platform=platform, rules=rules)
+    where = functools.partial(place, spec)
     # Stacked layers are allocated once and filled in place; separate ones are kept as they come.
     trees: dict[bool, Params] = {False: {"layers": []}, True: {"layers": []}}  # the decoder's, a tower's
     put: dict[bool, Callable[..., Any]] = {}
@@ -199,7 +206,7 @@ def fill(
             trees[of_vision]["layers"], put[of_vision] = _stack(shapes["layers"], where)
     for unit, parameters in opened(source, dtype, weights):
         placed: dict[str, Any] = {
-            leaf: jax.tree.map(Stored.on_devices, stored, where(leaf, stacked=False))
+            leaf: jax.tree.map(Stored.on_devices, stored, place(spec.at(unit.layer), leaf, stacked=False))
             for leaf, stored in parameters.items()
         }
         placed |= {leaf: placed[leaf].astype(jnp.float32) for leaf in WIDE if leaf in placed}

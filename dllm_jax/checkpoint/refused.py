@@ -59,11 +59,6 @@ REFUSED = (
         instead="Use A2D of Qwen3-0.6B, which is as small",
     ),
     Refused(
-        "DiffusionGemma", ("diffusiongemma*", "diffusion-gemma*"), ("DiffusionGemma*",), ("diffusion_gemma",),
-        reason="it denoises uniform noise and has no mask token",
-        instead="Use google-deepmind/gemma, which decodes it in JAX",
-    ),
-    Refused(
         "LLaDA2.2", ("llada2.2*",), ("LLaDA22*",), ("llada2.2_moe",),
         reason="its sampler inserts and deletes tokens",
         instead="Use LLaDA2.1 with Edit()",

@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -73,6 +74,7 @@ class Source:
       matrices: Dtype of most numbers in stored matrices; None where `dtypes` are all that is known.
       quantized: How stored weights are quantized, in words; they are read dequantized.
       family: Layout of one's own that it is stored in; None looks up `ModelSpec.family`.
+      carried: Tensors that no parameter is made of, which are written as they are (`Family.carried`).
     """
 
     path: Path
@@ -83,6 +85,7 @@ class Source:
     matrices: np.dtype | None = None
     quantized: str | None = None
     family: Family | None = None
+    carried: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def whole(parameters: dict[str, StoredParameter]) -> dict[str, HostArray]:

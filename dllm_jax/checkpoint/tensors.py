@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -55,7 +56,7 @@ def tensors_in(path: Path) -> dict[str, Tensor]:
     places: dict[str, str] = {}
     for file in weight_files(path):
         place = file.relative_to(path).as_posix()
-        for name, tensor in _header(file).items():
+        for name, tensor in tensors_of_file(file).items():
             # An older copy of a tensor may be left in another shard.
             if listed_in.get(name, place) != place:
                 continue
@@ -105,7 +106,13 @@ def _file_of_index(path: Path, name: str) -> Path:
         raise FileNotFoundError(f"{error}, which {INDEX} asks for{hint}") from None
 
 
-def _header(file: Path) -> dict[str, Tensor]:
+def carried(tensors: Mapping[str, Tensor], pattern: str) -> dict[str, Tensor]:
+    """The tensors whose whole names match a family's pattern (`Family.carried`)."""
+    return {name: tensor for name, tensor in tensors.items() if re.fullmatch(pattern, name)}
+
+
+def tensors_of_file(file: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file by name, none of them read yet."""
     file.open("rb").close()  # names a file that may not be read, which safetensors calls missing
     with safetensors(file) as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)

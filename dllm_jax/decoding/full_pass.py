@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from dllm_jax.nn.gemma import in_window
 from dllm_jax.nn.intervened import embedded, intervened
 from dllm_jax.nn.intervention import Intervention, checked
-from dllm_jax.nn.layer import Layer, embed, unembed, walk
+from dllm_jax.nn.layer import Layer, unembed, walk
 from dllm_jax.nn.mesh import constrain, over_mesh
-from dllm_jax.nn.model import Model, check_embeds, encode, exact_layer, full_pass
+from dllm_jax.nn.model import Model, check_embeds, encode, exact_layer, first_inputs, full_pass
 from dllm_jax.options import NonNegativeInt, check_argument, short_help, shown
 from dllm_jax.state import inputs
 from dllm_jax.state.host import AnyArray
@@ -31,6 +32,7 @@ def forward(
     interventions: Sequence[Intervention] = (),
     embeds: Embeds | None = None,
     response: int | None = None,
+    soft: Embeds | None = None,
 ) -> Float[Array, "b l v"]:
     """Logits of every position, unshifted: Dream's output at i predicts token i + 1.
 
@@ -45,6 +47,9 @@ def forward(
       response: position where the response begins, from which some block-causal models count their blocks
         (`ModelSpec.blocks_from`); None counts from each sequence's first position. With
         a causal context the current block begins there; None attends causally everywhere.
+      soft: Embeddings that the last denoising pass expected, of models that denoise uniform noise
+        (`dllm_jax.nn.gemma.expected`); None, or zeros, in a canvas's first pass. Those of the context are not
+        read.
 
     Returns:
       logits in the model's dtype; over a mesh, split by sequence and vocabulary.
@@ -61,7 +66,8 @@ def forward(
     tokens, valid = _inputs(model, tokens, valid, embeds)
     fitting = checked(interventions, model.spec, *tokens.shape, steps=None)
     response = check_argument("response", response, NonNegativeInt | None)
-    return _result(_logits, "blv", model, tokens, valid, fitting, embeds, response)
+    _check_soft(soft, model, tokens.shape)
+    return _result(_logits, "blv", model, tokens, valid, fitting, embeds, soft, response)
 
 
 def _inputs(model: Any, tokens: Any, valid: Any, embeds: Any) -> tuple[Int[AnyArray, "b l"], Any]:
@@ -92,6 +98,17 @@ def _inputs(model: Any, tokens: Any, valid: Any, embeds: Any) -> tuple[Int[AnyAr
     return tokens, valid
 
 
+def _check_soft(soft: Any, model: Model, shape: tuple[int, ...]):
+    """Raises ValueError if expected embeddings are no such array, or the model reads none."""
+    if soft is not None:
+        if model.spec.gemma is None:
+            raise ValueError(
+                f"soft is not supported by {model.spec.family}: a model with a mask token reads no expected "
+                "embeddings. Leave it out."
+            )
+        check_embeds(soft, (*shape, model.spec.width), "soft")
+
+
 @functools.partial(jax.jit, static_argnames=("function", "axes", "response"))
 def _result(
     function: Callable[..., Array],
@@ -101,17 +118,19 @@ def _result(
     valid: Bool[Array, "b l"] | None,
     interventions: tuple[Intervention, ...],
     embeds: Float[Array, "b l m"] | None,
+    soft: Float[Array, "b l m"] | None,
     response: int | None,
 ) -> Float[Array, "..."]:
     """Runs a full pass and gives its result these axes."""
     # Explicit meshes want the type of a result; it is the one that XLA's partitioner would come to by itself.
-    arrays = tokens.astype(jnp.int32), valid, interventions, embeds
+    arrays = tokens.astype(jnp.int32), valid, interventions, embeds, soft
     out = model.rules.of_results((model, tokens), axes, b=len(tokens), v=model.spec.vocab)
     return over_mesh(functools.partial(function, response=response), model, *arrays, out=out)
 
 
-def _logits(model: Model, tokens, valid, interventions, embeds, response) -> Float[Array, "b l v"]:
-    hidden = encode(model, tokens, valid, interventions=interventions, embeds=embeds, response=response)
+def _logits(model: Model, tokens, valid, interventions, embeds, soft, response) -> Float[Array, "b l v"]:
+    options = dict(interventions=interventions, embeds=embeds, response=response, soft=soft)
+    hidden = encode(model, tokens, valid, **options)
     return unembed(model.params, model.spec, hidden)
 
 
@@ -123,6 +142,7 @@ def hidden_states(
     interventions: Sequence[Intervention] = (),
     embeds: Embeds | None = None,
     response: int | None = None,
+    soft: Embeds | None = None,
 ) -> Float[Array, "n_plus_1 b l m"]:
     """The residual stream: the embedding, then the output of every layer (before the final norm).
 
@@ -131,20 +151,25 @@ def hidden_states(
     tokens, valid = _inputs(model, tokens, valid, embeds)
     fitting = checked(interventions, model.spec, *tokens.shape, steps=None)
     response = check_argument("response", response, NonNegativeInt | None)
-    return _result(_stream, "nbl", model, tokens, valid, fitting, embeds, response)
+    _check_soft(soft, model, tokens.shape)
+    return _result(_stream, "nbl", model, tokens, valid, fitting, embeds, soft, response)
 
 
-def _stream(model: Model, tokens, valid, interventions, embeds, response) -> Float[Array, "n_plus_1 b l m"]:
+def _stream(
+    model: Model, tokens, valid, interventions, embeds, soft, response
+) -> Float[Array, "n_plus_1 b l m"]:
     # The carry holds all states, so that one scan runs the layers; layer i reads entry i and writes i + 1.
     tokens = constrain(tokens, model.rules, "bl")
     position, mask, rope = full_pass(model.spec, tokens, valid, response=response)
-    step, x = jnp.zeros(len(tokens), jnp.int32), embed(model.params, tokens, embeds)
+    step = jnp.zeros(len(tokens), jnp.int32)
+    params, x, begins = first_inputs(model, tokens, embeds, response, soft)
     spec, x = model.spec, embedded(interventions, x, position, step)
     stream = jnp.zeros((spec.layers + 1, *x.shape), x.dtype).at[0].set(x)
 
     def run(layer: Layer, stream):
         layer = intervened(layer, interventions, position, step)
-        x = exact_layer(layer, stream[layer.index], position, mask)
+        seen = in_window(layer.spec, mask, position, tokens.shape[1], begins)
+        x = exact_layer(layer, stream[layer.index], position, seen)
         return jax.lax.dynamic_update_index_in_dim(stream, x, layer.index + 1, 0)
 
-    return walk(model.params, spec, rope, run, stream)
+    return walk(params, spec, rope, run, stream)

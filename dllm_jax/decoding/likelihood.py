@@ -17,6 +17,7 @@ from dllm_jax.interrupts import uninterrupted
 from dllm_jax.nn.answers import answer_logits, passes_at_once
 from dllm_jax.nn.arithmetic import guided, of_token
 from dllm_jax.nn.keys import one_key
+from dllm_jax.nn.mask import require_mask_token
 from dllm_jax.nn.mesh import constrain, current_mesh, number_modes, over_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, TracedUnlessZero, check_argument, check_names, shown
@@ -140,6 +141,7 @@ def _terms(
     """Computes the terms of a call of one of these functions."""
     check_names(function, options, LikelihoodOptions.__annotations__)
     check_argument("model", model, Model, ", such as dj.load(path)")
+    require_mask_token(model.spec, function, "Compare sampled answers instead")
     estimator = Estimator(**options)
     asked = _asked(model, prompt, answer, estimator)
     mesh = current_mesh((model.params, prompt, answer))

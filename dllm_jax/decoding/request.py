@@ -29,6 +29,7 @@ from dllm_jax.engine.nonfinite import NonFinite
 from dllm_jax.engine.stops import StopIds, StopTable
 from dllm_jax.engine.widths import phase_names, step_widths
 from dllm_jax.nn.keys import Keys, typed_key
+from dllm_jax.nn.mask import require_mask_token
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument, check_names, shown
@@ -67,6 +68,7 @@ def prepare(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions]
     check_names("generate", options, GenerateOptions.__annotations__)
     asked = Asked(**options)
     check_argument("model", model, Model, ", such as dj.load(path)")
+    require_mask_token(model.spec, "generate", "Use google-deepmind/gemma, which decodes it in JAX")
     prompts = inputs.prompts(prompt, asked.prompt_mask, asked.prompt_embeds, model.spec)
     if asked.prefix is not None:
         prompts = with_prefix(asked.prefix, asked, prompts, model)
@@ -109,6 +111,7 @@ def prepare_infill(model: Model, tokens: inputs.Ids, **options: Unpack[InfillOpt
     check_names("infill", options, InfillOptions.__annotations__)
     asked = Asked(**options)
     check_argument("model", model, Model, ", such as dj.load(path)")
+    require_mask_token(model.spec, "infill", "Put what is known into the prompt, and use generate")
     block = check_argument("block", asked.block, PositiveInt | None)
     tokens, mask = inputs.padded_ids(tokens, asked.token_mask, model.spec, "tokens")
     if not fixed_at(asked.sampler.cfg_scale, 0):

@@ -19,7 +19,7 @@ from dllm_jax.nn.low_rank import LowRankMatrix, adapted, factor_axes, factors_of
 from dllm_jax.nn.mesh import number_modes
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import Params
-from dllm_jax.nn.sharding import AXES, DENSE, OUTPUTS, sharding, sizes
+from dllm_jax.nn.sharding import AXES, DENSE, OUTPUTS, in_layer, sharding, sizes
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Options, PositiveFloat, PositiveInt, check_argument, shown
 
@@ -101,7 +101,8 @@ def attach_factors(model: Model, lora: LoRA, factors: Callable[[str, int | None]
     if "head" in lora.matrices and model.spec.tied:
         raise ValueError("matrices=head: the model's head is its embedding, which has no update of its own")
 
-    if model.spec.experts is not None and (of_mlp := [name for name in lora.matrices if name in DENSE]):
+    only_experts = model.spec.experts is not None and model.spec.gemma is None
+    if only_experts and (of_mlp := [name for name in lora.matrices if name in DENSE]):
         raise ValueError(
             f"matrices={', '.join(of_mlp)}: the model's layers have experts in place of an MLP, and "
             "experts take no updates; expected some of q, k, v, o, head"
@@ -112,7 +113,8 @@ def attach_factors(model: Model, lora: LoRA, factors: Callable[[str, int | None]
         return LowRankMatrix(base, a, b, lora.alpha)
 
     def of_layer(layer: dict[str, Any], index: int) -> dict[str, Any]:
-        return layer | {name: update(name, layer[name], factors(name, index)) for name in inner}
+        own = [name for name in inner if in_layer(model.spec, name, index)]
+        return layer | {name: update(name, layer[name], factors(name, index)) for name in own}
 
     # The head is one matrix; the others are there in every layer, stacked or apart.
     inner = [name for name in lora.in_order if name != "head"]
@@ -134,7 +136,7 @@ def _first_factors(
     model: Model, lora: LoRA, key: Key[Array, ""], dtype: Any, name: str, layer: int | None
 ) -> Factors:
     """A drawn for this matrix of this layer, and a B of zeros."""
-    shape, other = factor_shapes(model.spec, name, lora.rank)
+    shape, other = factor_shapes(model.spec.at(layer), name, lora.rank)
     # A key per matrix and layer: A does not depend on which others have adapters, nor on the form of layers.
     own = jax.random.fold_in(jax.random.fold_in(key, list(OUTPUTS).index(name)), layer or 0)
     # PEFT's kaiming_uniform(a = sqrt(5)) of A; with B = 0 the model begins as it was.
@@ -200,10 +202,11 @@ def options_of(model: Model) -> LoRA:
     if len(kinds) > 1:
         raise ValueError(f"the model's adapters have several ranks and alphas: {sorted(kinds)}")
 
-    # Adapters are in all layers or in none: the first one tells which matrices have them.
+    # Adapters are in all layers that have their matrix, or in none.
     layers = model.params["layers"]
-    first = layers[0] if isinstance(layers, list) else layers
-    everything = first | {name: model.params[name] for name in model.params if name != "layers"}
+    everything = {name: model.params[name] for name in model.params if name != "layers"}
+    for layer in layers if isinstance(layers, list) else [layers]:
+        everything |= layer
     names: Any = tuple(name for name in OUTPUTS if is_low_rank(everything.get(name)))
     ((rank, alpha),) = kinds
     return LoRA(rank=rank, alpha=alpha, matrices=names)

@@ -153,6 +153,12 @@ def _modules(spec: ModelSpec, names: tuple[str, ...]) -> dict[Place, str]:
     Raises:
       ValueError: several of them are one module, as LLaDA2's queries, keys and values.
     """
+    if not spec.has_mask_token:
+        raise ValueError(
+            f"adapters in PEFT's files are not supported by {spec.family}: transformers holds encoder and "
+            "denoiser as modules of their own, of which an adapter updates one. Save the merged model "
+            "(lora.merge, save_hf)."
+        )
     every = units(spec, family_of(spec).names)
     entries = [(unit.layer, entry) for unit in every for entry in unit.entries if entry.leaf in names]
     entries = [(layer, entry) for layer, entry in entries if not entry.by_expert]

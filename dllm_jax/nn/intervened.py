@@ -56,7 +56,7 @@ class IntervenedLayer(Layer):
 
     @override
     def residual(self, x: Float[Array, "b q m"]) -> Float[Array, "b q m"]:
-        return self._changed("residual", x, ahead=1)
+        return self._changed("residual", super().residual(x), ahead=1)
 
     def check_reached(self, by: str):
         """Refuses a layer function that went round a place with an intervention.

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from dllm_jax.nn.layer import LayerIndex
@@ -170,6 +171,7 @@ class Intervention:
         """
         # The stream has one place more than there are layers: after the last one, before the final norm.
         end = spec.layers + (self.place == "residual")
+        spec = self._one_kind(spec)
         count = {"head_output": spec.heads, "k": spec.kv_heads, "v": spec.kv_heads}.get(self.place, 0)
         if self.heads is not None and not count:
             raise ValueError(
@@ -206,6 +208,21 @@ class Intervention:
                 f"the value at {self.place} has shape {self.value.shape}; expected {full} (layers, "
                 "sequences, positions, ..), or 1 along any axis"
             )
+
+    def _one_kind(self, spec: ModelSpec) -> ModelSpec:
+        """The spec of the layers meant; values with heads are those of layers of one shape."""
+        if spec.gemma is None or self.place not in ("head_output", "k", "v"):
+            return spec
+        meant = range(spec.layers) if self.layers is None else self.layers
+        if isinstance(meant, Tracer):
+            raise ValueError(f"layers={shown(meant)} must be numbers at {self.place}: layers have two shapes")
+        kinds = {spec.at(int(layer)) for layer in meant if layer < spec.layers}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"layers={shown(self.layers)} at {self.place} are of several shapes: name layers with a "
+                f"window, or full ones, {spec.gemma.full}"
+            )
+        return next(iter(kinds), spec)
 
 
 def _made(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from dllm_jax.nn import gemma
 from dllm_jax.nn.arithmetic import einsum, rms_norm
 from dllm_jax.nn.kernels import BY_DEFAULT, Kernels
 from dllm_jax.nn.mask import Mask, segments
@@ -68,14 +69,18 @@ class Layer:
 
         def turned(name: str) -> Float[Array, "b q heads d"]:
             y = self._project(name, normed)
-            y = rms_norm(y, self.weights[f"{name}_norm"], self.spec.norm_eps) if self.spec.qk_norm else y
+            y = self._normed(f"{name}_norm", y) if self.spec.qk_norm else y
             return rotate(y, self.rope, index, self.spec.rope_in_f32)
 
         return grown(turned("q"), self.rope, index, self.spec.rope_scaling), turned("k")
 
     def value(self, x: Float[Array, "b q m"]) -> Float[Array, "b q k d"]:
         """Values of the inputs x."""
-        return self._project("v", self._attention_input(x))
+        normed = self._attention_input(x)
+        if self.spec.gemma is None:
+            return self._project("v", normed)
+        of = "k" if self.spec.gemma.kind == "full" else "v"
+        return gemma.norm(self._project(of, normed), None, self.spec.norm_eps)
 
     def attention(
         self,
@@ -172,11 +177,14 @@ class Layer:
 
     def out(self, o: Float[Array, "b q h d"]) -> Float[Array, "b q m"]:
         """The attention branch: output projection of the heads."""
-        return einsum("bqhd,hdm->bqm", self.head_output(o), self.weights["o"])
+        out = einsum("bqhd,hdm->bqm", self.head_output(o), self.weights["o"])
+        return out if self.spec.gemma is None else self._normed("attn_post_norm", out)
 
     def mlp(self, x: Float[Array, "b q m"]) -> Float[Array, "b q m"]:
         """The MLP branch of the normed input: a gated MLP, or a mixture of experts (`dllm_jax.nn.mlp`)."""
-        normed = rms_norm(x, self.weights["mlp_norm"], self.spec.norm_eps)
+        if self.spec.gemma is not None:
+            return gemma.mlp(self.weights, x, self.spec, self.kernels)
+        normed = self._normed("mlp_norm", x)
         if self.spec.experts is not None and "router" in self.weights:
             return mixture(self.weights, normed, self.spec.experts, self.kernels)
         return dense(self.weights, normed)
@@ -190,9 +198,10 @@ class Layer:
         """The residual stream that leaves the layer, as the next one reads it.
 
         A policy that adds the branches itself, without `finish`, passes the sum through here, where
-        interventions (`dllm_jax.nn.intervention`) change it. Without interventions it does not change.
+        interventions (`dllm_jax.nn.intervention`) change it. Without interventions it does not change, but in
+        Gemma's layers, which scale it.
         """
-        return x
+        return x if self.spec.gemma is None else x * self.weights["pass_scalar"]
 
     def at(self, position: Int[Array, "b q"]) -> "Layer":
         """The same layer for inputs at these positions, which `value`, `out`, `mlp`, `residual` do not say.
@@ -219,7 +228,15 @@ class Layer:
             yield heads_first_on_tpu(x, self.kernels.rules) if in_turns else x
 
     def _attention_input(self, x: Float[Array, "b q m"]) -> Float[Array, "b q m"]:
-        return rms_norm(x, self.weights["attn_norm"], self.spec.norm_eps)
+        return self._normed("attn_norm", x)
+
+    def _normed(self, name: str, x: Float[Array, "*b m"]) -> Float[Array, "*b m"]:
+        """RMSNorm by one of the layer's weights."""
+        scale, eps = self.weights[name], self.spec.norm_eps
+        if self.spec.gemma is None:
+            return rms_norm(x, scale, eps)
+        # Attention divides its scores by the root of the head's width, which Gemma's are not.
+        return gemma.norm(x, scale, eps, self.spec.head_dim**0.5 if name == "q_norm" else 1.0)
 
     def _project(self, name: str, normed: Float[Array, "b q m"]) -> Float[Array, "b q heads d"]:
         normed = apart_on_cuda(normed, "qkv".index(name))
@@ -239,12 +256,15 @@ def embed(
       embeds: Inputs in any float dtype; None if there are no such positions.
     """
     # A negative id reads some row counted from the end of the table: it is computed, and not chosen.
-    x = params["embed"][tokens]
+    x = gemma.embedded(params, params["embed"][tokens])
     return x if embeds is None else jnp.where((tokens < 0)[..., None], embeds.astype(x.dtype), x)
 
 
 def unembed(params: Params, spec: ModelSpec, hidden: Float[Array, "b c m"]) -> Float[Array, "b c v"]:
     """Logits (model dtype) of the residual stream after the last layer: final norm, then the head."""
+    if spec.gemma is not None:
+        normed = gemma.norm(hidden, params["norm"], spec.norm_eps)
+        return gemma.capped(einsum("bcm,vm->bcv", normed, params["embed"], jnp.float32), spec)
     normed = rms_norm(hidden, params["norm"], spec.norm_eps)
     return einsum("bcm,vm->bcv", normed, params["embed" if spec.tied else "head"])
 
@@ -306,4 +326,5 @@ def layer_at(params: Params, spec: ModelSpec, rope: Rope, index: int, kernels: K
     """One layer, by itself; of stacked ones it reads each of the weights where it uses it."""
     layers = params["layers"]
     weights = layers[index] if isinstance(layers, list) else OneOfStacked(layers, jnp.int32(index))
-    return Layer(weights, spec, rope, index, kernels)
+    at = spec.at(index)
+    return Layer(weights, at, rope.of(at), index, kernels)

@@ -141,6 +141,23 @@ def require_full_attention(
         )
 
 
+def require_mask_token(spec: ModelSpec, what: str, fix: str):
+    """Raises ValueError for a model without a mask token, where a method needs one.
+
+    Args:
+      spec: the model.
+      what: Name of the method or option.
+      fix: Sentence that names an alternative.
+
+    Raises:
+      ValueError: the model denoises uniform noise.
+    """
+    if not spec.has_mask_token:
+        raise ValueError(
+            f"{what} does not support {spec.family}: it denoises uniform noise and has no mask token. {fix}."
+        )
+
+
 def require_blocks(spec: ModelSpec, what: str, fix: str):
     """Raises ValueError for models without blocks of their own, where a method needs finished blocks.
 

@@ -6,7 +6,8 @@ with weights made of the scores. How the experts are computed, `pallas_kernels.e
 static, whatever the router decides.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,24 +24,33 @@ from dllm_jax.nn.spec import ExpertSpec
 from dllm_jax.xla.partitioner import partitioned_over
 from dllm_jax.xla.products import apart_on_cuda
 from pallas_kernels import experts
+from pallas_kernels.experts.xla import activated
 
 
-def dense(weights: Mapping[str, Any], x: Float[Array, "b q m"], of: str = "") -> Float[Array, "b q m"]:
+def dense(
+    weights: Mapping[str, Any], x: Float[Array, "b q m"], of: str = "", gelu: bool = False
+) -> Float[Array, "b q m"]:
     """The gated MLP down(silu(gate x) * up x), SwiGLU as Llama's.
 
     Args:
       weights: Parameters of the layer; matrices may be int8 or have low-rank updates.
       x: normed inputs.
       of: Prefix of the matrices' names.
+      gelu: Whether GELU's tanh form takes the place of SiLU (Gemma).
     """
     # Two products share the normed input, and the gate's SiLU scales the other.
     gate = einsum("bqm,mf->bqf", x, weights[f"{of}gate"])
     up = einsum("bqm,mf->bqf", apart_on_cuda(x, 1), weights[f"{of}up"])
-    return einsum("bqf,fm->bqm", jax.nn.silu(gate) * up, weights[f"{of}down"])
+    return einsum("bqf,fm->bqm", activated(gate, gelu) * up, weights[f"{of}down"])
 
 
 def mixture(
-    weights: Mapping[str, Any], x: Float[Array, "b q m"], spec: ExpertSpec, kernels: Kernels = BY_DEFAULT
+    weights: Mapping[str, Any],
+    x: Float[Array, "b q m"],
+    spec: ExpertSpec,
+    kernels: Kernels = BY_DEFAULT,
+    routed: Float[Array, "b q m"] | None = None,
+    gelu: bool = False,
 ) -> Float[Array, "b q m"]:
     """The weighted sum of each token's experts, and of the shared expert if there is one.
 
@@ -51,13 +61,16 @@ def mixture(
       kernels: Implementation of the experts. Over a mesh, by its rules, each device computes what its
         sequences send to its own experts, and its part of their width; no rules leave that to XLA's
         partitioner.
+      routed: Inputs of the router; None for those of the experts.
+      gelu: Whether the experts' activation is GELU instead of SiLU.
     """
-    own = {name: weights[name] for name in _names(spec)}
-    mesh = partitioned_over()
+    own = {name: weights[name] for name in (*_names(spec), *(("router_expert_scale",) if gelu else ()))}
+    xs, mesh = (x,) if routed is None else (x, routed), partitioned_over()
+    run = functools.partial(_experts, spec=spec, kernels=kernels, gelu=gelu)
     if mesh is None or kernels.rules is None:
-        out = _experts(own, x, spec, kernels).astype(x.dtype)
+        out = run(own, xs).astype(x.dtype)
     else:
-        out = _by_device(own, x, spec, kernels, mesh, kernels.rules).astype(x.dtype)
+        out = _by_device(own, xs, spec, run, mesh, kernels.rules).astype(x.dtype)
     return out + dense(weights, x, "shared_") if spec.shared else out
 
 
@@ -68,21 +81,21 @@ def _names(spec: ExpertSpec) -> tuple[str, ...]:
 
 def _by_device(
     weights: dict[str, Any],
-    x: Float[Array, "b q m"],
+    xs: tuple[Float[Array, "b q m"], ...],
     spec: ExpertSpec,
-    kernels: Kernels,
+    run: Callable[..., Float[Array, "b q m"]],
     mesh: AbstractMesh,
     rules: MeshRules,
 ) -> Float[Array, "b q m"]:
     """`_experts`, to which each device of a mesh adds what its experts make of its sequences."""
-    lengths = {"b": len(x), "e": spec.count, "i": spec.mlp_width}
+    lengths = {"b": len(xs[0]), "e": spec.count, "i": spec.mlp_width}
     split = {letter: rules.axes(mesh, letter, length) for letter, length in lengths.items()}
     over = lambda axes: PartitionSpec(*(split.get(letter) or None for letter in axes))
     added = (*split["e"], *split["i"])
 
-    def part(weights: dict[str, Any], x: Float[Array, "b q m"]) -> Float[Array, "b q m"]:
+    def part(weights: dict[str, Any], xs: tuple[Float[Array, "b q m"], ...]) -> Float[Array, "b q m"]:
         first = jax.lax.axis_index(split["e"]) * weights["expert_gate"].shape[0] if split["e"] else None
-        out = _experts(weights, x, spec, kernels, first)
+        out = run(weights, xs, first=first)
         return jax.lax.psum(out, added) if added else out
 
     # All devices route, by the whole router: what they decide is the same wherever an expert lies.
@@ -92,7 +105,8 @@ def _by_device(
     }
     placed |= {name: PartitionSpec() for name in placed if name.startswith("router")}
     of_x = over("bqm")
-    return jax.shard_map(part, in_specs=(placed, of_x), out_specs=of_x, check_vma=False)(weights, x)
+    of_xs = (of_x,) * len(xs)
+    return jax.shard_map(part, in_specs=(placed, of_xs), out_specs=of_x, check_vma=False)(weights, xs)
 
 
 def route(
@@ -112,6 +126,8 @@ def route(
     weight = jnp.take_along_axis(score, chosen, axis=-1)
     if spec.renormalized:
         weight = weight / (jnp.sum(weight, axis=-1, keepdims=True) + 1e-20)
+    if "router_expert_scale" in weights:
+        weight = weight * weights["router_expert_scale"].astype(jnp.float32)[chosen]
     return chosen, weight * spec.scale
 
 
@@ -126,27 +142,30 @@ def _in_best_groups(choice: Float[Array, "t e"], spec: ExpertSpec) -> Float[Arra
 
 def _experts(
     weights: dict[str, Any],
-    x: Float[Array, "b q m"],
+    xs: tuple[Float[Array, "b q m"], ...],
     spec: ExpertSpec,
     kernels: Kernels,
     first: Int[Array, ""] | None = None,
+    gelu: bool = False,
 ) -> Float[Array, "b q m"]:
     """The sum of each token's experts, times their weights, in float32.
 
     Args:
       weights: Parameters of the router, and of all experts or those of the device.
-      x: normed inputs.
+      xs: normed inputs, and those of the router if they are others.
       spec: the experts.
       kernels: Implementation of the experts.
       first: number of the device's first expert; None if all are here.
+      gelu: Whether their activation is GELU.
     """
-    tokens = x.reshape(-1, x.shape[-1])
-    chosen, weight = route(weights, tokens, spec)
+    tokens, routed = (xs[i].reshape(-1, xs[i].shape[-1]) for i in (0, -1))
+    chosen, weight = route(weights, routed, spec)
     matrices = [weights[f"expert_{name}"] for name in ("gate", "up", "down")]
     if first is not None:  # experts of other devices come after all of this one's
         count = matrices[0].shape[0]
         chosen = jnp.where((chosen >= first) & (chosen < first + count), chosen - first, count)
     values = [matrix.values if isinstance(matrix, Int8Matrix) else matrix for matrix in matrices]
     scales = [matrix.scale if isinstance(matrix, Int8Matrix) else None for matrix in matrices]
-    out = kernels.run(experts.OPERATION, tokens, chosen, weight, *values, *scales)
-    return out.reshape(x.shape)
+    options = {"gelu": True} if gelu else {}
+    out = kernels.run(experts.OPERATION, tokens, chosen, weight, *values, *scales, **options)
+    return out.reshape(xs[0].shape)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from dllm_jax.nn import gemma
 from dllm_jax.nn.generation import Generation
 from dllm_jax.nn.int8 import Weights, held_as
 from dllm_jax.nn.intervened import embedded, intervened
@@ -162,31 +163,49 @@ def encode(
     embeds: Float[Array, "b l m"] | None = None,
     copied: int = 0,
     response: int | None = None,
+    soft: Float[Array, "b l m"] | None = None,
 ) -> Float[Array, "b l m"]:
     """The residual stream after the last layer, before the final norm.
 
     `remat` saves memory under grad; `within` allows fewer pairs of a query and a key than `valid` does;
     `embeds` are the inputs where tokens are negative. Interventions are those of a single pass, see
     `dllm_jax.nn.intervention`. The last `copied` tokens are a noisy copy, see `full_pass`; `response` is
-    where the response begins, see `forward`.
+    where the response begins, `soft` the expected embeddings of a denoiser of noise, see `forward`.
     """
     tokens = constrain(tokens, model.rules, "bl")
     position, mask, rope = full_pass(model.spec, tokens, valid, copied, response)
     if within is not None:
         mask = within if mask is None else mask & within
     # A single pass is step 0 of every sequence, which is all that interventions can ask of it.
-    step, x = jnp.zeros(len(tokens), jnp.int32), embed(model.params, tokens, embeds)
+    step = jnp.zeros(len(tokens), jnp.int32)
+    params, x, begins = first_inputs(model, tokens, embeds, response, soft)
 
     def run(layer: Layer, x):
         layer = intervened(layer, interventions, position, step)
         one = layer_pass or exact_layer
+        seen = gemma.in_window(layer.spec, mask, position, tokens.shape[1], begins)
         # Weights are an argument of what is rematerialized, not a constant of it: their gradients go through
         # it.
-        exact = lambda weights, x: one(dataclasses.replace(layer, weights=weights), x, position, mask)
+        exact = lambda weights, x: one(dataclasses.replace(layer, weights=weights), x, position, seen)
         return (jax.checkpoint(exact) if remat else exact)(layer.weights, x)
 
-    run, x = traced_once(run, model.params), embedded(interventions, x, position, step)
-    return walk(model.params, model.spec, rope, run, x)
+    run, x = traced_once(run, params), embedded(interventions, x, position, step)
+    return walk(params, model.spec, rope, run, x)
+
+
+def first_inputs(
+    model: Model,
+    tokens: Int[Array, "b l"],
+    embeds: Float[Array, "b l m"] | None,
+    response: int | None,
+    soft: Float[Array, "b l m"] | None,
+) -> tuple[Params, Float[Array, "b l m"], int]:
+    """The parameters that a full pass reads, its first stream, and where the denoised canvas begins."""
+    begins = tokens.shape[1] if response is None else response
+    causal = jnp.arange(tokens.shape[1])[None] < begins
+    x = embed(model.params, tokens, embeds)
+    x = gemma.conditioned(model.params, model.spec, x, soft, causal)
+    return gemma.in_pass(model.params, causal), x, begins
 
 
 def exact_layer(

@@ -28,13 +28,13 @@ class LayerParameters(nnx.Module):
         # In the order of the table: another one would change what a seed draws.
         for leaf in leaves(spec):
             if AXES[leaf].startswith("n") and in_layer(spec, leaf, layer):
-                setattr(self, leaf, nnx.Param(_initial(spec, leaf, dtype, rngs, gain)))
+                setattr(self, leaf, nnx.Param(_initial(spec.at(layer), leaf, dtype, rngs, gain)))
 
 
 def _initial(spec: ModelSpec, leaf: str, dtype: jnp.dtype, rngs: nnx.Rngs, gain: float) -> Array:
     """The first value of one layer's parameter."""
     size = shape(spec, within_layer(AXES[leaf]))
-    if leaf.endswith("norm"):
+    if leaf.endswith(("norm", "scale", "scalar")):
         return jnp.ones(size, dtype)
     if leaf.endswith("bias"):
         return jnp.zeros(size, jnp.float32 if leaf in WIDE else dtype)
@@ -64,6 +64,9 @@ class Decoder(nnx.Module):
         else:
             self.layers = stack(rngs)
         self.norm = nnx.Param(jnp.ones((spec.width,), dtype))
+        for leaf in leaves(spec):
+            if leaf.startswith("soft_"):
+                setattr(self, leaf, nnx.Param(_initial(spec, leaf, dtype, rngs, gain)))
         if not spec.tied:
             self.head = table()
 

@@ -38,8 +38,15 @@ def abstract(
 ) -> PyTree[jax.ShapeDtypeStruct]:
     """Shapes and dtypes of the parameters without allocating any; what a loader has to fill."""
     stacked = not spec.layers_differ
-    held = lambda path, leaf: int8.abstract(spec, path[-1].key, leaf.dtype, weights, stacked)
+    held = lambda path, leaf: int8.abstract(
+        spec.at(layer_in(path)), path[-1].key, leaf.dtype, weights, stacked
+    )
     return jax.tree_util.tree_map_with_path(held, _of_modules(spec, jnp.dtype(dtype)))
+
+
+def layer_in(path: tuple[Any, ...]) -> int | None:
+    """The number of the separate layer that a path of the parameters leads into; None of any other."""
+    return next((key.idx for key in path if isinstance(key, jax.tree_util.SequenceKey)), None)
 
 
 @functools.cache
@@ -151,7 +158,7 @@ def describe(params: Any) -> list[str]:
             shapes = _shapes(group)
         else:
             shapes = _shape(group)
-        lines.append(f"{name:<8}{shapes}")
+        lines.append(f"{name:<7} {shapes}")
     ranks = ", ".join(sorted({f"rank {m.rank}, alpha {m.alpha:g}" for m in adapted(params)}))
     kinds = ("int8", is_int8, "a float32 scale per output channel"), ("LoRA", is_low_rank, ranks)
     for title, is_kind, what in kinds:

@@ -23,11 +23,19 @@ class Rope(NamedTuple):
       sin: the same.
       first: Canvas position of each sequence's first token, from which queries that grow count theirs
         (`RopeScaling.query_beta`). None where no sequence is padded.
+      full: Cos and sin of layers that attend to everything, in models whose others have a window.
     """
 
     cos: Float[Array, "l half"]
     sin: Float[Array, "l half"]
     first: Int[Array, "b"] | None = None
+    full: tuple[Float[Array, "l half"], Float[Array, "l half"]] | None = None
+
+    def of(self, spec: ModelSpec) -> "Rope":
+        """The tables of a layer (`ModelSpec.at`)."""
+        if self.full is None:
+            return self
+        return self._replace(full=None) if spec.window is not None else Rope(*self.full, self.first)
 
     def padded(self, valid: Bool[Array, "b l"] | None, spec: ModelSpec) -> "Rope":
         """The same tables for sequences with this padding; themselves where no query grows."""
@@ -38,13 +46,25 @@ class Rope(NamedTuple):
 
 def rope_of(spec: ModelSpec, positions: int) -> Rope:
     """The rotary tables of a model for so many positions."""
-    return rope_table(positions, spec.rotated, spec.rope_base, spec.rope_scaling)
+    rope = rope_table(positions, spec.rotated, spec.rope_base, spec.rope_scaling)
+    if (gemma := spec.gemma) is None:
+        return rope
+    full = rope_table(positions, gemma.head_dim, gemma.rope_base, turned=gemma.rope_width // 2)
+    return rope._replace(full=(full.cos, full.sin))
 
 
-def rope_table(positions: int, width: int, base: float, scaling: RopeScaling | None = None) -> Rope:
-    """Angles position * base^(-2j/d), computed in float32 as the references do; d is the rotated width."""
+def rope_table(
+    positions: int, width: int, base: float, scaling: RopeScaling | None = None, turned: int | None = None
+) -> Rope:
+    """Angles position * base^(-2j/d), computed in float32 as the references do; d is the rotated width.
+
+    Of the pairs, the first `turned` have an angle and the others none; None turns all.
+    """
+    found = frequencies(width, base, scaling)
+    if turned is not None:
+        found = np.where(np.arange(len(found)) < turned, found, np.float32(0))
     # One angle more than there are positions: padding has the position l, and reads the last line.
-    angle = jnp.arange(positions + 1, dtype=jnp.float32)[:, None] * frequencies(width, base, scaling)
+    angle = jnp.arange(positions + 1, dtype=jnp.float32)[:, None] * found
     tables = jnp.cos(angle), jnp.sin(angle)
     if scaling is None or (factor := attention_factor(scaling)) == 1:
         return Rope(*tables)

@@ -41,6 +41,13 @@ AXES: dict[str, str] = {
     "norm": "m",
     "head": "vm",
 }
+# Of Gemma 4's layers (u is 1), and of the denoiser's second input, the tokens that the last step expected.
+_GEMMA = {
+    "attn_post_norm": "nm", "dense_post_norm": "nm", "expert_norm": "nm", "expert_post_norm": "nm",
+    "mlp_post_norm": "nm", "router_scale": "nm", "router_expert_scale": "ne", "scalar": "nu",
+    "causal_scalar": "nu", "soft_norm": "m", "soft_gate": "mf", "soft_up": "mf", "soft_down": "fm",
+}  # fmt: skip
+AXES |= _GEMMA
 # Of a vision tower and its projector, with the axes of their biases ("" where there are none), in letters of
 # their own (`sizes`): N layers, M width, H heads, D head width, F MLP width, P patches, C colors, I and J
 # pixels of a patch; E is the inner width of the projector.
@@ -81,6 +88,9 @@ OUTPUTS: dict[str, str] = {
     "shared_gate": "j",
     "shared_up": "j",
     "shared_down": "m",
+    "soft_gate": "f",
+    "soft_up": "f",
+    "soft_down": "m",
 }
 # Checkpoints may store these in another dtype than the rest, and keep it; models hold them in float32.
 WIDE = ("router_bias",)
@@ -91,6 +101,7 @@ EXPERTS = tuple(AXES)[tuple(AXES).index("router") : tuple(AXES).index("norm")]  
 def leaves(spec: ModelSpec) -> tuple[str, ...]:
     """Names of the parameters a model of this spec has, in the order of `AXES`."""
     absent = set() if spec.vision else set(VISION)
+    absent |= set() if spec.gemma else {*_GEMMA}
     if spec.tied:
         absent |= {"head"}
     if not spec.qkv_bias:
@@ -100,7 +111,7 @@ def leaves(spec: ModelSpec) -> tuple[str, ...]:
     if spec.experts is None:
         absent |= {*EXPERTS}
     else:
-        absent |= set() if spec.experts.dense else {*DENSE}
+        absent |= set() if spec.experts.dense or spec.gemma else {*DENSE}
         absent |= set() if spec.experts.bias else {"router_bias"}
         absent |= set() if spec.experts.shared else {"shared_gate", "shared_up", "shared_down"}
     return tuple(leaf for leaf in AXES if leaf not in absent)
@@ -108,6 +119,8 @@ def leaves(spec: ModelSpec) -> tuple[str, ...]:
 
 def in_layer(spec: ModelSpec, leaf: str, layer: int) -> bool:
     """Whether a layer has a parameter that some layers of the model have."""
+    if spec.gemma is not None:  # whose full layers make values of keys
+        return leaf != "v" or layer not in spec.gemma.full
     return leaf not in (DENSE if spec.has_experts(layer) else EXPERTS)
 
 
@@ -121,6 +134,7 @@ def sizes(spec: ModelSpec) -> dict[str, int]:
         "d": spec.head_dim,
         "f": spec.mlp_width,
         "v": spec.vocab,
+        "u": 1,
     }
     if (experts := spec.experts) is not None:
         decoder |= {"e": experts.count, "i": experts.mlp_width, "j": experts.shared}

@@ -1,6 +1,7 @@
 """Static description of a model: the numbers that fix its shapes and its arithmetic."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -157,6 +158,43 @@ class RopeScaling(Options):
             raise ValueError(f"beta_fast={self.beta_fast} must be at least beta_slow={self.beta_slow}")
 
 
+@dataclasses.dataclass(frozen=True)
+class GemmaSpec(Options):
+    """Static description of what Gemma 4's decoder has besides Llama's; hashable.
+
+    Norms surround each branch, an MLP and experts are added, softmax has the scale 1, and values are
+    normed without a weight. `ModelSpec` describes the layers with a window, and this the others.
+
+    Attributes:
+      full: Layers that attend to everything; they have no projection of values, which are made of keys.
+      window: Positions that a query of the other layers attends to at most, its own included.
+      head_dim: Head width of full layers.
+      kv_heads: Number of KV heads of full layers.
+      rope_base: Theta of full layers' rotary embedding.
+      rope_width: Number of rotated dimensions of a full layer's head; frequencies are those of a whole head.
+      softcap: Bound c of the logits, c tanh(logits / c).
+      kind: Kind of layer that a spec describes (`ModelSpec.at`); "" describes the model.
+    """
+
+    full: tuple[NonNegativeInt, ...]
+    window: PositiveInt
+    head_dim: PositiveInt
+    kv_heads: PositiveInt
+    rope_base: RopeBase
+    rope_width: NonNegativeInt
+    softcap: PositiveFloat
+    kind: Literal["", "full", "window"] = ""
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("rope_base", "softcap"):
+            object.__setattr__(self, name, float(getattr(self, name)))
+        if self.rope_width % 2 or self.rope_width > self.head_dim:
+            raise ValueError(
+                f"rope_width={self.rope_width} must be even and at most head_dim={self.head_dim}"
+            )
+
+
 @accepts_old_names
 @dataclasses.dataclass(frozen=True)
 class ModelSpec(Options):
@@ -174,7 +212,8 @@ class ModelSpec(Options):
       vocab: Vocabulary size `v` of the embedding, with unused ids (`vocab_size`).
       rope_base: Theta of the rotary embedding (`rope_theta`); NTK scaling multiplies it (LongLLaDA).
       norm_eps: Epsilon inside RMSNorm's square root (`rms_norm_eps`).
-      mask_id: Token id of [MASK] (`mask_token_id`).
+      mask_id: Token id of [MASK] (`mask_token_id`). A model without a mask token has `vocab` here, which is
+        no token's id: it marks positions that no step has filled yet.
       eos_id: Token id of end-of-text (`eos_token_id`), which also pads.
       eot_id: Token id that ends a turn (LLaDA's <|eot_id|>, Dream's <|im_end|>); None if unknown.
       qkv_bias: Whether q, k and v projections have a bias (Dream).
@@ -201,6 +240,7 @@ class ModelSpec(Options):
       completes_blocks: Whether masks that are not returned complete the last block of an answer (SDAR), or
         the canvas ends with the answer, so that its last block may be shorter (Stable-DiffCoder). Blocks
         that are counted from the response are never completed.
+      gemma: Gemma 4's layers of two kinds, with a denoiser of uniform noise (DiffusionGemma); None without.
     """
 
     family: str
@@ -232,6 +272,7 @@ class ModelSpec(Options):
     blocks_from: Literal["sequence", "response"] = "sequence"
     causal_context: bool = False
     completes_blocks: bool = True
+    gemma: Annotated[GemmaSpec | None, NoneMeans("layers of one kind")] = None
 
     hidden, head = Renamed("hidden", "mlp_width"), Renamed("head", "head_dim")
 
@@ -257,11 +298,14 @@ class ModelSpec(Options):
         if self.causal_context and (not self.block_size or self.shifted or self.blocks_from == "sequence"):
             needed = "block_size > 0, blocks_from='response' and shifted=False"
             raise ValueError(f"causal_context=True needs {needed}: a block begins behind what is stored")
+        if self.gemma is not None:
+            self._check_gemma(self.gemma)
         if self.rope_scaling is not None and self.rope_base <= 1:
             raise ValueError(f"rope_base={self.rope_base} must be above 1: rope_scaling needs its logarithm")
         others = [("stop_ids", i) for i in self.stop_ids or ()]
         ends = [("eos_id", self.eos_id), ("eot_id", self.eot_id), *others]
-        for name, value in (("mask_id", self.mask_id), *ends):
+        masks = [("mask_id", self.mask_id)] if self.has_mask_token else []
+        for name, value in (*masks, *ends):
             if value is not None and value >= self.vocab:
                 raise ValueError(f"{name}={value} must be below vocab={self.vocab}")
         # A masked position is told by its id alone, so an end that reads as [MASK] would be decoded again for
@@ -269,6 +313,23 @@ class ModelSpec(Options):
         for name, value in ends:
             if value == self.mask_id:
                 raise ValueError(f"{name}={self.mask_id} must differ from mask_id: masks are not text")
+
+    def _check_gemma(self, gemma: GemmaSpec):
+        if list(gemma.full) != sorted({*gemma.full} & {*range(self.layers)}):
+            raise ValueError(
+                f"full={gemma.full} must be some of the layers 0 to {self.layers - 1}, ascending"
+            )
+        if self.heads % gemma.kv_heads:
+            raise ValueError(
+                f"heads={self.heads} must be a multiple of kv_heads={gemma.kv_heads} of full layers"
+            )
+        if self.experts is None or not (self.causal_context and self.tied and self.qk_norm):
+            needed = "experts, causal_context=True, tied=True and qk_norm=True"
+            raise ValueError(f"gemma={shown(gemma)} needs {needed}, as DiffusionGemma has them")
+        if self.mask_id != self.vocab:
+            raise ValueError(
+                f"mask_id={self.mask_id} must be vocab={self.vocab}: the model has no mask token"
+            )
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any]) -> "ModelSpec":
@@ -280,6 +341,7 @@ class ModelSpec(Options):
         """
         nested: dict[str, Any] = {}
         kinds = {"vision": VisionSpec, "experts": ExpertSpec, "rope_scaling": RopeScaling}
+        kinds["gemma"] = GemmaSpec
         for name, kind in kinds.items():
             if (inner := fields.get(name)) is None:
                 continue
@@ -291,6 +353,22 @@ class ModelSpec(Options):
             read: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in inner.items()}
             nested[name] = kind(**new_names(kind, read))
         return cls(**new_names(cls, {**fields, **nested}))
+
+    @property
+    def has_mask_token(self) -> bool:
+        """Whether undecided positions hold a token, [MASK]; a model without one reads noise there."""
+        return self.gemma is None
+
+    def at(self, layer: int | None) -> "ModelSpec":
+        """The spec that describes one layer: the model's own, unless its layers are of two kinds."""
+        if self.gemma is None or layer is None:
+            return self
+        return _of_kind(self, "full" if layer in self.gemma.full else "window")
+
+    @property
+    def window(self) -> int | None:
+        """Positions that a query of this layer attends to at most (`at`); None for all."""
+        return self.gemma.window if self.gemma is not None and self.gemma.kind == "window" else None
 
     @property
     def group(self) -> int:
@@ -323,9 +401,19 @@ class ModelSpec(Options):
 
     @property
     def layers_differ(self) -> bool:
-        """Whether some layers have experts and others an MLP, so that they do not stack."""
-        return self.experts is not None and bool(self.experts.dense)
+        """Whether layers have different parameters, so that they do not stack."""
+        return self.gemma is not None or (self.experts is not None and bool(self.experts.dense))
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts in place of its MLP."""
         return self.experts is not None and layer not in self.experts.dense
+
+
+@functools.cache
+def _of_kind(spec: ModelSpec, kind: Literal["full", "window"]) -> ModelSpec:
+    """The spec of a model's layers of one kind."""
+    assert spec.gemma is not None, "one kind"
+    gemma, shape = dataclasses.replace(spec.gemma, kind=kind), {}
+    if kind == "full":
+        shape = {"head_dim": gemma.head_dim, "kv_heads": gemma.kv_heads, "rope_base": gemma.rope_base}
+    return dataclasses.replace(spec, gemma=gemma, **shape)

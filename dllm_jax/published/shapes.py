@@ -75,7 +75,15 @@ def abstract(
 
     def placed(path: tuple[Any, ...], leaf: Any) -> Any:
         stacked = not separate_layers and path[0].key == "layers"
-        where = placements(spec, path[-1].key, held, mesh, platform, stacked=stacked, rules=rules)
+        where = placements(
+            spec.at(parameters.layer_in(path)),
+            path[-1].key,
+            held,
+            mesh,
+            platform,
+            stacked=stacked,
+            rules=rules,
+        )
         put = lambda array, at: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=at)
         return jax.tree.map(put, leaf, where)
 

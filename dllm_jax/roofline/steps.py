@@ -175,24 +175,49 @@ def experts_read(spec: ModelSpec, tokens: float) -> float:
 
 def kernels_size(spec: ModelSpec, experts: float) -> float:
     """Scalars of all layers' matrices but routers, of each mixture so many experts."""
-    hidden = (spec.layers - mixtures(spec)) * spec.mlp_width
+    # Gemma's layers have an MLP and experts, and its denoiser one of its own.
+    dense = spec.layers + 1 if spec.gemma else spec.layers - mixtures(spec)
+    hidden = dense * spec.mlp_width
     if spec.experts is not None:
         hidden += mixtures(spec) * (spec.experts.shared + experts * spec.experts.mlp_width)
-    heads = 2 * spec.heads + 2 * spec.kv_heads
-    return spec.width * (spec.layers * heads * spec.head_dim + 3 * hidden)
+    return spec.width * (2 * _queries(spec) + pair_size(spec) - _without_values(spec) + 3 * hidden)
+
+
+def _layers(spec: ModelSpec) -> list[ModelSpec]:
+    """The spec of each layer."""
+    return [spec.at(layer) for layer in range(spec.layers)]
+
+
+def _queries(spec: ModelSpec) -> int:
+    """Scalars of one position's queries in all layers."""
+    return sum(at.heads * at.head_dim for at in _layers(spec))
+
+
+def _without_values(spec: ModelSpec) -> int:
+    """Scalars of one position's values in layers that make them of keys."""
+    full = [at for at in _layers(spec) if at.gemma is not None and at.gemma.kind == "full"]
+    return sum(at.kv_heads * at.head_dim for at in full)
+
+
+def _seen(at: ModelSpec, slots: float) -> float:
+    """Keys that a row of a layer attends to, of so many: those of its window, and of the block."""
+    return slots if at.window is None else min(slots, at.window - 1 + at.block_size)
 
 
 def layers_size(spec: ModelSpec, experts: float) -> float:
     """Scalars of all layers, routers, norms and biases included, of each mixture so many experts."""
     biases = (spec.heads + 2 * spec.kv_heads) * spec.head_dim if spec.qkv_bias else 0
-    norms = 2 * spec.width + (2 * spec.head_dim if spec.qk_norm else 0)
+    of_heads = sum(2 * at.head_dim for at in _layers(spec)) if spec.qk_norm else 0
+    norms = 2 * spec.width * spec.layers + of_heads
     router = spec.experts.count * (spec.width + spec.experts.bias) if spec.experts else 0
-    return kernels_size(spec, experts) + spec.layers * (norms + biases) + mixtures(spec) * router
+    if spec.gemma and spec.experts:  # five norms more, two scales of the router, two scalars of the layer
+        norms += spec.layers * (6 * spec.width + spec.experts.count + 2) + spec.width
+    return kernels_size(spec, experts) + norms + spec.layers * biases + mixtures(spec) * router
 
 
 def pair_size(spec: ModelSpec) -> int:
     """Scalars of one position's keys and values in all layers."""
-    return 2 * spec.layers * spec.kv_heads * spec.head_dim
+    return sum(2 * at.kv_heads * at.head_dim for at in _layers(spec))
 
 
 def cost(step: Step, spec: ModelSpec, batch: int, itemsize: int) -> Cost:
@@ -210,19 +235,20 @@ def cost(step: Step, spec: ModelSpec, batch: int, itemsize: int) -> Cost:
     # activations are taken to stay on chip: what is left is the lower bound of any implementation.
     streamed = layers_size(spec, experts_read(spec, batch * step.rows))
     streamed += m + v * m if step.candidates else 0
-    pairs = step.slots + step.written + step.moved
+    pairs = (step.written + step.moved) * pair_size(spec)
+    pairs += sum(2 * at.kv_heads * at.head_dim * _seen(at, step.slots) for at in _layers(spec))
     per_token, count = (spec.experts.per_token, spec.experts.count) if spec.experts else (0, 0)
-    value = n * m * spec.kv_heads * spec.head_dim
+    value = m * pair_size(spec) / 2
     products = step.rows * kernels_size(spec, per_token) + step.valued * value + step.candidates * v * m
     routers = 2 * mixtures(spec) * step.rows * m * count
     # Two products, q k^T and weights v, of 2 FLOPs a multiply-add; all query heads, grouped or not. Rows of a
     # block-causal canvas attend to its first block, to two, and so on up to all of them.
     seen = spec.context.mean_keys(step.slots) if step.full else step.slots
-    scores = 4 * n * step.rows * seen * spec.heads * spec.head_dim
+    scores = 4 * step.rows * sum(_seen(at, seen) * at.heads * at.head_dim for at in _layers(spec))
     # Everything that a sequence has of its own counts `batch` times: this is where batching stops to be free.
     return Cost(
         weights=itemsize * (streamed + batch * step.rows * m),
-        pairs=itemsize * batch * pairs * pair_size(spec),
+        pairs=itemsize * batch * pairs,
         outputs=itemsize * batch * n * step.outputs * 2 * m,
         logits=4 * batch * step.candidates * v,
         dense_flops=2 * batch * products,

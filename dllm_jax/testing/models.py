@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Int
 
 from dllm_jax.nn import parameters
 from dllm_jax.nn.model import Model
-from dllm_jax.nn.spec import ExpertSpec, ModelSpec, RopeScaling
+from dllm_jax.nn.spec import ExpertSpec, GemmaSpec, ModelSpec, RopeScaling
 from dllm_jax.options import shown
 
 _LLADA = ModelSpec(
@@ -42,7 +42,12 @@ _RND1 = dataclasses.replace(
     _SDAR, family="rnd1", block_size=0, shifted=True,
     experts=ExpertSpec(count=6, per_token=2, mlp_width=24, renormalized=True),
 )  # fmt: skip
-_SPECS = {spec.family: spec for spec in (_LLADA, _DREAM, _LLADA_MOE, _SDAR, _NEMOTRON, _A2D, _RND1)}
+_GEMMA = dataclasses.replace(
+    _SDAR, family="diffusion-gemma", layers=3, tied=True, mask_id=61, block_size=8, blocks_from="response",
+    causal_context=True, experts=ExpertSpec(count=6, per_token=2, mlp_width=24, renormalized=True),
+    gemma=GemmaSpec((2,), window=6, head_dim=16, kv_heads=1, rope_base=1e6, rope_width=4, softcap=30.0),
+)  # fmt: skip
+_SPECS = {spec.family: spec for spec in (_LLADA, _DREAM, _LLADA_MOE, _SDAR, _NEMOTRON, _A2D, _RND1, _GEMMA)}
 # One family for each kind of model: full attention, shifted output head, block-causal, causal context.
 FAMILIES = ("llada", "dream", "sdar", "nemotron")
 
@@ -100,13 +105,13 @@ def _weight(path: str, shape: tuple[int, ...]) -> Array:
     # A checksum of the path, since Python's own hashes differ from process to process.
     rng = np.random.default_rng(zlib.crc32(path.encode()))
     drawn = rng.standard_normal(shape)
-    if "norm" in path:
+    if "norm" in path or "scal" in path:
         drawn = 1 + 0.2 * drawn
     elif "bias" in path:
         drawn = 0.5 * drawn
     elif "head" in path:
         drawn = 2 * drawn / math.sqrt(shape[-1])
-    elif "layers" in path:
+    elif "layers" in path or "soft" in path:
         of_layer = shape if re.search(r"\d", path) else shape[1:]  # separate layers have numbers
         inputs = math.prod(of_layer[:-1]) if "'o'" in path else of_layer[-2 if "expert" in path else 0]
         drawn = 1.5 * drawn / math.sqrt(inputs)

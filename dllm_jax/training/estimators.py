@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Key
 from dllm_jax.nn.answers import answer_logits, passes_at_once
 from dllm_jax.nn.arithmetic import of_token
 from dllm_jax.nn.keys import one_key
+from dllm_jax.nn.mask import require_mask_token
 from dllm_jax.nn.mesh import current_mesh, number_modes, over_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument
@@ -153,6 +154,7 @@ def response_log_probs(
       ValueError: arguments that are none, or masks of another batch.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
+    require_mask_token(model.spec, "An estimator of likelihoods", "Compare sampled answers instead")
     ours = checked(batch, model.spec)
     if ours.images is not None:
         raise ValueError("batch.images are not supported by response_log_probs: it reads text alone")

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from dllm_jax.nn.answers import answer_logits
 from dllm_jax.nn.arithmetic import of_token
 from dllm_jax.nn.keys import one_key
-from dllm_jax.nn.mask import Mask, require_full_attention
+from dllm_jax.nn.mask import Mask, require_full_attention, require_mask_token
 from dllm_jax.nn.mesh import number_modes, over_mesh
 from dllm_jax.nn.model import LayerPass, Model
 from dllm_jax.nn.spec import ModelSpec
@@ -129,6 +129,7 @@ def masked_diffusion_loss(
         `blocks` for a block-causal model, or `causal_weight` for another one or without prompts.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
+    require_mask_token(model.spec, "The masked loss", "Train another family, or use google-deepmind/gemma")
     check_argument("remat", remat, bool)
     check_argument("prompt_isolation", prompt_isolation, Fraction)
     blocks = check_argument("blocks", blocks, Blocks | None)

@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Key
 
 from dllm_jax.nn.keys import one_key
+from dllm_jax.nn.mask import require_mask_token
 from dllm_jax.nn.mesh import number_modes
 from dllm_jax.nn.model import Model
 from dllm_jax.options import NonNegativeFloat, PositiveFloat, check_argument
@@ -143,6 +144,7 @@ def vrpo_loss(
     """
     check_argument("supervised", supervised, NonNegativeFloat)
     check_argument("model", model, Model, ", such as dj.load(path)")
+    require_mask_token(model.spec, "An objective of likelihoods", "Compare sampled answers instead")
     ours = checked(chosen, model.spec, "chosen"), checked(rejected, model.spec, "rejected")
     check_rows("chosen", ours[0].answer, "rejected", ours[1].answer)
     # Antithetic sampling: policy and reference see the same draws, so that their errors cancel.

@@ -21,7 +21,7 @@ from dllm_jax.nn.low_rank import factor_axes
 from dllm_jax.nn.mask import Mask
 from dllm_jax.nn.mesh import MeshRules, ways
 from dllm_jax.nn.model import exact_layer
-from dllm_jax.nn.parameters import Params, name_of
+from dllm_jax.nn.parameters import Params, layer_in, name_of
 from dllm_jax.nn.sharding import AXES, sharding, within_layer
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.training.batch import Checked
@@ -68,7 +68,7 @@ class Placement:
 
 def parameters(placement: Placement, spec: ModelSpec, params: Params) -> PyTree:
     """The sharding of every parameter; None stays None."""
-    of = lambda path, _: placement.parameter(spec, _axes(path))
+    of = lambda path, _: placement.parameter(spec.at(layer_in(path)), _axes(path))
     return jax.tree_util.tree_map_with_path(of, params)
 
 
@@ -134,7 +134,7 @@ def layer_pass(
     keep = lambda x: jax.lax.with_sharding_constraint(x, placement.sequences)
 
     def run(weights: Mapping[str, Any], x: Float[Array, "b l m"]) -> Float[Array, "b l m"]:
-        whole = gathered(placement, spec, weights)
+        whole = gathered(placement, layer.spec, weights)
         return keep(exact_layer(dataclasses.replace(layer, weights=whole), keep(x), position, mask))
 
     # Where the model's width is split, the backward pass gathers a layer's weights again, or every device

@@ -51,6 +51,7 @@ def experts(
     gate_scale: IntoScale | None = None,
     up_scale: IntoScale | None = None,
     down_scale: BackScale | None = None,
+    gelu: bool = False,
     interpret: bool = False,
 ) -> Float[Array, "t m"]:
     """As `xla.experts`; sums are float32, what lies between the two products is in the tokens' dtype.
@@ -65,7 +66,7 @@ def experts(
     rows = 1 << (pl.cdiv(chosen.size, count) - 1).bit_length()
     rows = min(max(rows, LEAST_ROWS), MOST_ROWS)
     tiles = tiles_of(chosen.reshape(-1), count, rows)
-    product = functools.partial(_product, tiles=tiles, rows=rows, interpret=interpret)
+    product = functools.partial(_product, tiles=tiles, rows=rows, gelu=gelu, interpret=interpret)
     gated = (gate, up), (gate_scale, up_scale)
     hidden = product("experts_gated", tokens, *gated, choices=choices)
     out = product("experts_down", hidden, (down,), (down_scale,), choices=1)
@@ -94,9 +95,10 @@ def _product(
     choices: int,
     tiles: Tiles,
     rows: int,
+    gelu: bool,
     interpret: bool,
 ) -> Float[Array, "r o"]:
-    """Each row times its expert's matrix, or silu of that times its product with a second one.
+    """Each row times its expert's matrix, or silu (GELU) of that times its product with a second one.
 
     Row r of x serves the `choices` rows from r * choices on.
     """
@@ -108,7 +110,7 @@ def _product(
     block = Block(rows, columns, deep)
     held = [scale for scale in scales if scale is not None]
     return pl.pallas_call(
-        functools.partial(_kernel, block=block, choices=choices, matrices=len(matrices)),
+        functools.partial(_kernel, block=block, choices=choices, matrices=len(matrices), gelu=gelu),
         grid=(pl.cdiv(width, columns), len(tiles.expert)),
         in_specs=[WHOLE] * (5 + len(matrices) + len(held)),
         out_specs=WHOLE,
@@ -119,7 +121,7 @@ def _product(
     )(*tiles, x, *matrices, *held)
 
 
-def _kernel(order_ref, expert_ref, first_ref, end_ref, x_ref, *rest, block, choices, matrices):
+def _kernel(order_ref, expert_ref, first_ref, end_ref, x_ref, *rest, block, choices, matrices, gelu):
     """Some columns of the products of one tile's rows with its expert's matrices."""
     matrix_refs, scale_refs, out_ref = rest[:matrices], rest[matrices:-1], rest[-1]
     (_, depth, width), start = matrix_refs[0].shape, pl.program_id(0) * block.columns
@@ -149,7 +151,9 @@ def _kernel(order_ref, expert_ref, first_ref, end_ref, x_ref, *rest, block, choi
         if scale_refs:
             scales = (plt.load(ref.at[expert, column], mask=inside, other=0) for ref in scale_refs)
             sums = tuple(total * scale[None] for total, scale in zip(sums, scales, strict=True))
-        out = sums[0] if matrices == 1 else sums[0] * jax.lax.logistic(sums[0]) * sums[1]
+        # GELU's tanh form is x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)).
+        wide = 2 * (2 / jnp.pi) ** 0.5 * (sums[0] + 0.044715 * sums[0] ** 3) if gelu else sums[0]
+        out = sums[0] if matrices == 1 else sums[0] * jax.lax.logistic(wide) * sums[1]
         target = out_ref.at[row[:, None], column[None]]
         plt.store(target, out.astype(out_ref.dtype), mask=real[:, None] & inside[None])
 

@@ -36,6 +36,7 @@ def experts(
     gate_scale: IntoScale | None = None,
     up_scale: IntoScale | None = None,
     down_scale: BackScale | None = None,
+    gelu: bool = False,
 ) -> Float[Array, "t m"]:
     """The weighted sums of what each token's experts make of it, down(silu(gate x) * up x), in float32.
 
@@ -49,6 +50,7 @@ def experts(
       gate_scale: Float32 scales of an int8 `gate`; None otherwise.
       up_scale: Float32 scales of an int8 `up`; None otherwise.
       down_scale: Float32 scales of an int8 `down`; None otherwise.
+      gelu: Whether GELU's tanh form takes the place of SiLU (Gemma).
 
     Raises:
       ValueError: shapes or dtypes that do not go together.
@@ -57,8 +59,14 @@ def experts(
     check_shapes(*arrays)
     # Only TPUs have a ragged product. Elsewhere XLA makes it of a dense one of every row, a token's once per
     # choice, with every expert, which takes c times as much as every token with every expert.
-    on_cpu = {"cpu": by_tiles} if _tiles_pay(chosen, gate) else {}
-    return jax.lax.platform_dependent(*arrays, tpu=by_expert, default=by_all_experts, **on_cpu)
+    of = lambda form: functools.partial(form, gelu=gelu) if gelu else form
+    on_cpu = {"cpu": of(by_tiles)} if _tiles_pay(chosen, gate) else {}
+    return jax.lax.platform_dependent(*arrays, tpu=of(by_expert), default=of(by_all_experts), **on_cpu)
+
+
+def activated(x: Float[Array, "..."], gelu: bool) -> Float[Array, "..."]:
+    """SiLU of a gate, or GELU in its tanh form."""
+    return jax.nn.gelu(x, approximate=True) if gelu else jax.nn.silu(x)
 
 
 def _tiles_pay(chosen: Int[Array, "t c"], gate: Into) -> bool:
@@ -85,6 +93,7 @@ def check_shapes(
     up: Array,
     down: Array,
     *scales: Array | None,
+    gelu: bool = False,
 ):
     """Refuses arrays whose shapes or dtypes do not fit together.
 
@@ -106,7 +115,9 @@ def check_shapes(
             raise ValueError(f"a scale {scale.shape} must be {(count, matrix.shape[2])}")
 
 
-def by_expert(tokens, chosen, weight, gate, up, down, gate_scale=None, up_scale=None, down_scale=None):
+def by_expert(
+    tokens, chosen, weight, gate, up, down, gate_scale=None, up_scale=None, down_scale=None, gelu=False
+):
     """As `experts`: rows sorted by expert, in ragged products."""
     count, expert = gate.shape[0], chosen.reshape(-1)
 
@@ -118,7 +129,7 @@ def by_expert(tokens, chosen, weight, gate, up, down, gate_scale=None, up_scale=
     sent = jnp.pad(tokens[order // chosen.shape[1]], ((0, spare), (0, 0)))
     of = jnp.pad(expert[order], (0, spare))
     product = functools.partial(_ragged, sizes=sizes, expert=of)
-    hidden = jax.nn.silu(product(sent, gate, gate_scale)) * product(sent, up, up_scale)
+    hidden = activated(product(sent, gate, gate_scale), gelu) * product(sent, up, up_scale)
     # What is sent to no expert comes back as anything.
     out = jnp.where((of < count)[:, None], product(hidden, down, down_scale), 0)
     return weighted(out[_back(order)].reshape(*weight.shape, -1), weight)
@@ -155,8 +166,10 @@ def _ragged(
     return sums if scale is None else (sums * scale[expert]).astype(x.dtype)
 
 
-@jax.custom_jvp
-def by_tiles(tokens, chosen, weight, gate, up, down, gate_scale=None, up_scale=None, down_scale=None):
+@functools.partial(jax.custom_jvp, nondiff_argnums=(9,))
+def by_tiles(
+    tokens, chosen, weight, gate, up, down, gate_scale=None, up_scale=None, down_scale=None, gelu=False
+):
     """As `experts`: sorted rows in a loop over the tiles that there are; gradients are `by_all_experts`'."""
     count, of = gate.shape[0], chosen.reshape(-1)
     rows = _rows_of_a_tile(len(of), count)
@@ -169,7 +182,7 @@ def by_tiles(tokens, chosen, weight, gate, up, down, gate_scale=None, up_scale=N
         of_expert = lambda array: jax.lax.dynamic_index_in_dim(array, tiles.expert[tile], keepdims=False)
         into, through, back = jax.tree.map(of_expert, matrices)
         x = tokens[jax.lax.dynamic_slice_in_dim(token, first, rows)]
-        wide = jax.nn.silu(_product("ti,io->to", x, *into)) * _product("ti,io->to", x, *through)
+        wide = activated(_product("ti,io->to", x, *into), gelu) * _product("ti,io->to", x, *through)
         # Rows after the tile's end are of the next tiles, which write them later, or of no expert.
         made = _product("ti,im->tm", wide, *back)
         return jax.lax.dynamic_update_slice_in_dim(out, made, first, axis=0)
@@ -183,7 +196,9 @@ def by_tiles(tokens, chosen, weight, gate, up, down, gate_scale=None, up_scale=N
     return functools.reduce(jnp.add, (weight[:, i, None] * row(i) for i in range(chosen.shape[1])))
 
 
-by_tiles.defjvp(lambda arrays, tangents: jax.jvp(by_all_experts, arrays, tangents))
+@by_tiles.defjvp
+def _of_all_experts(gelu, arrays, tangents):
+    return jax.jvp(functools.partial(by_all_experts, gelu=gelu), arrays, tangents)
 
 
 def by_all_experts(
@@ -197,6 +212,7 @@ def by_all_experts(
     up_scale=None,
     down_scale=None,
     wide_bytes=WIDE_BYTES,
+    gelu=False,
 ):
     """As `experts`: every expert over every token, whose weight is 0 where it is not sent.
 
@@ -209,7 +225,7 @@ def by_all_experts(
     tokens = jax.lax.optimization_barrier(tokens)
 
     def some(tokens: Float[Array, "t m"], share: Float[Array, "t e"]) -> Float[Array, "t m"]:
-        wide = jax.nn.silu(_product("ti,eio->eto", tokens, gate, gate_scale))
+        wide = activated(_product("ti,eio->eto", tokens, gate, gate_scale), gelu)
         wide = wide * _product("ti,eio->eto", tokens, up, up_scale)
         if down_scale is not None:  # each expert's sums have scales of their own
             back = functools.partial(_product, "eti,eim->etm")

@@ -221,6 +221,8 @@ class Family:
       adjusted: another spelling of a config.json -> the one that `keys` reads.
       own: config.json, and the fields that `keys` and rotary embedding hold -> those that no key holds alone.
       more: spec -> what it determines besides `keys`.
+      carried: Pattern of tensors that no parameter is made of, which conversion and export keep bit for bit.
+      fuses_experts: Whether its files hold the experts of a layer in one tensor.
       template: spec -> keys that hold no field, for a model that never had a config.json.
     """
 
@@ -244,6 +246,8 @@ class Family:
     adjusted: Callable[[Config], Config] = lambda config: config
     own: Callable[[Config, dict[str, Any]], dict[str, Any]] = lambda config, fields: {}
     more: Callable[[ModelSpec], dict[str, Any]] = lambda spec: {}
+    carried: str = ""
+    fuses_experts: bool = False
     template: Callable[[ModelSpec], dict[str, Any]]
 
     def read(self, config: Config) -> ModelSpec:

@@ -82,7 +82,7 @@ class Unit:
 
     def arrays(self, spec: ModelSpec, dtype: np.dtype, weights: Weights | None) -> dict[str, Any]:
         """Our shape and dtype of every parameter in the unit, see `dllm_jax.nn.int8.abstract`."""
-        described = lambda leaf: int8.abstract(spec, leaf, dtype, weights, stacked=False)
+        described = lambda leaf: int8.abstract(spec.at(self.layer), leaf, dtype, weights, stacked=False)
         return {entry.leaf: described(entry.leaf) for entry in self.entries}
 
 
@@ -141,7 +141,7 @@ class Tensor(NamedTuple):
 
 def tensors_of(spec: ModelSpec, unit: Unit) -> list[Tensor]:
     """The tensors of a unit, in the order in which they are written."""
-    parts: dict[str, list[TensorName]] = {}
+    spec, parts = spec.at(unit.layer), dict[str, list[TensorName]]()
     for entry in unit.entries:
         of_experts = map(entry.of_expert, range(sizes(spec)["e"])) if entry.by_expert else [entry]
         for part in of_experts:
