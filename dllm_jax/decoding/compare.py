@@ -123,11 +123,17 @@ def compare(
         plan = run.placed.plan
         report(output.stats, plan.policy, plan.sampler, run.placed.nonfinite)
     mean = lambda array: float(np.mean(host.everywhere(array)))
+    responses = [
+        host.everywhere(output.tokens)[:, -run.placed.plan.layout.response :]
+        for run, output in zip(runs, outputs, strict=True)
+    ]
+    # Sequences with the response of the first row, none where lengths differ.
+    alike = lambda ours: np.all(ours == responses[0], axis=1) if ours.shape == responses[0].shape else 0.0
     return Comparison(
         tuple(
             Compared(
                 name=name,
-                equal=_equal(run, output, runs[0], outputs[0]),
+                equal=float(np.mean(alike(response))),
                 nfe=mean(output.stats.nfe),
                 computed=mean(output.stats.computed_tokens),
                 seconds=float(own),
@@ -136,7 +142,9 @@ def compare(
                 memory=run.memory,
                 output=output,
             )
-            for (name, _), run, output, own in zip(named, runs, outputs, seconds, strict=True)
+            for (name, _), run, output, response, own in zip(
+                named, runs, outputs, responses, seconds, strict=True
+            )
         )
     )
 
@@ -202,13 +210,6 @@ def _timed(run: Run) -> tuple[float, Output]:
     start = time.perf_counter()
     results = jax.block_until_ready(run.program(run.placed.model, run.placed.inputs, run.placed.plan))
     return time.perf_counter() - start, collect(run.placed, *results)
-
-
-def _equal(run: Run, output: Output, first: Run, reference: Output) -> float:
-    """Fraction of sequences with the response of the first row, 0 where lengths differ."""
-    of_response = lambda run, output: host.everywhere(output.tokens)[:, -run.placed.plan.layout.response :]
-    ours, theirs = of_response(run, output), of_response(first, reference)
-    return float(np.mean(np.all(ours == theirs, axis=1))) if ours.shape == theirs.shape else 0.0
 
 
 def text_table(rows: Sequence[Sequence[Any]]) -> str:

@@ -1,7 +1,6 @@
 """Compiles ahead of time what a ladder of prompt lengths will need."""
 
 import time
-from collections.abc import Sequence
 from typing import NamedTuple, Unpack
 
 import numpy as np
@@ -67,17 +66,15 @@ def warmup(
         raise ValueError("buckets= is the second argument of warmup: warmup(model, ladder, ...)")
     check_options("warmup", options, "batch", "slots")
     if slots is None:
-        return _compile(model, ladder.rungs, batch, {**options})
+        # Programs depend on the prompt's shape alone, so that any ids will do.
+        prompt = lambda rung: np.full((batch, rung), model.spec.eos_id, np.int32)
+        runs = compiled(model, [(prompt(n), {**options, "buckets": Ladder((n,))}) for n in ladder.rungs])
+        return [
+            Compiled(n, batch, run.seconds, run.memory) for n, run in zip(ladder.rungs, runs, strict=True)
+        ]
     count = check_argument("slots", slots, PositiveInt)
     told = set[type[Warning]]()
     return [_compile_slots(model, rung, count, {**options}, told) for rung in ladder.rungs]
-
-
-def _compile(model: Model, rungs: Sequence[int], batch: int, options: dict) -> list[Compiled]:
-    # Programs depend on the prompt's shape alone, so that any ids will do.
-    prompt = lambda rung: np.full((batch, rung), model.spec.eos_id, np.int32)
-    runs = compiled(model, [(prompt(rung), options | {"buckets": Ladder((rung,))}) for rung in rungs])
-    return [Compiled(rung, batch, run.seconds, run.memory) for rung, run in zip(rungs, runs, strict=True)]
 
 
 def _compile_slots(model: Model, rung: int, count: int, options: dict, told: set) -> Compiled:

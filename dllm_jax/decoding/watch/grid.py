@@ -6,7 +6,6 @@ rich is imported when something is drawn: importing it takes a third of the time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jaxtyping import Float
 
 from dllm_jax.decoding.watch.recording import Recording, pieces, printable
 
@@ -46,7 +45,10 @@ def grid(
 
     # As wide as the widest token that any step has there, so that the lines stand below each other.
     columns = np.array([max(size[i] for i in column) for column in filled.T.tolist()], int)
-    shares = _shares(recording, confidence)
+    # Where between COLD (0) and WARM (1) each token stands after each step; NaN for what no step decoded.
+    at, score = recording.unmasked
+    value = 1 - np.clip(score, 0, 1) if confidence else (at - 1) / max(recording.steps - 1, 1)
+    shares = np.where(at > 0, value, np.nan)[:, recording.to_fill]
     text, parts = rich.text.Text(), _parts(columns, width)
     unmasked = np.sum(filled != recording.mask_id, axis=1)
     for part in parts:
@@ -80,13 +82,6 @@ def _lines(part: np.ndarray, width: int | None) -> list[int]:
         return list(range(len(part)))
     changes = np.any(part[1:] != part[:-1], axis=1)
     return [0, *(np.flatnonzero(changes) + 1).tolist()]
-
-
-def _shares(recording: Recording, confidence: bool) -> Float[np.ndarray, "t_plus_1 r"]:
-    """Where between COLD (0) and WARM (1) each token stands after each step; NaN for what no step decoded."""
-    at, score = recording.unmasked
-    value = 1 - np.clip(score, 0, 1) if confidence else (at - 1) / max(recording.steps - 1, 1)
-    return np.where(at > 0, value, np.nan)[:, recording.to_fill]
 
 
 def _style(masked: bool, share: float) -> str:

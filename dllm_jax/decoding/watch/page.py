@@ -60,7 +60,14 @@ def page(panels: list[Panel], tokenizer: Any) -> Page:
 
     # The page loads nothing and runs its own script alone, also if a model has written one into its text.
     policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'"
-    filled = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": _json(data)}
+    # ASCII without any character that HTML would take for markup.
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    filled = {
+        "POLICY": policy,
+        "STYLE": style,
+        "SCRIPT": script,
+        "DATA": text.translate(str.maketrans(ESCAPED)),
+    }
     document = _part("page.html")
 
     # The data comes last: what it holds is never looked at for the names of other parts.
@@ -81,12 +88,6 @@ def _part(name: str) -> str:
 def _hash(text: str) -> str:
     """Computes the hash by which a content policy names an inline script or style."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
-
-
-def _json(data: Any) -> str:
-    """JSON in ASCII without any character that HTML would take for markup."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return text.translate(str.maketrans(ESCAPED))
 
 
 def _panel(panel: Panel, tokenizer: Any) -> dict[str, Any]:
