@@ -1,11 +1,12 @@
 """`dllm-jax`, or `python -m dllm_jax`: runs the subcommand that the command line names."""
 
+import ast
 import importlib
 import runpy
 import sys
 from pathlib import Path
 
-from dllm_jax.command_line import HELP, keep_programs, run, run_subcommand, with_new_names
+from dllm_jax.command_line import HELP, keep_programs, list_commands, run, run_subcommand, with_new_names
 
 COMMANDS = {  # by name: module, and what `--help` says
     "demo": ("dllm_jax.demo.command", "a bundled model answers; what policies cost (default)"),
@@ -19,6 +20,7 @@ COMMANDS = {  # by name: module, and what `--help` says
     "bench": ("bench", "run a benchmark, such as `bench generate` (needs a clone)"),
 }  # fmt: skip
 USAGE = "dllm-jax [COMMAND] [OPTIONS]      (or python -m dllm_jax)"
+BENCH = "dllm-jax bench COMMAND [OPTIONS]      (or python -m bench.COMMAND)"
 ABOUT = "Diffusion language models in JAX, with training-free KV-cache policies."
 CLONE = Path(__file__).parents[1]
 
@@ -52,15 +54,28 @@ def bench(args: list[str]) -> int:
     Raises:
       ValueError: without a clone, or no such program.
     """
-    names = sorted(path.stem for path in (CLONE / "bench").glob("*") if _is_program(path))
-    if not names:
+    programs = {path.stem: path for path in sorted((CLONE / "bench").glob("*")) if _is_program(path)}
+    if not programs:
         raise ValueError("command='bench' needs a clone of the repository: it is not part of the package")
-    if not args or args[0] not in names:
-        raise ValueError(f"bench needs one of {', '.join(names)}")
+    if args and args[0] in HELP:
+        print(
+            list_commands(
+                "dllm-jax bench", BENCH, COMMANDS["bench"][1], {n: _about(p) for n, p in programs.items()}
+            )
+        )
+        return 0
+    if not args or args[0] not in programs:
+        raise ValueError(f"bench needs one of {', '.join(programs)}")
     sys.path.insert(0, str(CLONE))
     sys.argv = [f"dllm-jax bench {args[0]}", *args[1:]]
     runpy.run_module(f"bench.{args[0]}", run_name="__main__")
     return 0
+
+
+def _about(path: Path) -> str:
+    """The first line of a program's docstring."""
+    file = path / "__main__.py" if path.is_dir() else path
+    return (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n")[0]
 
 
 def _is_program(path: Path) -> bool:

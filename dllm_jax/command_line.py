@@ -187,7 +187,7 @@ def run_subcommand(
     """
     command, (name, *args) = re.split(r" \[?COMMAND", usage)[0], words or [""]
     if name in HELP:
-        print(_listed(command, usage, about, subcommands))
+        print(list_commands(command, usage, about, subcommands))
         return 0
     if name not in subcommands:
         near = difflib.get_close_matches(name, subcommands, 1)
@@ -220,8 +220,8 @@ def _name_of(word: str) -> str:
     return word.partition("=")[0].removeprefix("--").replace("-", "_") if word.startswith("--") else ""
 
 
-def _listed(command: str, usage: str, about: str, subcommands: Mapping[str, str]) -> str:
-    """Writes the help of a command that has subcommands."""
+def list_commands(command: str, usage: str, about: str, subcommands: Mapping[str, str]) -> str:
+    """Writes the help of a command that has subcommands, with a line for each."""
     indent = max(map(len, subcommands)) + 4
     wrapper = textwrap.TextWrapper(
         shutil.get_terminal_size().columns, subsequent_indent=" " * indent, break_on_hyphens=False

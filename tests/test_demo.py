@@ -64,7 +64,7 @@ def test_any_encoding_takes_what_commands_and_show_print(encoding, monkeypatch):
 
 
 def test_help_lists_every_command_and_a_typing_error_gets_the_name_that_is_meant(monkeypatch, capsys):
-    """And each answers `--help`, but `bench`, which names its programs."""
+    """And each answers `--help`; `bench` names its programs."""
 
     def ended(*words: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["dllm-jax", *words])
@@ -92,6 +92,12 @@ def test_help_lists_every_command_and_a_typing_error_gets_the_name_that_is_meant
         "error: command='chekc' is not a command of dllm-jax. Did you mean check?\n",
     )
     assert ended("eval", "taks")[2].endswith("is not a command of dllm-jax eval. Did you mean tasks?\n")
+    code, out, _ = ended("bench", "--help")
+    assert code == 0
+    assert all(f"\n  {name} " in out for name in ("asked", "card", "compiled", "generate"))
+    for words in (("--version",), ("bench", "--version")):
+        code, out, _ = ended(*words)
+        assert (code, out.startswith(f"dllm_jax {dj.__version__} (jax ")) == (0, True)
     code, _, error = ended("bench", "nothing")
     assert (code, error.startswith("error: bench needs one of asked, card, compiled")) == (2, True)
 
