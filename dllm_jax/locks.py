@@ -1,4 +1,8 @@
-"""Locks of the operating system: one writer at a time, until it ends, however it ends."""
+"""Locks of the operating system: one writer at a time, until it ends, however it ends.
+
+The path itself is locked, also against other machines that share its file system. `filelock` opens a file for
+writing, which no directory is: it serves where there is no `fcntl`.
+"""
 
 import errno
 import hashlib

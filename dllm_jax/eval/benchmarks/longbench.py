@@ -5,6 +5,9 @@ benchmark's own file, `dataset2prompt.json` (in `config/` of github.com/THUDM/Lo
 exactly the published ones. A prompt that is too long loses its middle, since questions stand at either end;
 published lengths (max_length in config/model2maxlen.json) are 3500, 7500, 15500 and 31500 tokens: the model's
 window less 500 to 1000.
+
+lm_eval 0.4.13 has these tasks too, and scores 3 of 97 recorded answers otherwise, those that begin with an
+empty line. It keeps the end of a long prompt.
 """
 
 import dataclasses

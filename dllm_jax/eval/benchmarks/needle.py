@@ -1,7 +1,8 @@
 """Needle in a haystack: a fact hidden in a long text, asked for at the end.
 
 Both published protocols share the geometry: the haystack is cut to the prompt's length in tokens minus a
-buffer, and the needle is inserted at token int(length * depth / 100) of it.
+buffer, and the needle is inserted at token int(length * depth / 100) of it. The tasks of lm_eval (RULER) hide
+numbers instead, at depths that they draw.
 """
 
 import dataclasses
