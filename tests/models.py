@@ -99,9 +99,10 @@ def canvas(
     layout = Layout(prompt, response, block or response, steps or response, padded="valid" in state)
     tokens = np.where(masked, described.mask_id, random_tokens(described, batch, length))
     valid = np.asarray(state.pop("valid", np.ones((batch, length), bool)))
-    if (start := state.get("block_start")) is not None:
-        state["block_start"] = jnp.broadcast_to(start, batch)
-    return dataclasses.replace(begun(tokens, valid, described, layout), **jax.tree.map(jnp.asarray, state))
+    new = begun(tokens, valid, described, layout)
+    if (start := state.pop("block_start", None)) is not None:
+        new = new.at_block(jnp.broadcast_to(start, batch).astype(jnp.int32))
+    return dataclasses.replace(new, **jax.tree.map(jnp.asarray, state))
 
 
 def members(chosen) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 import ast
 import csv
+import dataclasses
 import importlib
 import pkgutil
 import re
@@ -138,6 +139,13 @@ def test_the_policy_interface_has_at_most_16_members():
     }
     sealed = {n for n, m in members.items() if getattr(getattr(m, "fget", m), "__final__", False)}
     assert len(members.keys() - sealed) <= 16, sorted(members.keys() - sealed)
+
+
+def test_the_canvas_has_at_most_15_fields_of_which_3_are_optional():
+    """What one kind of model or answer needs is a field of its own kind of canvas (`state.contexts`)."""
+    fields = dataclasses.fields(dj.state.Canvas)
+    assert len(fields) <= 15
+    assert sum(field.default is None for field in fields) <= 3
 
 
 PLAIN = {"Rules", "partitioned_over"}  # of `dllm_jax.xla`, which say nothing to a compiler

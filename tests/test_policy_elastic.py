@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.policies.elastic import most_attended
-from dllm_jax.state.ends import behind_first_eos
+from dllm_jax.state.canvas import behind_first_eos
 from dllm_jax.testing.runs import assert_close_scores, assert_same_run
 from tests.models import canvas, families, generated, members, prompts, spec, tiny
 

@@ -1,6 +1,5 @@
 """Sparse-dLLM: what is kept, when it is chosen, what is stored; neighbor limits."""
 
-import dataclasses
 import functools
 
 import jax
@@ -106,7 +105,7 @@ def test_kept_pairs_always_fit(side, family):
         valid = np.arange(length)[None] >= pad
         c = canvas(~valid, prompt=prompt, block=BLOCK, family=family, valid=valid)
         for start in range(prompt, length, BLOCK):
-            c = dataclasses.replace(c, block_start=jnp.full(1, start, jnp.int32))
+            c = c.at_block(jnp.full(1, start, jnp.int32))
             candidates, always, recomputed = map(int, counted(sides, c))
             assert recomputed <= BLOCK
             for keep in (0.1, 0.5, 0.9, 1.0):

@@ -55,7 +55,7 @@ def at_block(number: int):
     """A canvas of two sequences at the beginning of a block, and the distances from its end."""
     masked = np.arange(LAYOUT.length) >= np.full((2, 1), LAYOUT.prompt)
     c = canvas(masked, LAYOUT.prompt, LAYOUT.block, LAYOUT.response)
-    c = dataclasses.replace(c, block_start=c.block_start + LAYOUT.block * number)
+    c = c.at_block(c.block_start + LAYOUT.block * number)
     return c, c.position - c.block_end
 
 

@@ -33,7 +33,7 @@ def initial_state(generation: Generation, inputs: Inputs) -> State:
     record = begin_record(generation, canvas, extra)
     remembered = plan.sampler.init(canvas)
     if plan.drafting:
-        canvas, remembered = dataclasses.replace(canvas, forwards=canvas.step), Predictions.none(canvas)
+        remembered = Predictions.none(canvas)
     memory = jax.tree.map(lambda array: constrain(array, model.rules, "b"), remembered)
     return State(canvas, cache, select_positions(generation, cache, canvas), record, memory)
 

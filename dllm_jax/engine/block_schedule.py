@@ -15,8 +15,8 @@ from dllm_jax.options import shown
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers import scores
 from dllm_jax.samplers.base import Sampler
-from dllm_jax.state.canvas import Canvas, end, masks_in_block, revoke
-from dllm_jax.state.ends import first_eos
+from dllm_jax.state.canvas import Canvas, end, first_eos, masks_in_block, revoke
+from dllm_jax.state.contexts import in_blocks
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import first_of
 from dllm_jax.state.sliding import AdaBlock, Sliding
@@ -30,17 +30,17 @@ def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool)
     def settle(moving: tuple[Canvas, Bool[Array, "b"], Bool[Array, ""]]):
         # The first round moves nothing, so that the program holds what decides about a block only once.
         canvas, moves, _ = moving
-        until, start = canvas.block_until, canvas.block_start + layout.moves_by * moves
-        if until is not None:
-            start = jnp.where(moves, until, canvas.block_start)
-            until = jnp.where(moves, jnp.minimum(start + layout.widest_block, layout.end), until)
+        start = canvas.block_start + layout.moves_by * moves
+        if layout.adaptive is not None:
+            start = jnp.where(moves, canvas.block_until, canvas.block_start)
         moved = dataclasses.replace(
-            canvas,
-            block_start=start,
-            block_until=until,
+            canvas.at_block(start),
             block_step=jnp.where(moves, 0, canvas.block_step),
             keeps_block=jax.tree.map(lambda stays: stays & ~moves, canvas.keeps_block),
         )
+        if layout.adaptive is not None:
+            until = jnp.where(moves, moved.block_until, canvas.block_until)
+            moved = dataclasses.replace(moved, block_until=until)
         masks = jnp.where(moves, masks_in_block(moved), canvas.block_masks)
         left = remaining(moved)
         moved = dataclasses.replace(moved, block_masks=masks, active=left)
@@ -83,14 +83,15 @@ def slid(canvas: Canvas) -> Canvas:
     began = (canvas.step - canvas.block_step)[:, None]
     over = jnp.sum(canvas.decoded_at >= began, axis=1) >= layout.block
     block_step = jnp.where(over & (canvas.block_step > 0), 0, canvas.block_step)
-    return dataclasses.replace(canvas, block_start=first, block_step=block_step)
+    return dataclasses.replace(canvas.at_block(first), block_step=block_step)
 
 
 def at_verified(canvas: Canvas) -> Canvas:
     """The canvas with its blocks at their last verified token, from which the next draft begins."""
-    moves = canvas.stored > canvas.block_start
-    start = jnp.where(moves, canvas.stored, canvas.block_start)
-    return dataclasses.replace(canvas, block_start=start, block_step=jnp.where(moves, 0, canvas.block_step))
+    stored = in_blocks(canvas).stored
+    moves = stored > canvas.block_start
+    start = jnp.where(moves, stored, canvas.block_start)
+    return dataclasses.replace(canvas.at_block(start), block_step=jnp.where(moves, 0, canvas.block_step))
 
 
 def check_schedule(layout: Layout, policy: Policy, sampler: Sampler):
@@ -178,7 +179,7 @@ def delimited_end(
       logits: Those of the model, before constraints and filters.
     """
     if (rule := canvas.layout.adaptive) is None:
-        return canvas.block_until
+        return None
     layout, start = canvas.layout, canvas.block_start[:, None]
     is_delimiter = np.zeros(canvas.spec.vocab, bool)
     is_delimiter[list(rule.delimiters)] = True
@@ -193,8 +194,12 @@ def delimited_end(
     place = jnp.min(jnp.where(probability == highest, index, layout.length), axis=1)
     otherwise = jnp.minimum(canvas.block_start + rule.block, layout.end)
     end = jnp.where((highest[:, 0] > -jnp.inf) & (highest[:, 0] >= rule.threshold), place + 1, otherwise)
-    assert canvas.block_until is not None, "such blocks"
     return jnp.where(canvas.active & canvas.block_begins[:, 0], end, canvas.block_until)
+
+
+def ending_block(canvas: Canvas, until: Int[Array, "b"] | None) -> Canvas:
+    """The canvas whose current blocks end there; unchanged for None."""
+    return canvas if until is None else dataclasses.replace(canvas, block_until=until)
 
 
 def check_adaptive(layout: Layout, policy: Policy, sampler: Sampler):

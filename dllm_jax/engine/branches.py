@@ -27,6 +27,7 @@ from dllm_jax.samplers.base import Sampler
 from dllm_jax.samplers.free_dave import Drafting
 from dllm_jax.state.cache import KV, LayerCache
 from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.contexts import in_blocks
 from dllm_jax.state.rows import Rows
 from pallas_kernels.ragged_attention.xla import merge_by_lse
 
@@ -202,4 +203,6 @@ def drafted_block(drafting: Drafting, canvas: Canvas) -> Int[Array, "b 1"]:
 
 def goes_on(canvas: Canvas) -> Bool[Array, "b 1"]:
     """Whether eager drafts go on from a block that the last step has finished, as its pairs get stored."""
-    return canvas.block_begins & ~canvas.first_step & (canvas.stored[:, None] == canvas.model_block)
+    return (
+        canvas.block_begins & ~canvas.first_step & (in_blocks(canvas).stored[:, None] == canvas.model_block)
+    )

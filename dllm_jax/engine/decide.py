@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from dllm_jax.engine.block_schedule import delimited_end, end_step, in_window, offered_positions
+from dllm_jax.engine.block_schedule import delimited_end, end_step, ending_block, in_window, offered_positions
 from dllm_jax.engine.branches import decoded_in_block, has_shadow, place_in_shadow
 from dllm_jax.engine.generation import Generation, Plan
 from dllm_jax.engine.growth import end_confidence
@@ -281,7 +281,7 @@ def decide(
       verifying: Sequences whose draft is verified.
     """
     proposed = propose(generation, canvas, rows, hidden, verifying)
-    canvas = canvas.ending_block(proposed.block_end)
+    canvas = ending_block(canvas, proposed.block_end)
     index, token, score, _ = proposed.candidates
     offered = gather(offered_positions(generation.plan.policy, canvas), index)
     masks = proposed.candidates._replace(score=jnp.where(offered, score, -jnp.inf))
@@ -321,7 +321,7 @@ def marked_on_canvas(
 
 def apply(plan: Plan, canvas: Canvas, decided: Decided) -> Canvas:
     """The canvas after a step: tokens are written, then blocks and sequences end that are finished."""
-    canvas = canvas.ending_block(decided.block_end)
+    canvas = ending_block(canvas, decided.block_end)
     after = write(canvas, decided.chosen, decided.proposal.token)
     for change in decided.changes:
         after = change(after)

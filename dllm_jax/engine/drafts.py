@@ -21,7 +21,7 @@ from dllm_jax.engine.block_schedule import end_step, offered_positions
 from dllm_jax.engine.branches import Branches, drafted_block, goes_on
 from dllm_jax.engine.decide import Decided, apply, decide
 from dllm_jax.engine.generation import Generation, Plan, State
-from dllm_jax.engine.records import LogProbs, Taken
+from dllm_jax.engine.records import LogProbs, Taken, passes_of
 from dllm_jax.engine.step import computed_rows, denoise_once, executed_positions, network
 from dllm_jax.engine.trace import attended
 from dllm_jax.engine.widths import Variant
@@ -31,6 +31,7 @@ from dllm_jax.samplers.candidates import Candidates, noise_of
 from dllm_jax.samplers.free_dave import Drafting
 from dllm_jax.state.cache import Cache, Proposal
 from dllm_jax.state.canvas import Canvas, write
+from dllm_jax.state.contexts import in_blocks
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows, compact, compact_rows, gather, places, repeat, spread
 
@@ -310,6 +311,7 @@ def verify_drafts(
     positions = executed_positions(variant, canvas)
     taken = Taken(
         sequences=sequences,
+        number=passes_of(state.record, canvas),
         before=canvas,
         after=after,
         left=after,
@@ -330,6 +332,7 @@ def stored_eagerly(drafting: Drafting, before: Canvas, after: Canvas) -> Canvas:
     if not drafting.eager:
         return after
     stored = drafted_block(drafting, before)[:, 0] + before.layout.block
+    after = in_blocks(after)
     return dataclasses.replace(after, stored=jnp.where(before.active, stored, after.stored))
 
 

@@ -16,7 +16,7 @@ from dllm_jax.engine.generation import Plan
 from dllm_jax.samplers.candidates import Candidates
 from dllm_jax.state.cache import Proposal
 from dllm_jax.state.canvas import Canvas
-from dllm_jax.state.resizing import growth_of
+from dllm_jax.state.growing import GrowingCanvas, growing, growth_of
 from dllm_jax.state.rows import gather
 from dllm_jax.xla.reductions import count_marked
 
@@ -37,12 +37,12 @@ def end_confidence(
       logits: Logits that they were chosen by.
       unconstrained: Those of the model, before constraints.
     """
-    if (growth := canvas.growth) is None:
+    if not isinstance(canvas, GrowingCanvas):
         return jnp.zeros(canvas.step.shape)
     found = plan.sampler.end_confidence(
         candidates, logits, unconstrained, canvas, plan.policy.phases[-1].at_end
     )
-    return jnp.where(canvas.active, found, growth.confidence)
+    return jnp.where(canvas.active, found, canvas.growth.confidence)
 
 
 def grow(
@@ -65,7 +65,7 @@ def grow(
         removed=jnp.zeros_like(before.valid),
         positions=growth.positions + before.active * jnp.sum(before.valid, axis=1, dtype=jnp.int32),
     )
-    after = dataclasses.replace(after, growth=counted)
+    after = dataclasses.replace(growing(after), growth=counted)
     masks = offered_positions(plan.policy, before) & before.masked & ~after.done[:, None]
     score = jnp.where(masks, proposal.score, -jnp.inf)
     resized = plan.sampler.resize(before, after, proposal._replace(score=score))
@@ -88,12 +88,12 @@ def moved_with(canvas: Canvas, kept: PyTree, otherwise: PyTree) -> PyTree:
       kept: Arrays of the positions before it.
       otherwise: The same arrays of positions that hold nothing, read where masks were inserted.
     """
-    if (growth := canvas.growth) is None:
+    if not isinstance(canvas, GrowingCanvas):
         return kept
     new: Bool[Array, "b l"] = canvas.masked | ~canvas.valid
     return jax.tree.map(
         lambda a, none: jnp.where(
-            new.reshape(*new.shape, *[1] * (a.ndim - 2)), none, gather(a, growth.source)
+            new.reshape(*new.shape, *[1] * (a.ndim - 2)), none, gather(a, canvas.growth.source)
         ),
         kept,
         otherwise,

@@ -39,8 +39,8 @@ from dllm_jax.engine.trace import OF_GROWTH, Trace
 from dllm_jax.engine.widths import Variant
 from dllm_jax.nn.mesh import over_mesh
 from dllm_jax.nn.model import Model
-from dllm_jax.state.canvas import count_forward
-from dllm_jax.state.ends import first_eos, with_stop
+from dllm_jax.state.canvas import first_eos, with_stop
+from dllm_jax.state.growing import with_ends
 from dllm_jax.state.rows import repeat
 
 
@@ -129,7 +129,7 @@ def final_tokens(plan: Plan, state: State) -> Int[Array, "b l"]:
         if plan.constraints:
             remaining &= state.canvas.position > first_eos(state.canvas)[:, None]
         tokens = jnp.where(remaining, eos_id, tokens)
-    return state.canvas.with_ends(with_stop(state.canvas, tokens))
+    return with_ends(state.canvas, with_stop(state.canvas, tokens))
 
 
 def final_stats(plan: Plan, state: State, tokens: Int[Array, "b l"]) -> Stats:
@@ -181,7 +181,5 @@ def take_step(generation: Generation, variant: Variant, state: State, sequences:
     plan = generation.plan
     stages = functools.partial(take_drafted_step, plan.drafting) if plan.drafting else denoise_once
     taken, cache, memory = stages(generation, variant, state, sequences)
-    left = count_forward(taken.left, state.canvas)
-    taken = taken._replace(after=count_forward(taken.after, state.canvas), left=left)
     record = add_to_record(plan, state.record, taken)
-    return State(left, cache, select_positions(generation, cache, left), record, memory)
+    return State(taken.left, cache, select_positions(generation, cache, taken.left), record, memory)

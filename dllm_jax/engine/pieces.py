@@ -17,12 +17,13 @@ from dllm_jax.engine.beginning import initial_state, split_cache
 from dllm_jax.engine.block_schedule import final, slowest
 from dllm_jax.engine.generation import Generation, Inputs, Plan, State
 from dllm_jax.engine.loop import final_stats, final_tokens, run
-from dllm_jax.engine.records import LogProbs, final_logprobs, final_trace
+from dllm_jax.engine.records import LogProbs, final_logprobs, final_trace, passes_of
 from dllm_jax.engine.stats import Stats
 from dllm_jax.engine.trace import Trace
 from dllm_jax.nn.mesh import over_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.growing import with_ends
 from dllm_jax.state.rows import first_of
 
 
@@ -69,7 +70,7 @@ def run_piece(
     after = after._replace(cache=split_cache(after.cache, generation.model, after.need.shape[0]))
     canvas, record = after.canvas, after.record
     tokens, running = final_tokens(plan, after), jnp.any(canvas.active)
-    tokens = jnp.where(running, canvas.with_ends(canvas.tokens), tokens) if together else tokens
+    tokens = jnp.where(running, with_ends(canvas, canvas.tokens), tokens) if together else tokens
     # No step decoded the end-of-text at a stop and after it.
     decoded = tokens == canvas.tokens
     confidence = jax.tree.map(lambda kept: jnp.where(decoded, kept, jnp.inf), record.get("confidence"))
@@ -77,7 +78,7 @@ def run_piece(
         tokens=tokens,
         goes_on=canvas.active,
         stats=final_stats(plan, after, tokens),
-        steps=canvas.passes,
+        steps=passes_of(record, canvas),
         # A block that a prompt's end shares is the first one too.
         block=jnp.maximum(-(-start // plan.layout.block), 0),
         settled=jnp.where(running, settled_positions(plan, canvas), plan.layout.length),
@@ -126,8 +127,8 @@ def resume(
     """
 
     def piece(model: Model, inputs: Inputs, plan: Plan, state: State, steps) -> tuple[State, Piece]:
-        start, before = slowest(state.canvas), state.canvas.passes
-        made = lambda s: jnp.max(s.canvas.passes - before)
+        start, before = slowest(state.canvas), passes_of(state.record, state.canvas)
+        made = lambda s: jnp.max(passes_of(s.record, s.canvas) - before)
         wanted = lambda s: (slowest(s.canvas) == start) & (made(s) < steps)
         after, seen = run_piece(Generation.of(model, inputs, plan), state, wanted, together=True)
         if plan.sampler.grows:

@@ -24,6 +24,7 @@ from dllm_jax.policies.base import Policy, for_model
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.contexts import in_blocks
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows, scatter
 from dllm_jax.traced import fixed_at
@@ -220,13 +221,13 @@ def reuse(
     else:
         layers = jax.lax.map(lambda both: filled(*both), (cache.layers, stored.kv))
     stored_until = first + count + spec.context.begun
-    return cache._replace(layers=layers), dataclasses.replace(canvas, stored=stored_until)
+    return cache._replace(layers=layers), dataclasses.replace(in_blocks(canvas), stored=stored_until)
 
 
 def reused_of(canvas: Canvas, model: Model) -> tuple[Int[Array, "b"], Float[Array, "b"]]:
     """Tokens of each sequence whose keys and values are there before the first step, and their bytes."""
     spec = canvas.spec
-    known = canvas.valid & (canvas.position < canvas.stored[:, None] - spec.context.begun)
+    known = canvas.valid & (canvas.position < in_blocks(canvas).stored[:, None] - spec.context.begun)
     count = jnp.sum(known, axis=1, dtype=jnp.int32)
     per_token = 2.0 * spec.layers * spec.kv_heads * spec.head_dim * np.dtype(model.dtype).itemsize
     return count, count * jnp.float32(per_token)

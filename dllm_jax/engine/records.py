@@ -19,9 +19,9 @@ from dllm_jax.samplers.base import Sampler
 from dllm_jax.samplers.candidates import Candidates
 from dllm_jax.samplers.scores import ruled_out
 from dllm_jax.state.cache import Proposal
-from dllm_jax.state.canvas import Canvas
-from dllm_jax.state.ends import answer_end
-from dllm_jax.state.resizing import growth_of
+from dllm_jax.state.canvas import Canvas, answer_end
+from dllm_jax.state.contexts import in_blocks
+from dllm_jax.state.growing import GrowingCanvas, growth_of
 from dllm_jax.xla.reductions import any_marked, count_marked
 
 # -- log-probabilities of unmasked tokens ----------------------------------------------------------
@@ -111,6 +111,7 @@ class Taken(NamedTuple):
 
     Attributes:
       sequences: Places of the sequences in the trace of the whole batch.
+      number: Number of forward passes that each sequence had taken part in before.
       before: Canvas before the step.
       after: Canvas after it.
       left: Canvas that the step leaves: `after`, unless answers have grown, and positions have moved.
@@ -125,6 +126,7 @@ class Taken(NamedTuple):
     """
 
     sequences: Int[Array, "b"]
+    number: Int[Array, "b"]
     before: Canvas
     after: Canvas
     left: Canvas
@@ -176,7 +178,7 @@ def recorders_of(plan: Plan, spec: ModelSpec) -> dict[str, Recorder]:
         ("causal_passes", CausalPasses(), spec.context.has_causal_passes),
         ("accepted_tokens", AcceptedTokens(), plan.layout.drafts),
         ("reused", ReusedPrefix(), bool(plan.prefix)),
-        ("branches", DraftedSteps(), bool(plan.drafting)),
+        ("drafted", DraftedSteps(), bool(plan.drafting)),
         ("unfilled_tokens", UnfilledTokens(), bool(plan.constraints)),
         ("masked_tokens", MaskedTokens(plan), not (plan.constraints or plan.sampler.allow_mask_token)),
         ("lengths", Lengths(), plan.sampler.grows),
@@ -239,7 +241,7 @@ class Counts(Recorder):
         """The sums, and what follows from them and the last canvas."""
         # Exact decoding would compute all valid positions in every forward.
         kept: Sums = record["counts"]
-        positions = canvas.exact_positions
+        positions = exact_positions(canvas, passes_of(record, canvas))
         recomputed = (kept.computed_tokens + kept.widened_tokens) / jnp.maximum(positions, 1)
 
         # The answer ends before the first end-of-text, also where positions after it are decoded.
@@ -250,7 +252,7 @@ class Counts(Recorder):
         # What a template holds besides its masks was given.
         generated = decoded if canvas.layout.prompt else decoded & (canvas.decoded_at >= 0)
         return kept._asdict() | {
-            "nfe": canvas.passes,
+            "nfe": passes_of(record, canvas),
             "cache_ratio": jnp.where(positions > 0, 1.0 - recomputed, 0.0).astype(jnp.float32),
             "decoded_tokens": count_marked(generated),
             "answer_tokens": count_marked(decoded & (canvas.position < end[:, None])),
@@ -327,7 +329,7 @@ class AcceptedTokens(Recorder):
 
     def finish(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> dict[str, Array]:
         """The tokens after the prompt whose keys and values are final: the pass over the prompt is none."""
-        return {"accepted_tokens": jnp.maximum(canvas.stored - canvas.layout.prompt, 0)}
+        return {"accepted_tokens": jnp.maximum(in_blocks(canvas).stored - canvas.layout.prompt, 0)}
 
 
 class ReusedPrefix(Recorder):
@@ -342,18 +344,38 @@ class ReusedPrefix(Recorder):
         return dict(zip(("reused_tokens", "reused_bytes"), record["reused"], strict=True))
 
 
-class DraftedSteps(Counter):
-    """Counts the canvases computed, and the steps of the sampler that they verified."""
+class Drafted(NamedTuple):
+    """Canvases computed so far, and the forward passes that verified them."""
 
-    name = "branches"
+    branches: Int[Array, "b"]
+    passes: Int[Array, "b"]
 
-    def count(self, taken: Taken) -> Int[Array, "b"] | Bool[Array, "b"]:
-        """The branches of a step."""
-        return taken.branches
+
+class DraftedSteps(Recorder):
+    """Counts the canvases computed, the passes, and the steps of the sampler that they verified."""
+
+    def begin(self, canvas: Canvas, generation: Generation, extra) -> Drafted:
+        """None yet."""
+        return Drafted(jnp.zeros_like(canvas.step), jnp.zeros_like(canvas.step))
+
+    def add(self, kept: Drafted, taken: Taken) -> Drafted:
+        """Adds the branches of a step."""
+        return Drafted(kept.branches + taken.branches, kept.passes + taken.before.active)
 
     def finish(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> dict[str, Array]:
         """`Stats.branches` and `Stats.sampler_steps`."""
-        return super().finish(record, canvas, tokens) | {"sampler_steps": canvas.step}
+        return {"branches": record["drafted"].branches, "sampler_steps": canvas.step}
+
+
+def passes_of(record: Record, canvas: Canvas) -> Int[Array, "b"]:
+    """Forward passes that each sequence has taken part in: its steps, unless one verifies several."""
+    return record["drafted"].passes if "drafted" in record else canvas.step
+
+
+def exact_positions(canvas: Canvas, passes: Int[Array, "b"]) -> Int[Array, "b"]:
+    """Positions that exact decoding would have computed in the sequence's passes so far."""
+    growing = isinstance(canvas, GrowingCanvas)
+    return canvas.growth.positions if growing else count_marked(canvas.valid) * passes
 
 
 class UnfilledTokens(Recorder):
@@ -450,7 +472,15 @@ class Steps(Recorder):
         before = taken.before
         widened = taken.extra >= jnp.sum(before.valid & ~taken.computed, axis=1, keepdims=True)
         return trace.add(
-            kept, taken.sequences, before, taken.left, taken.computed, taken.read, widened, taken.proposal
+            kept,
+            taken.sequences,
+            taken.number,
+            before,
+            taken.left,
+            taken.computed,
+            taken.read,
+            widened,
+            taken.proposal,
         )
 
 
@@ -467,4 +497,4 @@ def final_logprobs(record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) ->
 
 def final_trace(record: Record, canvas: Canvas) -> trace.Trace | None:
     """The trace of the steps so far; None if none is recorded."""
-    return trace.completed(record["trace"], canvas) if "trace" in record else None
+    return trace.completed(record["trace"], canvas, passes_of(record, canvas)) if "trace" in record else None

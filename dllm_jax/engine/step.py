@@ -12,7 +12,7 @@ from dllm_jax.engine.branches import Branches, further_positions, shadow_of
 from dllm_jax.engine.decide import apply, decide
 from dllm_jax.engine.generation import Generation, Plan, State
 from dllm_jax.engine.growth import grow
-from dllm_jax.engine.records import Taken
+from dllm_jax.engine.records import Taken, passes_of
 from dllm_jax.engine.trace import attended
 from dllm_jax.engine.widths import Variant, at_end
 from dllm_jax.nn.intervened import IntervenedLayer, embedded, intervened
@@ -73,6 +73,7 @@ def denoise_once(
     read = attended(plan.policy, state.cache, forward.canvas, forward.rows)
     taken = Taken(
         sequences=sequences,
+        number=passes_of(state.record, canvas),
         before=canvas,
         after=after,
         left=left,

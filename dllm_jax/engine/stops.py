@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from dllm_jax.state.canvas import Canvas
-from dllm_jax.state.ends import is_one_of
+from dllm_jax.state.canvas import Canvas, Stop, is_one_of
 from dllm_jax.state.host import AnyArray
 from dllm_jax.state.rows import first_of
 
@@ -31,7 +30,7 @@ class StopIds:
 
     def begin(self, canvas: Canvas) -> Canvas:
         """The canvas before anything is looked for."""
-        return dataclasses.replace(canvas, stop=canvas.stops_at)
+        return dataclasses.replace(canvas, stop=Stop(canvas.stops_at))
 
     def look(self, canvas: Canvas, final: Bool[Array, "b"] | bool) -> Canvas:
         """Looks for stop sequences in the response after a step; where the first begins, the answer ends.
@@ -58,7 +57,7 @@ class StopIds:
             where = layout.prompt + first_of(hit, layout.length - layout.prompt)
             counts = (open_ended & (found == layout.length)) | ((rank == 0) & (where < found))
             found = jnp.where(counts, where, found).astype(jnp.int32)
-        return dataclasses.replace(canvas, stop=jnp.where(final, found, canvas.stops_at))
+        return dataclasses.replace(canvas, stop=Stop(jnp.where(final, found, canvas.stops_at)))
 
 
 @jax.tree_util.register_dataclass
@@ -77,7 +76,7 @@ class StopTable:
     def begin(self, canvas: Canvas) -> Canvas:
         """The canvas before anything is looked for; the automaton begins in front of each response."""
         at = jnp.full(len(canvas.tokens), canvas.layout.prompt, jnp.int32)
-        return dataclasses.replace(canvas, stop=canvas.stops_at, read=(at, jnp.full_like(at, BEGIN)))
+        return dataclasses.replace(canvas, stop=Stop(canvas.stops_at, (at, jnp.full_like(at, BEGIN))))
 
     def look(self, canvas: Canvas, final: Bool[Array, "b"] | bool) -> Canvas:
         """Reads what a step has unmasked, as far as no mask precedes it; the first stop ends the answer.
@@ -89,8 +88,9 @@ class StopTable:
           canvas: State after a step.
           final: Whether the sequence's tokens stay.
         """
-        assert canvas.read is not None, "set by `begin`"
-        layout, start = canvas.layout, canvas.read[0]
+        assert canvas.stop is not None, "set by `begin`"
+        assert canvas.stop.searched is not None, "set by `begin`"
+        layout, start = canvas.layout, canvas.stop.searched[0]
         known = jnp.minimum(first_of(canvas.masked & canvas.response, layout.end), layout.end)
         known = jnp.where(final, known, start)
         follows, kind = jnp.asarray(self.follows), jnp.asarray(self.kind)
@@ -108,6 +108,6 @@ class StopTable:
             moves = goes_on(read)
             return at + moves.astype(jnp.int32), jnp.where(moves, after, state)
 
-        at, state = jax.lax.while_loop(lambda read: jnp.any(goes_on(read)), further, canvas.read)
+        at, state = jax.lax.while_loop(lambda read: jnp.any(goes_on(read)), further, canvas.stop.searched)
         stop = jnp.where(state == FOUND, at, layout.length).astype(jnp.int32)
-        return dataclasses.replace(canvas, read=(at, state), stop=stop)
+        return dataclasses.replace(canvas, stop=Stop(stop, (at, state)))

@@ -14,6 +14,7 @@ from dllm_jax.engine.growth import answer_length
 from dllm_jax.policies.base import Policy
 from dllm_jax.state.cache import Cache, Proposal
 from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.growing import GrowingCanvas
 from dllm_jax.state.rows import Rows
 
 
@@ -95,6 +96,7 @@ def no_steps(canvas: Canvas, limit: int) -> Steps:
 def add(
     steps: Steps,
     sequences: Int[Array, "b"],
+    number: Int[Array, "b"],
     before: Canvas,
     after: Canvas,
     computed: Bool[Array, "b l"],
@@ -107,6 +109,7 @@ def add(
     Args:
       steps: Steps recorded so far.
       sequences: the places of these sequences among those of `steps`.
+      number: Number of forward passes that each sequence had taken part in before.
       before: the canvas before the step.
       after: the canvas after it.
       computed: Computed positions of the step (`Trace`).
@@ -114,22 +117,28 @@ def add(
       widened: Extra computed positions by layer (`Trace`).
       proposal: Candidates offered to the sampler.
     """
-    removed = jnp.zeros_like(read) if after.growth is None else after.growth.removed
+    removed = after.growth.removed if isinstance(after, GrowingCanvas) else jnp.zeros_like(read)
     flagged = proposal.token << 3 | removed << 2 | read << 1 | computed
     score = jax.lax.bitcast_convert_type(proposal.score, jnp.int32)
     layers = widened << 2 | before.causal << 1 | 1
     row = jnp.concatenate([after.tokens, flagged, score, layers, *_lengths(after)], axis=1)
     # Of a sequence that takes no part the step is beyond the trace, and nothing is written.
-    step = jnp.where(before.active, before.passes + 1, len(steps))
+    step = jnp.where(before.active, number + 1, len(steps))
     return steps.at[step, sequences].set(row, mode="drop")
 
 
-def completed(steps: Steps, canvas: Canvas) -> Trace:
-    """The trace, in which the last tokens of a sequence stay after its last step."""
+def completed(steps: Steps, canvas: Canvas, passes: Int[Array, "b"]) -> Trace:
+    """The trace, in which the last tokens of a sequence stay after its last step.
+
+    Args:
+      steps: Recorded steps.
+      canvas: Canvas after them.
+      passes: Number of forward passes of each sequence.
+    """
     length, mask_id = canvas.layout.length, canvas.spec.mask_id
     parts = length, 2 * length, 3 * length, 3 * length + canvas.spec.layers
     tokens, flagged, bits, layers, lengths = jnp.split(steps, parts, axis=2)
-    ran = jnp.arange(len(steps))[:, None] <= canvas.passes
+    ran = jnp.arange(len(steps))[:, None] <= passes
     flagged, bits, layers = flagged[1:], bits[1:], layers[1:]
     active = (layers[..., 0] & 1) == 1
     score = jax.lax.bitcast_convert_type(bits, jnp.float32)
@@ -141,7 +150,7 @@ def completed(steps: Steps, canvas: Canvas) -> Trace:
         score=jnp.where(active[..., None], score, -jnp.inf),
         active=active,
         widened=layers > 3,
-        steps=jnp.max(canvas.passes),
+        steps=jnp.max(passes),
         causal=(layers[..., 0] & 2) == 2 if canvas.spec.context.has_causal_passes else None,
         **_completed_lengths(lengths, (flagged & 4) == 4, ran, active, canvas),
     )
@@ -149,9 +158,9 @@ def completed(steps: Steps, canvas: Canvas) -> Trace:
 
 def _lengths(canvas: Canvas) -> list[Int[Array, "b 3"]]:
     """End of the answer, the mask that became several in the last step, and by how much others moved."""
-    if (growth := canvas.growth) is None:
+    if not isinstance(canvas, GrowingCanvas):
         return []
-    last = canvas.layout.length - 1
+    growth, last = canvas.growth, canvas.layout.length - 1
     return [jnp.stack([growth.end, growth.inserted, last - growth.source[:, -1]], axis=1)]
 
 
@@ -163,8 +172,9 @@ def _completed_lengths(
     canvas: Canvas,
 ) -> dict[str, Array]:
     """Fields of the trace of answers that grow; none of others."""
-    if (growth := canvas.growth) is None:
+    if not isinstance(canvas, GrowingCanvas):
         return {}
+    growth = canvas.growth
     end, inserted, moved = (lengths[..., i] for i in range(3))
     start = growth.end - answer_length(canvas)  # of the response, or of a template after its padding
     end = jnp.where(ran, end, growth.end)

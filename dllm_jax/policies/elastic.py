@@ -15,8 +15,7 @@ from dllm_jax.options import Options, PositiveInt
 from dllm_jax.policies.base import Policy, halvings
 from dllm_jax.policies.network import Layers
 from dllm_jax.state.cache import KV, Cache, LayerCache, Proposal
-from dllm_jax.state.canvas import Canvas
-from dllm_jax.state.ends import behind_first_eos
+from dllm_jax.state.canvas import Canvas, behind_first_eos
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows, compact, full_rows, gather
 from dllm_jax.state.selection import leftmost

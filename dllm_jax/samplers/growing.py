@@ -21,8 +21,8 @@ from dllm_jax.samplers.parallel import UntilDone
 from dllm_jax.samplers.transfer import sure_or_best
 from dllm_jax.state.cache import Proposal
 from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.growing import GrowingCanvas, growing, growth_of, insert, remove, with_growth
 from dllm_jax.state.layout import Layout
-from dllm_jax.state.resizing import growth_of, insert, remove, with_growth
 from dllm_jax.state.rows import gather
 from dllm_jax.state.selection import best
 from dllm_jax.xla.reductions import argmax
@@ -87,7 +87,7 @@ class DAEDAL(UntilDone):
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
         """All positions above the threshold or the most confident one; none while the answer grows."""
         chosen = sure_or_best(candidates.score, self.high, 1)
-        return chosen if canvas.growth is None else chosen & ~canvas.growth.growing[:, None]
+        return chosen & ~canvas.growth.growing[:, None] if isinstance(canvas, GrowingCanvas) else chosen
 
     @override
     def end_confidence(
@@ -150,7 +150,7 @@ class DAEDAL(UntilDone):
         at = jnp.argmin(jnp.where(unsure, score, jnp.inf), axis=1).astype(jnp.int32)
         more = self.expansion - 1
         wanted = growth.wanted_more | (wants & (room < more))
-        canvas = dataclasses.replace(canvas, growth=growth._replace(wanted_more=wanted))
+        canvas = dataclasses.replace(growing(canvas), growth=growth._replace(wanted_more=wanted))
         return insert(canvas, at, more, wants & (room > 0))
 
     @override
@@ -255,7 +255,7 @@ class DreamOn(UntilDone):
         expands = took_part & (token == self.expand)
         stopped = took_part & self._is_full(before) & (growth.confidence == 0)
         growth = growth._replace(wanted_more=growth.wanted_more | stopped)
-        grown = insert(dataclasses.replace(after, growth=growth), at, 1, expands)
+        grown = insert(dataclasses.replace(growing(after), growth=growth), at, 1, expands)
 
         # Masks between an end-of-text and the next given text become end-of-text, and all are removed.
         step = before.step[:, None]

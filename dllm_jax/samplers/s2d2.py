@@ -18,6 +18,7 @@ from dllm_jax.samplers.candidates import Candidates, Decision, Ids, Logits, Nois
 from dllm_jax.samplers.parallel import UntilDone, scheduled
 from dllm_jax.samplers.transfer import sure_or_best
 from dllm_jax.state.canvas import Canvas
+from dllm_jax.state.contexts import in_blocks
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import first_of, gather, places, spread
 from dllm_jax.traced import fixed_at
@@ -132,7 +133,7 @@ class S2D2(UntilDone):
             # With a shifted head, the first mask of a sequence predicts itself.
             known = first_of(masks, canvas.layout.length) + canvas.opens_model_block[:, 0]
         return dataclasses.replace(
-            canvas,
+            in_blocks(canvas),
             tokens=jnp.where(verified & masks & canvas.block, memory.token, canvas.tokens),
             causal_before=jnp.where(memory.verifying, canvas.layout.length, known),
             verifying=memory.verifying,

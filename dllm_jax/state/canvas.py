@@ -1,82 +1,40 @@
 """The canvas: the sequence being denoised, and the named sets of positions policies are written in."""
 
 import dataclasses
+import functools
+import operator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from dllm_jax.nn import shift
 from dllm_jax.nn.mask import Mask, key_mask, padding_mask
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options.hints import Renamed
 from dllm_jax.state.layout import Layout
-from dllm_jax.state.rows import Rows
+from dllm_jax.state.rows import Rows, first_of
 from dllm_jax.traced import Count
 from dllm_jax.xla.reductions import count_marked
 
 
-class Growth(NamedTuple):
-    """Lengths of the answers, and how they have changed.
-
-    Positions of the canvas from `end` on do not exist: nothing attends to them, and no step computes them.
+class Stop(NamedTuple):
+    """Where each answer stops, and how far stops were looked for (`engine.stops`).
 
     Attributes:
-      end: Position after the answer, or after the template that holds it.
-      limit: Largest position that `end` may be moved to.
-      growing: Sequences whose answer grows before it is decoded.
-      confidence: Confidence in the end of the answer, of the last step that knew it.
-      source: Position at which each position of the canvas was before the last step.
-      inserted: Mask that became several in the last step, by its position before; -1 if none did.
-      removed: Positions that the last step removed, where they were before.
-      insertions: Number of insertions so far.
-      removals: Number of positions removed so far.
-      growth_steps: Number of steps that only changed the length.
-      wanted_more: Whether an answer at its maximum was to grow.
-      positions: Existing positions, summed over the steps so far.
+      position: Position at which a stop sequence begins, or after the tokens that hold a stop text; l if
+        there is none. From there on nothing is decoded.
+      searched: Position up to which stop texts were looked for, and the automaton's state there; None for
+        sequences of ids.
     """
 
-    end: Int[Array, "b"]
-    limit: Int[Array, "b"]
-    growing: Bool[Array, "b"]
-    confidence: Float[Array, "b"]
-    source: Int[Array, "b l"]
-    inserted: Int[Array, "b"]
-    removed: Bool[Array, "b l"]
-    insertions: Int[Array, "b"]
-    removals: Int[Array, "b"]
-    growth_steps: Int[Array, "b"]
-    wanted_more: Bool[Array, "b"]
-    positions: Int[Array, "b"]
-
-    @staticmethod
-    def begin(end: int, limit: Int[Array, "b"], length: int) -> "Growth":
-        """Before the first step of answers that all end at one position, on a canvas of `length`."""
-        zeros, no = jnp.zeros_like(limit), jnp.zeros(limit.shape, bool)
-        source = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (len(limit), length))
-        return Growth(
-            end=zeros + end,
-            limit=limit,
-            growing=~no,
-            confidence=zeros.astype(jnp.float32),
-            source=source,
-            inserted=zeros - 1,
-            removed=jnp.zeros(source.shape, bool),
-            insertions=zeros,
-            removals=zeros,
-            growth_steps=zeros,
-            wanted_more=no,
-            positions=zeros,
-        )
-
-    def exist(self, position: Int[Array, "l"]) -> Bool[Array, "b l"]:
-        """The positions in front of the end."""
-        return position < self.end[:, None]
+    position: Int[Array, "b"]
+    searched: tuple[Int[Array, "b"], Int[Array, "b"]] | None = None
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Canvas:
     """State of the sequences.
 
@@ -92,6 +50,8 @@ class Canvas:
       valid: not padding.
       block_start: First position of each sequence's current block; after the last block, the end of the
         response.
+      block_until: End of the current block. With `AdaBlock` its first step sets it; before that it is the
+        furthest that it may be set to.
       step: denoising steps each sequence has taken: its network forwards, unless drafts are verified.
       block_step: the same since the block began.
       block_masks: masks each sequence had in the block when it began.
@@ -101,29 +61,16 @@ class Canvas:
       layout: the geometry (static).
       planned_order: order in which the coming step decodes the positions, from 0, -1 for those it does not
         decode; None where the sampler decides by the model's output.
-      stop: position at which a stop sequence begins, or after the tokens that hold a stop text; l if there
-        is none. From there on nothing is decoded. None if there are no stops.
-      read: Position up to which stop texts were looked for, and the automaton's state there (`engine.stops`).
-        None if there are none.
-      stored: end of the model's own block that the sequence's last step was in, or that follows a shared
-        prefix: keys and values in front of that block are final. With a causal context, end of the positions
-        whose keys and values are final. 0 if the model attends everywhere: nothing is ever final.
+      stop: Where answers stop; None if nothing stops them.
       keeps_block: sequences that stay in their block even if nothing in it is masked, as its tokens are still
         edited. None if the sampler does not edit.
-      forwards: network forwards each sequence has taken part in, of which one may verify several steps; None
-        if each is one step.
-      causal_before: Position in front of which positions attend causally, where a sampler verifies
-        (`Sampler.read_as`); else None.
-      block_until: End of the current block, which its first step sets (`AdaBlock`); before it, the furthest
-        that it may be set to. None if blocks are of one length, or slide.
-      growth: Lengths of the answers, if they grow (`generate(max_length=)`); else None.
-      verifying: Sequences whose coming step verifies a draft, there; else None.
     """
 
     tokens: Int[Array, "b l"]
     decoded_at: Int[Array, "b l"]
     valid: Bool[Array, "b l"]
     block_start: Int[Array, "b"]
+    block_until: Int[Array, "b"]
     step: Int[Array, "b"]
     block_step: Int[Array, "b"]
     block_masks: Int[Array, "b"]
@@ -131,28 +78,16 @@ class Canvas:
     done: Bool[Array, "b"]
     spec: ModelSpec = dataclasses.field(metadata={"static": True})
     layout: Layout = dataclasses.field(metadata={"static": True})
-    stored: Int[Array, "b"]
     planned_order: Int[Array, "b l"] | None = None
-    stop: Int[Array, "b"] | None = None
-    read: tuple[Int[Array, "b"], Int[Array, "b"]] | None = None
+    stop: Stop | None = None
     keeps_block: Bool[Array, "b"] | None = None
-    forwards: Int[Array, "b"] | None = None
-    causal_before: Int[Array, "b"] | None = None
-    verifying: Bool[Array, "b"] | None = None
-    block_until: Int[Array, "b"] | None = None
-    growth: Growth | None = None
 
     sources, due = Renamed("sources", "predicting_positions"), Renamed("due", "every_n_steps")
 
     @property
-    def passes(self) -> Int[Array, "b"]:
-        """Network forwards each sequence has taken part in."""
-        return self.step if self.forwards is None else self.forwards
-
-    @property
     def verifies(self) -> Bool[Array, "b"]:
         """Sequences whose draft the network verifies in this step."""
-        return jnp.zeros_like(self.done) if self.verifying is None else self.verifying
+        return jnp.zeros_like(self.done)
 
     # -- where a sequence begins: what counts from there is the same in any batch and bucket -----------
 
@@ -268,11 +203,11 @@ class Canvas:
     @property
     def stops_at(self) -> Int[Array, "b"]:
         """Position of the stop in each answer; l where there is none."""
-        return jnp.full_like(self.step, self.layout.length) if self.stop is None else self.stop
+        return jnp.full_like(self.step, self.layout.length) if self.stop is None else self.stop.position
 
     def in_front_of_stop(self, positions: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
         """The positions of a set that no stop precedes."""
-        return positions if self.stop is None else positions & (self.position < self.stop[:, None])
+        return positions if self.stop is None else positions & (self.position < self.stop.position[:, None])
 
     # -- conditions per sequence -------------------------------------------------------------------------
 
@@ -335,46 +270,44 @@ class Canvas:
     def without_final(self, selected: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
         """Selects what a step computes: of the selected positions, those whose keys and values are not final.
 
-        The selection itself, if the model attends everywhere, as far as answers that grow reach.
+        The selection itself, if the model attends everywhere.
         """
-        return selected if self.growth is None else selected & self.valid
+        return selected
 
-    def _stored_after(self, chosen: Bool[Array, "b l"]) -> Int[Array, "b"]:
-        """The value of `stored` after a step that decodes the chosen positions."""
-        return self.stored
+    def stored_by(self, before: "Canvas", chosen: Bool[Array, "b l"]) -> "Canvas":
+        """The canvas that knows whose keys and values are final after a step that decodes positions.
+
+        Args:
+          before: Canvas before the step.
+          chosen: The decoded positions.
+        """
+        return self
 
     # -- geometry -----------------------------------------------------------------------------------
 
     @property
     def block_end(self) -> Int[Array, "b 1"]:
         """The first position after the current block."""
-        if self.block_until is not None:
-            return self.block_until[:, None]
-        if (sliding := self.layout.sliding) is None:
-            end = (self.block_start + self.layout.block)[:, None]
-            return jnp.minimum(end, self.layout.end) if self.layout.shorter_last else end
+        return self.block_until[:, None]
+
+    def at_block(self, start: Int[Array, "b"]) -> "Canvas":
+        """The canvas whose current blocks begin there, and end by the layout."""
+        moved = dataclasses.replace(self, block_start=start)
+        return dataclasses.replace(moved, block_until=moved.scheduled_end())
+
+    def scheduled_end(self) -> Int[Array, "b"]:
+        """The end of the current block by the layout alone."""
+        layout = self.layout
+        if layout.adaptive is not None:
+            return jnp.minimum(self.block_start + layout.widest_block, layout.end)
+        if (sliding := layout.sliding) is None:
+            end = self.block_start + layout.block
+            return jnp.minimum(end, layout.end) if layout.shorter_last else end
 
         # DSB: the end goes on by what is decoded, wherever it is.
         decoded = jnp.sum(self.decoded_at >= 0, axis=1, dtype=jnp.int32)
-        end = jnp.minimum(self.layout.prompt + sliding.block + decoded, self.layout.end)
-        if sliding.longest is not None:
-            end = jnp.minimum(end, self.block_start + sliding.longest)
-        return end[:, None]
-
-    def ending_block(self, end: Int[Array, "b"] | None) -> "Canvas":
-        """The canvas whose current blocks end there; None where no step sets ends (`Layout.adaptive`)."""
-        return dataclasses.replace(self, block_until=end)
-
-    @property
-    def exact_positions(self) -> Int[Array, "b"]:
-        """Positions that exact decoding would have computed in the sequence's steps so far."""
-        return count_marked(self.valid) * self.passes if self.growth is None else self.growth.positions
-
-    def with_ends(self, tokens: Int[Array, "b l"]) -> Int[Array, "b l"]:
-        """The tokens, with end-of-text after answers that could have grown further."""
-        if self.growth is None:
-            return tokens
-        return jnp.where(self.growth.exist(self.position), tokens, self.spec.eos_id)
+        end = jnp.minimum(layout.prompt + sliding.block + decoded, layout.end)
+        return end if sliding.longest is None else jnp.minimum(end, self.block_start + sliding.longest)
 
     @property
     def steps_per_block(self) -> Int[Array, "b"] | int:
@@ -428,14 +361,14 @@ def write(canvas: Canvas, chosen: Bool[Array, "b l"], token: Int[Array, "b l"]) 
     """Decodes the chosen positions; active sequences count one more step."""
     # A sequence that a step leaves out counts no step: its refreshes and draws are what they are alone.
     took_part = canvas.active.astype(jnp.int32)
-    return dataclasses.replace(
+    written = dataclasses.replace(
         canvas,
         tokens=jnp.where(chosen, token, canvas.tokens),
         decoded_at=jnp.where(chosen, canvas.step[:, None], canvas.decoded_at),
         step=canvas.step + took_part,
         block_step=canvas.block_step + took_part,
-        stored=canvas._stored_after(chosen),
     )
+    return written.stored_by(canvas, chosen)
 
 
 def revoke(canvas: Canvas, revoked: Bool[Array, "b l"]) -> Canvas:
@@ -445,12 +378,6 @@ def revoke(canvas: Canvas, revoked: Bool[Array, "b l"]) -> Canvas:
         tokens=jnp.where(revoked, canvas.spec.mask_id, canvas.tokens),
         decoded_at=jnp.where(revoked, -1, canvas.decoded_at),
     )
-
-
-def count_forward(canvas: Canvas, before: Canvas) -> Canvas:
-    """The canvas after a forward pass of the sequences that were active before; `write` counts steps."""
-    counted = jax.tree.map(lambda forwards: forwards + before.active, before.forwards)
-    return dataclasses.replace(canvas, forwards=counted)
 
 
 def keep_block(canvas: Canvas, stays: Bool[Array, "b"]) -> Canvas:
@@ -463,3 +390,44 @@ def keep_block(canvas: Canvas, stays: Bool[Array, "b"]) -> Canvas:
 def end(canvas: Canvas, ends: Bool[Array, "b"]) -> Canvas:
     """Finishes these sequences."""
     return dataclasses.replace(canvas, done=canvas.done | ends)
+
+
+# -- ends of answers: end-of-text and stops ------------------------------------------------------------
+
+
+def is_one_of(tokens: Int[Array, "..."], ids: tuple[int, ...]) -> Bool[Array, "..."]:
+    """The tokens with one of these ids."""
+    return functools.reduce(operator.or_, (tokens == i for i in ids))
+
+
+def first_eos(canvas: Canvas) -> Int[Array, "b"]:
+    """Position of the first end-of-text in the response, of a suffix none; l if there is none."""
+    hit = is_one_of(canvas.tokens, canvas.spec.ends) & canvas.response & canvas.valid
+    if canvas.layout.end < canvas.layout.length:
+        hit &= canvas.position < canvas.layout.end
+    return first_of(hit, canvas.layout.length)
+
+
+def answer_end(canvas: Canvas) -> Int[Array, "b"]:
+    """Where each answer ends: at the first end-of-text, or at a stop before it; l if there is neither."""
+    first = first_eos(canvas)
+    return first if canvas.stop is None else jnp.minimum(first, canvas.stop.position)
+
+
+def with_stop(canvas: Canvas, tokens: Int[Array, "b l"]) -> Int[Array, "b l"]:
+    """The tokens with end-of-text from a stop to the end of the answer."""
+    if canvas.stop is None:
+        return tokens
+    stopped = (canvas.position >= canvas.stop.position[:, None]) & (canvas.position < canvas.layout.end)
+    return jnp.where(stopped, canvas.spec.eos_id, tokens)
+
+
+def behind_first_eos(canvas: Canvas) -> Bool[Array, "b l"]:
+    """Positions after the leftmost end-of-text of the first step that decoded one."""
+    # Only decoded ones count: an end-of-text in the prompt is text. Without any, a step after all steps.
+    eos = is_one_of(canvas.tokens, canvas.spec.ends) & (canvas.decoded_at >= 0)
+    first = jnp.min(jnp.where(eos, canvas.decoded_at, jnp.iinfo(jnp.int32).max), axis=1)
+
+    # Later end-of-texts change nothing, even to the left of the first, as in Elastic-Cache's reference.
+    earliest = eos & (canvas.decoded_at == first[:, None])
+    return canvas.position > first_of(earliest, canvas.layout.length)[:, None]

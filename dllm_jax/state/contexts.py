@@ -13,20 +13,38 @@ from typing_extensions import override
 
 from dllm_jax.nn.mask import Mask, block_causal, in_front_of
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.state.canvas import Canvas, Growth, masks_in_block
+from dllm_jax.state.canvas import Canvas, masks_in_block
+from dllm_jax.state.growing import GrowingCanvas, Growth
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows
 from dllm_jax.xla.reductions import any_marked, count_marked
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockCausalCanvas(Canvas):
     """Sequences of a model whose blocks attend to themselves and to earlier ones.
 
     A finished block never changes again: its final keys and values are computed together with the first step
     of the next one, which computes all of that too.
+
+    Attributes:
+      stored: End of the model's own block that the sequence's last step was in, or that follows a shared
+        prefix: keys and values in front of that block are final. With a causal context, end of the positions
+        whose keys and values are final.
+      causal_before: Position in front of which positions attend causally, where a sampler verifies
+        (`Sampler.read_as`); else None.
+      verifying: Sequences whose coming step verifies a draft, there; else None.
     """
+
+    stored: Int[Array, "b"]
+    causal_before: Int[Array, "b"] | None = None
+    verifying: Bool[Array, "b"] | None = None
+
+    @property
+    @override
+    def verifies(self) -> Bool[Array, "b"]:
+        return super().verifies if self.verifying is None else self.verifying
 
     @property
     @override
@@ -86,7 +104,11 @@ class BlockCausalCanvas(Canvas):
         return open_ & (self.first_step | ((self.position < end) & (selected | self.enters_model_block)))
 
     @override
-    def _stored_after(self, chosen: Bool[Array, "b l"]) -> Int[Array, "b"]:
+    def stored_by(self, before: Canvas, chosen: Bool[Array, "b l"]) -> Canvas:
+        return dataclasses.replace(self, stored=in_blocks(before).stored_after(chosen))
+
+    def stored_after(self, chosen: Bool[Array, "b l"]) -> Int[Array, "b"]:
+        """The value of `stored` after a step that decodes the chosen positions."""
         return jnp.where(self.active, self.model_block_end[:, 0], self.stored)
 
     @override
@@ -108,7 +130,7 @@ class BlockCausalCanvas(Canvas):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CausalCanvas(BlockCausalCanvas):
     """Sequences of a model whose context is causal: a block is denoised, then a causal pass stores it.
 
@@ -161,7 +183,7 @@ class CausalCanvas(BlockCausalCanvas):
         return unstored & (self.causal | selected | self.block_begins | seeded)
 
     @override
-    def _stored_after(self, chosen: Bool[Array, "b l"]) -> Int[Array, "b"]:
+    def stored_after(self, chosen: Bool[Array, "b l"]) -> Int[Array, "b"]:
         """The end of what is stored: a causal pass stores up to the last token that it predicts."""
         reached = jnp.maximum(jnp.max(jnp.where(chosen, self.position, 0), axis=1), self.block_start)
         return jnp.where(self.active & self.causal[:, 0], reached, self.stored)
@@ -178,40 +200,58 @@ class CausalCanvas(BlockCausalCanvas):
         return None
 
 
+def in_blocks(canvas: Canvas) -> BlockCausalCanvas:
+    """The canvas as one of a block-causal model, which it is."""
+    assert isinstance(canvas, BlockCausalCanvas), "the model is block-causal"
+    return canvas
+
+
 def new_canvas(
     tokens: Int[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec, layout: Layout
 ) -> Canvas:
     """The canvas before its first step; a sequence of padding alone is done and never computes anything."""
-    batch, spec = tokens.shape[0], layout.fitted(spec)
-    zeros, kind = jnp.zeros((batch,), jnp.int32), BlockCausalCanvas if spec.context.has_blocks else Canvas
-    kind = CausalCanvas if spec.context.has_causal_passes else kind
-    canvas = kind(
+    spec = layout.fitted(spec)
+    zeros = jnp.zeros(len(tokens), jnp.int32)
+    canvas = Canvas(
         tokens=tokens.astype(jnp.int32),
         decoded_at=jnp.full(tokens.shape, -1, jnp.int32),
         valid=valid,
         block_start=zeros,
+        block_until=zeros,
         step=zeros,
         block_step=zeros,
         block_masks=zeros,
-        active=jnp.ones((batch,), bool),
+        active=jnp.ones(zeros.shape, bool),
         done=~any_marked(valid),
         spec=spec,
         layout=layout,
-        stored=zeros,
     )
-    start = canvas.first_block
-    if spec.context.has_blocks:
-        # What a prompt has beyond whole blocks begins the first block.
-        prompt = jnp.full((batch, 1), layout.prompt, jnp.int32)
-        start = spec.context.start(prompt, valid, layout.response_start)[:, 0]
-    stored = canvas.first_position if spec.context.has_causal_passes else zeros
-    canvas = dataclasses.replace(canvas, block_start=start, stored=stored)
-    if layout.initial is not None:
-        end, most = layout.prompt + layout.initial, layout.longest or layout.response
-        masks = count_marked(canvas.masked & (canvas.position < end))
-        limit = jnp.minimum(end + most - masks, layout.length).astype(jnp.int32)
-        growth = Growth.begin(end, limit, layout.length)
-        canvas = dataclasses.replace(canvas, growth=growth, valid=valid & growth.exist(canvas.position))
-    if layout.adaptive is not None:
-        canvas = dataclasses.replace(canvas, block_until=jnp.minimum(start + layout.widest_block, layout.end))
+    canvas = _of_its_kind(canvas.at_block(_first_block(canvas)))
     return dataclasses.replace(canvas, block_masks=masks_in_block(canvas))
+
+
+def _first_block(canvas: Canvas) -> Int[Array, "b"]:
+    """Where each sequence's first block begins: what a prompt has beyond whole blocks begins it."""
+    context, layout = canvas.spec.context, canvas.layout
+    if not context.has_blocks:
+        return canvas.first_block
+    prompt = jnp.full((len(canvas.tokens), 1), layout.prompt, jnp.int32)
+    return context.start(prompt, canvas.valid, layout.response_start)[:, 0]
+
+
+def _of_its_kind(canvas: Canvas) -> Canvas:
+    """The canvas as one of the kind that model and layout have."""
+    context, layout = canvas.spec.context, canvas.layout
+    fields = {field.name: getattr(canvas, field.name) for field in dataclasses.fields(Canvas)}
+    if context.has_causal_passes:
+        return CausalCanvas(**fields, stored=canvas.first_position)
+    if context.has_blocks:
+        return BlockCausalCanvas(**fields, stored=jnp.zeros_like(canvas.step))
+    if layout.initial is None:
+        return canvas
+    end, most = layout.prompt + layout.initial, layout.longest or layout.response
+    masks = count_marked(canvas.masked & (canvas.position < end))
+    limit = jnp.minimum(end + most - masks, layout.length).astype(jnp.int32)
+    growth = Growth.begin(end, limit, layout.length)
+    fields["valid"] = canvas.valid & growth.exist(canvas.position)
+    return GrowingCanvas(**fields, growth=growth)

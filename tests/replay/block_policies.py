@@ -1,6 +1,5 @@
 """Cache policies of block-causal models: MAGE and FOCUS."""
 
-import dataclasses
 import functools
 
 import jax
@@ -122,7 +121,7 @@ def _choice(model: dj.Model, policy: MAGE, tokens: np.ndarray, start: int, s):
     tail = np.full((1, size - 1), model.spec.mask_id)
     tokens = jnp.asarray(np.concatenate([tokens, tail], axis=1))
     canvas = begun(tokens, np.ones(tokens.shape, bool), model.spec, layout)
-    canvas = dataclasses.replace(canvas, block_start=jnp.asarray([start], jnp.int32))
+    canvas = canvas.at_block(jnp.asarray([start], jnp.int32))
     found = _votes(model, policy, canvas)
     return (np.asarray(a)[..., : layout.shown] for a in found)
 

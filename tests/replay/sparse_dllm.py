@@ -1,6 +1,5 @@
 """Sparse-dLLM's recordings."""
 
-import dataclasses
 import functools
 
 import jax
@@ -74,9 +73,7 @@ def _compare_selection(case: Case, model: dj.Model, policy: dj.policies.SparseDL
     layout = dj.Layout(s["prompt_length"], s["gen_length"], s["block_length"], s["steps"])
     start = s["prompt_length"] + block * s["block_length"]
     canvas = begun(tokens, np.ones(tokens.shape, bool), model.spec, layout)
-    raw, pooled, kept = _selection(
-        model, policy, dataclasses.replace(canvas, block_start=jnp.full(len(tokens), start))
-    )
+    raw, pooled, kept = _selection(model, policy, canvas.at_block(jnp.full(len(tokens), start)))
     outside = np.delete(np.arange(layout.length), np.s_[start : start + s["block_length"]])
     closely("raw importance", raw[:, outside], arrays["importance_raw"][block])
     closely("pooled importance", pooled[:, outside], arrays["importance_pooled"][block])

@@ -14,6 +14,7 @@ from dllm_jax import policies, samplers
 from dllm_jax.decoding.request import prepare
 from dllm_jax.engine.drafts import draft
 from dllm_jax.engine.generation import Generation
+from dllm_jax.engine.records import passes_of
 from dllm_jax.samplers import Candidates
 from dllm_jax.samplers.s2d2 import first_run
 from dllm_jax.samplers.scores import survivors
@@ -77,7 +78,7 @@ def free_dave(case: Case):
     ran = list(states(model, arrays["prompt"], sampler=drafted, widths=case.widths, **options))
     exactly("tokens", np.stack([state.canvas.tokens for state in ran])[..., : recorded.shape[2]], recorded)
     denoising = [kind for kind in s["forwards"] if kind not in ("prefill", "store")]
-    exactly("forward passes", int(ran[-1].canvas.passes[0]), len(denoising))
+    exactly("forward passes", int(passes_of(ran[-1].record, ran[-1].canvas)[0]), len(denoising))
     if not blocks:
         exactly("forward passes", len(denoising), s["nfe"])
     tokens = None
