@@ -4,8 +4,10 @@
 `Model.implementation`):
 
 - "xla": never a kernel.
-- "pallas": on every platform its kernel, wherever the kernel supports the call, and XLA's form elsewhere.
-  CPUs have no kernels of their own and interpret the TPU's, or the GPU's where TPUs need none, slowly.
+- "pallas": on every platform its kernel, wherever the kernel supports the call, and XLA's form elsewhere. On
+  GPUs it is the one written for Triton while jax has that backend, else the one for Mosaic GPU. CPUs have no
+  kernels of their own and interpret the TPU's, or the GPU's where TPUs need none, slowly.
+- "triton", "mosaic_gpu": on GPUs the kernel written for this backend of Pallas, and XLA's form elsewhere.
 - "cudnn": on NVIDIA GPUs NVIDIA's library, for the operations and calls that it supports, and XLA's form
   elsewhere.
 - evidence, a tuple of `Entry`: the first one that speaks of the call and supports it decides, and XLA's form
@@ -25,13 +27,28 @@ import functools
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 
-Implementation = Literal["xla", "pallas", "cudnn"]
+Implementation = Literal["xla", "pallas", "triton", "mosaic_gpu", "cudnn"]
 Platform = Literal["cpu", "cuda", "tpu"]
+Backend = Literal["tpu", "triton", "mosaic_gpu"]
+# Backends of Pallas whose kernels a platform runs, best first. CPUs interpret them; Mosaic GPU's interpreter
+# has effects, which no branch of a program for several platforms may have.
+BACKENDS: Mapping[Platform, tuple[Backend, ...]] = {
+    "cpu": ("tpu", "triton"),
+    "cuda": ("triton", "mosaic_gpu"),
+    "tpu": ("tpu",),
+}
+
+# Names under which each implementation of a platform is taken once; "pallas" on GPUs is one of two backends.
+NAMES: Mapping[Platform, tuple[Implementation, ...]] = {
+    "cpu": ("xla", "pallas"),
+    "cuda": ("xla", "triton", "mosaic_gpu", "cudnn"),
+    "tpu": ("xla", "pallas"),
+}
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +61,7 @@ class Entry:
       operation: its name.
       platform: Platform that programs are lowered for.
       device: Prefix of `jax.Device.device_kind`; "" matches every device of the platform.
-      implementation: "xla", "pallas" or "cudnn".
+      implementation: "xla", "pallas", "triton", "mosaic_gpu" or "cudnn".
       dtypes: Dtypes of the first operand; empty means all.
       positions: fewest and most of `Operation.positions`.
       report: Source of the entry.
@@ -85,22 +102,28 @@ def check_implementation(implementation: Choice):
     """Refuses what is no choice of an implementation.
 
     Raises:
-      ValueError: neither "xla" nor "pallas" nor "cudnn" nor None, nor evidence.
+      ValueError: no name of an implementation, not None, and no evidence.
     """
     if isinstance(implementation, tuple) and all(isinstance(entry, Entry) for entry in implementation):
         return
     if implementation not in (*get_args(Implementation), None):
-        raise ValueError(f"implementation={implementation!r} must be 'xla', 'pallas', 'cudnn' or None")
+        names = ", ".join(map(repr, get_args(Implementation)))
+        raise ValueError(f"implementation={implementation!r} must be {names} or None")
 
 
 def imported(module: str, name: str) -> Callable[..., Any]:
     """A function of a module that is imported when the function is first called, as Pallas' backends are.
 
-    Importing them takes time, and the backend of one platform may be absent where another's is needed.
+    Importing them takes time, and a backend may be absent. The function then raises NotImplementedError, as
+    for a call that it does not support.
     """
 
     def call(*arrays, **options):
-        return getattr(importlib.import_module(module), name)(*arrays, **options)
+        try:
+            function = getattr(importlib.import_module(module), name)
+        except ImportError as error:
+            raise NotImplementedError(f"jax {jax.__version__}: {error}") from error
+        return function(*arrays, **options)
 
     return call
 
@@ -116,8 +139,8 @@ class Operation:
       operands: axes of each array, a letter each (b sequences, h query heads, k KV heads; others are not
         split); an axis may have length 1 instead, and an optional array may be None.
       results: axes of each array that it returns.
-      kernels: one per platform that has one; same signature and an option `interpret` besides. A kernel
-        raises NotImplementedError, while it is traced, for a call that it does not support.
+      kernels: one per backend of Pallas that has one; same signature and an option `interpret` besides. A
+        kernel raises NotImplementedError, while it is traced, for a call that it does not support.
       cudnn: the library's form, same signature, which refuses calls as a kernel does; None if it has none.
       averages_heads: the result is a mean over query heads.
       counted: Letter of the axis that `positions` counts.
@@ -128,7 +151,7 @@ class Operation:
     check: Callable[..., None]
     operands: tuple[str, ...]
     results: tuple[str, ...]
-    kernels: Mapping[Platform, Callable[..., Any]]
+    kernels: Mapping[Backend, Callable[..., Any]]
     cudnn: Callable[..., Any] | None = None
     averages_heads: bool = False
     counted: str = "q"
@@ -164,8 +187,7 @@ class Operation:
 
     def takes_kernels(self, implementation: Choice, arrays: tuple[Any, ...]) -> bool:
         """Whether any platform takes another form than XLA's where that supports the call."""
-        asked = lambda platform: _asked(platform, implementation, self, arrays)
-        return any(self._form(p, name) for p in get_args(Platform) for name, _ in asked(p))
+        return any(one.form for p in get_args(Platform) for one in self._asked(p, implementation, arrays))
 
     def unsupported(
         self,
@@ -175,10 +197,10 @@ class Operation:
         implementation: Implementation = "pallas",
     ) -> str | None:
         """Why what a platform takes does not support these arrays (or their shapes); None if it does."""
-        form = self._form(platform, implementation)
-        if form is None:
+        found = self._decided(platform, implementation, arrays, options)
+        if found.form is None:
             return f"no {self.name} by {implementation} on {platform}"
-        return _reason(form, arrays, options)
+        return found.reason
 
     def explain(
         self, arrays: tuple[Any, ...], options: Mapping[str, Any], implementation: Choice
@@ -189,20 +211,17 @@ class Operation:
         def why(platform: Platform) -> str:
             name, said, form, reason = self._decided(platform, implementation, arrays, options)
             if name is None:
-                if platform not in self.kernels:
+                kernel = self._decided(platform, "pallas", arrays, options)
+                if platform == "cpu" or kernel.form is None:
                     return "xla: no kernel for this platform"
-                reason = _reason(self.kernels[platform], arrays, options)
-                return f"xla: {reason or 'the kernel was not measured to be faster'}"
+                return f"xla: {kernel.reason or 'the kernel was not measured to be faster'}"
             if name == "xla":
                 return f"xla{said}" if said else "xla: as asked for"
-            if form is None and name == "pallas":
-                return "xla: no kernel for this platform"
-            if form is None:
+            if form is None and name == "cudnn":
                 return "xla: no such operation in cuDNN" if platform == "cuda" else "xla: cuDNN is for GPUs"
-            if reason:
-                return f"xla: {reason}"
-            interpreted = name == "pallas" and platform not in self.kernels
-            return f"{name}, interpreted{said}" if interpreted else f"{name}{said}"
+            if form is None:
+                return "xla: no kernel for this platform"
+            return f"xla: {reason}" if reason else f"{name}{said}"
 
         return {platform: why(platform) for platform in get_args(Platform)}
 
@@ -215,51 +234,56 @@ class Operation:
     ) -> "_Decided":
         """Chooses the implementation of a call: the first one asked for that supports it, else the first."""
         first = None
-        for name, said in _asked(platform, implementation, self, arrays):
-            form = self._form(platform, name)
-            reason = None if form is None else _reason(form, arrays, options)
-            found = _Decided(name, said, form, reason)
-            if name == "xla" or (form is not None and reason is None):
+        for asked in self._asked(platform, implementation, arrays):
+            found = asked if asked.form is None else asked.tried(arrays, options)
+            if found.name == "xla" or (found.form is not None and found.reason is None):
                 return found
             first = first or found
-        return first or _Decided(None, "", None, None)
+        return first or _Decided(None)
 
-    def _form(self, platform: Platform, name: Implementation | None) -> Callable[..., Any] | None:
-        """The form that a platform has of an implementation; None of XLA's, and where it has none."""
-        if name == "cudnn":
-            return self.cudnn if platform == "cuda" else None
-        if name != "pallas":
-            return None
-        # CPUs interpret the TPU's kernel, or the GPU's.
-        if platform == "cpu":
-            return functools.partial(self.kernels.get("tpu") or self.kernels["cuda"], interpret=True)
-        return self.kernels.get(platform)
+    def _asked(
+        self, platform: Platform, implementation: Choice, arrays: tuple[Any, ...]
+    ) -> Iterator["_Decided"]:
+        """Lists what is asked for on a platform, best first, not tried yet."""
+        named = [(implementation, "")]
+        if isinstance(implementation, tuple):
+            ours = (e for e in implementation if e.platform == platform and e.speaks_of(self, arrays))
+            named = [(entry.implementation, f" ({entry.report})") for entry in ours]
+        for name, said in named:
+            backends = BACKENDS[platform] if name == "pallas" else (name,) if platform == "cuda" else ()
+            kernels = [(backend, self.kernels[backend]) for backend in backends if backend in self.kernels]
+            if name == "cudnn" and platform == "cuda":
+                yield _Decided(name, said, self.cudnn)
+            elif not kernels:
+                yield _Decided(name, said)
+            for backend, kernel in kernels:
+                if platform == "cpu":
+                    yield _Decided("pallas, interpreted", said, functools.partial(kernel, interpret=True))
+                else:
+                    yield _Decided("pallas" if platform == "tpu" else backend, said, kernel)
 
 
 class _Decided(NamedTuple):
-    """An implementation, the evidence in brackets if it decides, its form, why that refuses the call."""
+    """An implementation that is asked for, or decided.
 
-    name: Implementation | None
-    said: str
-    form: Callable[..., Any] | None
-    reason: str | None
+    Attributes:
+      name: Name of the implementation, on GPUs of the backend; None where nothing is asked for.
+      said: Evidence in brackets, if it decides.
+      form: Function of the implementation; None of XLA's, and where the platform has none.
+      reason: Reason why that refuses the call.
+    """
 
+    name: str | None
+    said: str = ""
+    form: Callable[..., Any] | None = None
+    reason: str | None = None
 
-def _asked(
-    platform: Platform, implementation: Choice, operation: Operation, arrays: tuple[Any, ...]
-) -> list[tuple[Implementation | None, str]]:
-    """Lists the implementations asked for on a platform, best first, with their evidence in brackets."""
-    if not isinstance(implementation, tuple):
-        return [(implementation, "")]
-    ours = (e for e in implementation if e.platform == platform and e.speaks_of(operation, arrays))
-    return [(entry.implementation, f" ({entry.report})") for entry in ours]
-
-
-def _reason(form: Callable[..., Any], arrays: tuple[Any, ...], options: Mapping[str, Any]) -> str | None:
-    """Why a form does not support these arrays (or their shapes); None if it does."""
-    try:
-        # A kernel refuses a call while it is traced: by shapes and dtypes, before anything is compiled.
-        jax.eval_shape(functools.partial(form, **options), *arrays)
-    except NotImplementedError as reason:
-        return str(reason)
-    return None
+    def tried(self, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> "_Decided":
+        """The same with the reason why the form does not support these arrays (or their shapes)."""
+        assert self.form is not None
+        try:
+            # A kernel refuses a call while it is traced: by shapes and dtypes, before anything is compiled.
+            jax.eval_shape(functools.partial(self.form, **options), *arrays)
+        except NotImplementedError as reason:
+            return self._replace(reason=str(reason))
+        return self

@@ -1,8 +1,10 @@
 """What the tests of all kernels share."""
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -25,6 +27,13 @@ def in_both_dtypes(shapes: Iterable[Any], usual: int) -> list[Any]:
         for j, dtype in enumerate(DTYPES)
         if EXHAUSTIVE or (i < usual and i % 2 == j)
     ]
+
+
+def interpreted(operation: Operation) -> dict[str, Callable[..., Any]]:
+    """The operation's kernels, interpreted; those for Mosaic GPU with the jax they are for."""
+    missing = () if jax.__version__.startswith("0.12") else ("mosaic_gpu",)
+    kernels = {name: kernel for name, kernel in operation.kernels.items() if name not in missing}
+    return {name: functools.partial(kernel, interpret=True) for name, kernel in kernels.items()}
 
 
 def explaining(operation: Operation):

@@ -13,6 +13,7 @@ LEFT_OUT: dict[str, str] = {
     "Starts processes, or a browser.": """
         test_checkpoint_hints.py::test_a_full_disk_is_one_line
         test_convert_crash.py
+        test_kernels_in_the_engine.py::test_decodes_where_jax_has_dropped_*
         test_demo.py::test_a_narrow_demonstration_*
         test_demo.py::test_the_demonstration_answers_and_measures
         test_eval_harness.py::test_the_command_line

@@ -190,8 +190,10 @@ def test_shipped_evidence_is_for_gpus_and_calls_that_cudnn_takes(installed, expe
     cudnn = [("attention", "cudnn"), ("attention_and_lse", "cudnn")]
     assert chosen(described("NVIDIA A100-SXM4-80GB")) == cudnn
     ours = ("attention", "attention_and_lse", "received", "ragged_attention", "topk_evict", "experts")
-    assert {entry for entry in chosen(gpu) if entry[1] == "pallas"} == {(name, "pallas") for name in ours}
-    assert [entry for entry in chosen(gpu) if entry[1] != "pallas"] == cudnn
+    assert {entry for entry in chosen(gpu) if entry[1] == "triton"} == {(name, "triton") for name in ours}
+    assert [entry for entry in chosen(gpu) if entry[1] == "cudnn"] == cudnn
+    second = [name for name, backend in chosen(gpu) if backend == "mosaic_gpu"]
+    assert second == ["attention_and_lse", "ragged_attention", "topk_evict"]
     model = dataclasses.replace(dj.abstract("llada-8b"), implementation=evidence.known(gpu))
     layout = dj.Layout(64, 32, 32, 32)
     found = dj.explain_kernels(model, 1, layout)
@@ -213,7 +215,7 @@ def test_the_first_entry_that_supports_a_call_decides():
         q, k = (jax.ShapeDtypeStruct((1, n, 4, head), jnp.bfloat16) for n in (queries, 40))
         return ATTENTION.operation.explain((q, k, k, mask, None), {}, entries)["cuda"]
 
-    assert taken(32, 64, mask(32)) == taken(64, 64) == "pallas (pallas)"
+    assert taken(32, 64, mask(32)) == taken(64, 64) == "triton (pallas)"
     assert taken(32, 24) == "xla (xla)"
     assert taken(65, 64) == "xla: the kernel was not measured to be faster"
 

@@ -12,19 +12,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import ATTENTION, HEAD_MEAN, RECEIVED, attention, gpu, head_mean, received, tpu
+from pallas_kernels.attention import (
+    ATTENTION,
+    HEAD_MEAN,
+    RECEIVED,
+    attention,
+    head_mean,
+    received,
+    tpu,
+    triton,
+)
 from pallas_kernels.attention.shapes import ENTERING, MODELS, SMALL, Shape
 
 from . import ahead_of_time
-from .kernel_cases import explaining, in_both_dtypes, some
+from .kernel_cases import explaining, in_both_dtypes, interpreted, some
 
 SHARED = [shape for shape in MODELS.values() if shape not in ENTERING.values()]  # of all operations
 OPERATIONS = {"attention": ATTENTION, "received": RECEIVED, "head_mean": HEAD_MEAN}
 explain = explaining(ATTENTION)
-interpreted = lambda kernel: functools.partial(kernel, interpret=True)
-KERNELS = lambda kind: {name: interpreted(of.kernels[kind]) for name, of in OPERATIONS.items()}
+KERNELS = lambda kind: {name: interpreted(of)[kind] for name, of in OPERATIONS.items()}
 IMPLEMENTATIONS = {
-    "tpu": KERNELS("tpu"), "cuda": KERNELS("cuda"),
+    "tpu": KERNELS("tpu"), "triton": KERNELS("triton"),
     "xla": {name: of.xla for name, of in OPERATIONS.items()},
     "xla in chunks of 4": {name: functools.partial(of.xla, chunk=4) for name, of in OPERATIONS.items()},
 }  # fmt: skip
@@ -152,22 +160,38 @@ def check(shape: Shape, arrays: Operands, found):
 @pytest.mark.parametrize(("shape", "dtype"), in_both_dtypes(SMALL, 3))
 @pytest.mark.parametrize("name", some(IMPLEMENTATIONS, 2))
 def test_equals_float64(name, shape, dtype, monkeypatch):
-    monkeypatch.setattr(gpu, "PROGRAMS", 8)  # so that a program for 700 slots walks over several tiles
+    monkeypatch.setattr(triton, "PROGRAMS", 8)  # so that a program for 700 slots walks over several tiles
     arrays = operands(shape, dtype)
     run = functools.partial(all_three, IMPLEMENTATIONS[name])
-    if name == "cuda" and shape.head == 24:
+    if name == "triton" and shape.head == 24:
         with pytest.raises(NotImplementedError, match="head width 24"):
             run(*arrays)
         return
     check(shape, arrays, jax.jit(run)(*arrays))
 
 
+@pytest.mark.skipif("mosaic_gpu" not in interpreted(ATTENTION), reason="jax has no interpreter of Mosaic GPU")
+@pytest.mark.parametrize("shape", some(SMALL[:-1], 3), ids=str)
+def test_attention_by_mosaic_gpu_equals_float64(shape):
+    arrays = operands(shape, jnp.bfloat16)
+    q, k, v, _, _, mask, lengths = arrays
+    out, lse = jax.jit(interpreted(ATTENTION)["mosaic_gpu"])(q, k, v, mask, lengths)
+    wanted = explicit(shape, *arrays[:3], *arrays[4:])
+    real = slice(1, -1) if shape.queries > 1 else slice(None)  # the others are NaN
+    np.testing.assert_allclose(np.asarray(out[:, real], np.float32), wanted[0][:, real], **ROUNDED)
+    np.testing.assert_allclose(lse[..., real], wanted[1][..., real], **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["triton", "mosaic_gpu"])
 @pytest.mark.parametrize("heads", [1, 2])
-def test_the_kernel_for_gpus_takes_masks_that_differ_between_queries(heads, monkeypatch):
+def test_the_kernel_for_gpus_takes_masks_that_differ_between_queries(heads, name, monkeypatch):
     """Up to 128 queries of a sequence; slots that a tile of queries does not see may hold anything."""
-    monkeypatch.setattr(gpu, "PROGRAMS", 8)
+    monkeypatch.setattr(triton, "PROGRAMS", 8)
+    if name not in interpreted(ATTENTION):
+        pytest.skip("jax has no interpreter of Mosaic GPU")
+    kernel, dtype = interpreted(ATTENTION)[name], jnp.bfloat16 if name == "mosaic_gpu" else jnp.float32
     rng = np.random.default_rng(heads)
-    drawn = lambda n, heads: rng.standard_normal((2, n, heads, 16)).astype(np.float32)
+    drawn = lambda n, heads: rng.standard_normal((2, n, heads, 32)).astype(dtype)
     q, k, v = drawn(33, 6), drawn(150, 2), drawn(150, 2)
     mask = rng.random((2, heads, 33, 150)) < 0.3
     mask[..., 90:] = mask[:, :, 5] = mask[0, 0, :, :70] = False
@@ -175,12 +199,13 @@ def test_the_kernel_for_gpus_takes_masks_that_differ_between_queries(heads, monk
     k[hidden], v[hidden] = np.nan, np.nan
     arrays = [jnp.asarray(x) for x in (q, k, v, mask)]
     wanted = jax.jit(OPERATIONS["attention"].xla)(*arrays)
-    for found, of_xla in zip(jax.jit(KERNELS("cuda")["attention"])(*arrays), wanted, strict=True):
-        np.testing.assert_allclose(found, of_xla, **TOLERANCE)
+    tolerance = TOLERANCE if dtype == jnp.float32 else ROUNDED
+    for found, of_xla in zip(jax.jit(kernel)(*arrays), wanted, strict=True):
+        np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(of_xla, np.float32), **tolerance)
     assert np.isneginf(np.asarray(wanted[1])[:, :, 5]).all()
-    many = jnp.broadcast_to(mask[:, :, :1], (2, heads, 129, 150)), jnp.zeros((2, 129, 6, 16))
+    many = jnp.broadcast_to(mask[:, :, :1], (2, heads, 129, 150)), jnp.zeros((2, 129, 6, 32), dtype)
     with pytest.raises(NotImplementedError, match="differs between query positions"):
-        KERNELS("cuda")["attention"](many[1], *arrays[1:3], many[0])
+        kernel(many[1], *arrays[1:3], many[0])
 
 
 def test_calls_that_a_kernel_does_not_serve_are_named():
@@ -277,7 +302,7 @@ def test_compiles_for_tpu_v5e_if_libtpu_is_installed(of, shape, dtype, optimized
 @pytest.mark.parametrize("of", OPERATIONS)
 def test_lowers_for_cuda(of, shape, dtype):
     with ahead_of_time.h100():
-        traced = jax.jit(OPERATIONS[of].kernels["cuda"]).trace(*abstract(of, shape, dtype))
+        traced = jax.jit(OPERATIONS[of].kernels["triton"]).trace(*abstract(of, shape, dtype))
         assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -285,5 +310,5 @@ def test_lowers_for_cuda(of, shape, dtype):
 def test_masks_that_differ_between_queries_lower_for_cuda():
     (shape,) = ENTERING.values()
     with ahead_of_time.h100():
-        traced = jax.jit(ATTENTION.kernels["cuda"]).trace(*abstract("attention", shape, jnp.bfloat16))
+        traced = jax.jit(ATTENTION.kernels["triton"]).trace(*abstract("attention", shape, jnp.bfloat16))
         assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.experts import OPERATION, gpu, xla
+from pallas_kernels.experts import OPERATION, triton, xla
 from pallas_kernels.experts.shapes import MODELS, SMALL, Shape
 from pallas_kernels.experts.tiles import tiles_of
 
@@ -20,7 +20,7 @@ IMPLEMENTATIONS = {
     "by tiles": xla.by_tiles,
     "by all experts": xla.by_all_experts,
     "by all experts, 2 tokens at a time": functools.partial(xla.by_all_experts, wide_bytes=1500),
-    "cuda": functools.partial(OPERATION.kernels["cuda"], interpret=True),
+    "triton": functools.partial(OPERATION.kernels["triton"], interpret=True),
 }
 each_implementation = pytest.mark.parametrize("name", IMPLEMENTATIONS)
 
@@ -87,7 +87,7 @@ def test_all_tokens_to_one_expert_and_to_none(tokens):
             if "2 tokens" not in name:
                 arrays = x, chosen, weight, *matrices
                 assert_near(jax.jit(of)(*arrays), arrays, x.dtype)
-        rows = gpu.MOST_ROWS if tokens == 700 else gpu.LEAST_ROWS
+        rows = triton.MOST_ROWS if tokens == 700 else triton.LEAST_ROWS
         tiles = tiled(chosen.reshape(-1), 3, rows)
         real = np.asarray(tiles.first < tiles.end)
         assert real.sum() == (0 if expert == 3 else -(-tokens // rows))
@@ -119,7 +119,7 @@ def test_calls_that_the_kernel_does_not_serve_are_named():
     shape = SMALL[0]
     asked = lambda arrays: OPERATION.explain(arrays, {}, "pallas")
     assert asked(operands(shape)) == {
-        "cpu": "pallas, interpreted", "cuda": "pallas", "tpu": "xla: no kernel for this platform",
+        "cpu": "pallas, interpreted", "cuda": "triton", "tpu": "xla: no kernel for this platform",
     }  # fmt: skip
     assert explain(*operands(shape))["cuda"] == "xla: the kernel was not measured to be faster"
     assert asked(operands(shape, jnp.float16))["cuda"] == "xla: float16: float32 or bfloat16"
@@ -169,7 +169,7 @@ def test_cpus_loop_over_tiles_where_these_are_less_work(shape, in_tiles):
 @pytest.mark.parametrize("shape", [MODELS["llada2-mini, a block of 32"], SMALL[0]])
 def test_lowers_for_cuda(shape, dtype, int8):
     with ahead_of_time.h100():
-        traced = jax.jit(OPERATION.kernels["cuda"]).trace(*abstract(shape, dtype, int8))
+        traced = jax.jit(OPERATION.kernels["triton"]).trace(*abstract(shape, dtype, int8))
         lowered = traced.lower(lowering_platforms=("cuda",))
     assert "experts_gated" in lowered.as_text()
     assert "experts_down" in lowered.as_text()

@@ -4,6 +4,8 @@ import collections
 import dataclasses
 import functools
 import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -77,10 +79,53 @@ def test_a_generation_has_kernels_only_if_asked(policy):
 def test_another_implementation_is_refused():
     refused = ValueError, TypeCheckError  # the latter where annotations are checked, as in these tests
     with pytest.raises(refused, match="implementation"):
-        dataclasses.replace(tiny("llada"), implementation="triton")
+        dataclasses.replace(tiny("llada"), implementation="tritton")
     with pytest.raises(refused, match="implementation"):
         dj.load(HERE / "models" / "llada-tiny", implementation="mosaic")
     assert dj.load(HERE / "models" / "llada-tiny", implementation="xla").implementation == "xla"
+
+
+# Run as a program of its own, in which jax has dropped the backend.
+WITHOUT_TRITON = """
+import sys
+sys.modules["jax.experimental.pallas.triton"] = None
+
+import dataclasses, types
+import jax, numpy as np
+import dllm_jax as dj
+from dllm_jax.decoding.placement import place
+from dllm_jax.decoding.request import prepare
+from dllm_jax.engine.loop import denoise
+from jax.sharding import AbstractDevice, AbstractMesh
+from pallas_kernels.evidence import known
+
+prompt, policy = np.arange(5, 21)[None], dj.policies.MaskKV(budget=4)
+path = dj.bundled.path("tiny-llada")
+decoded = [
+    dj.generate(dj.load(path, implementation=by), prompt, length=8, block=4, policy=policy).tokens
+    for by in ("xla", "pallas", "triton", "mosaic_gpu", None)
+]
+assert all((tokens == decoded[0]).all() for tokens in decoded)
+
+model = dj.abstract(dataclasses.replace(dj.presets.model_spec("llada-8b"), layers=3), "bfloat16")
+for kind in ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"):
+    here = AbstractMesh((), (), abstract_device=AbstractDevice(kind, 132, "gpu"))
+    for by in (known(types.SimpleNamespace(platform="cuda", device_kind=kind)), "pallas"):
+        asked = dataclasses.replace(model, implementation=by)
+        placed = place(asked, prepare(asked, prompt, length=16, block=8, policy=policy))
+        with jax.sharding.use_abstract_mesh(here):
+            traced = denoise.trace(placed.model, placed.inputs, placed.plan)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert "triton" not in text
+        assert ("mosaic_gpu" in text) == ("H100" in kind and jax.__version__.startswith("0.12"))
+"""
+
+
+def test_decodes_where_jax_has_dropped_the_triton_backend():
+    """On CPUs, and lowered for an H100, by kernels for Mosaic GPU if they are checked, and for an A100."""
+    command = [sys.executable, "-c", WITHOUT_TRITON]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
 
 
 MESHES = {"tp=2": ((2,), ("tp",)), "dp=2 x tp=4": ((2, 4), ("dp", "tp")), "dp=8": ((8,), ("dp",))}
@@ -159,7 +204,7 @@ def test_explain_tells_how_experts_are_computed():
     by_default, asked = choices(None), choices("pallas")
     assert set(by_default) == {(n, platform) for n in (4, 16) for platform in ("cpu", "cuda", "tpu")}
     assert by_default[4, "cuda"] == "xla: the kernel was not measured to be faster"
-    assert (asked[4, "cuda"], asked[4, "tpu"]) == ("pallas", "xla: no kernel for this platform")
+    assert (asked[4, "cuda"], asked[4, "tpu"]) == ("triton", "xla: no kernel for this platform")
 
 
 @pytest.mark.parametrize(

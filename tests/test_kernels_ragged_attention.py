@@ -11,11 +11,11 @@ from pallas_kernels.operands import _ragged
 from pallas_kernels.ragged_attention import OPERATION, ragged_attention, xla
 from pallas_kernels.ragged_attention.shapes import SMALL
 
-from .kernel_cases import in_both_dtypes
+from .kernel_cases import in_both_dtypes, interpreted
 
 IMPLEMENTATIONS = {
     "xla": xla.ragged_attention,
-    **{name: functools.partial(of, interpret=True) for name, of in OPERATION.kernels.items()},
+    **interpreted(OPERATION),
 }
 each_implementation = pytest.mark.parametrize("name", IMPLEMENTATIONS)
 
@@ -40,8 +40,9 @@ def explicit(q, k, v, kept_k, kept_v, start, length, mask, readable) -> np.ndarr
 @each_implementation
 def test_attention_to_runs_of_unequal_lengths(name, shape, dtype):
     case = _ragged(shape, dtype)
-    if name == "cuda" and shape.head == 24:
-        with pytest.raises(NotImplementedError, match="head width 24"):
+    narrow = name == "mosaic_gpu" and dtype == jnp.float32
+    if narrow or (name != "xla" and shape.head == 24):
+        with pytest.raises(NotImplementedError, match="head width 24" if shape.head == 24 else "float32"):
             IMPLEMENTATIONS[name](*case.arrays, **case.options)
         return
     found = jax.jit(functools.partial(IMPLEMENTATIONS[name], **case.options))(*case.arrays)
@@ -55,13 +56,17 @@ def test_attention_to_runs_of_unequal_lengths(name, shape, dtype):
 @each_implementation
 def test_a_run_may_be_empty_or_hold_everything(name):
     """Also with several chunks, and with pairs that are not finite where nothing may be attended to."""
-    case = _ragged(SMALL[0]._replace(masked=False), jnp.float32)
+    dtype = jnp.bfloat16 if name == "mosaic_gpu" else jnp.float32
+    case = _ragged(SMALL[0]._replace(masked=False), dtype)
     q, k, v, kept_k, kept_v, *_ = case.arrays
     start, length = jnp.asarray([[0, 0], [0, 60]], jnp.int32), jnp.asarray([[0, 80], [60, 0]], jnp.int32)
     kept_k = kept_k.at[1, 60:].set(jnp.nan)
     arrays = q, k, v, kept_k, kept_v.at[1, 60:].set(jnp.inf), start, length, None, None
     found = jax.jit(functools.partial(IMPLEMENTATIONS[name], chunk=16, widest=80))(*arrays)
-    np.testing.assert_allclose(found, explicit(*arrays), rtol=1e-5, atol=1e-5)
+    tolerance = 1e-5 if dtype == jnp.float32 else 2e-2
+    np.testing.assert_allclose(
+        np.asarray(found, np.float64), explicit(*arrays), rtol=tolerance, atol=tolerance
+    )
 
 
 def test_shapes_that_do_not_fit_raise():

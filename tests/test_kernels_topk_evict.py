@@ -15,12 +15,12 @@ from pallas_kernels.topk_evict import OPERATION, topk_evict, xla
 from pallas_kernels.topk_evict.xla import MODELS, SMALL, Shape
 
 from . import ahead_of_time
-from .kernel_cases import explaining, some
+from .kernel_cases import explaining, interpreted, some
 
 explain = explaining(OPERATION)
 KERNELS = OPERATION.kernels
 IMPLEMENTATIONS = {
-    **{platform: functools.partial(kernel, interpret=True) for platform, kernel in KERNELS.items()},
+    **interpreted(OPERATION),
     "xla": xla.topk_evict,
     "reference": xla.reference,
 }
@@ -77,7 +77,7 @@ SIGNED_ZEROS = np.tile(np.where(np.arange(11) % 2, 0.0, -0.0).astype(np.float32)
 @example(SIGNED_ZEROS, np.full((2, 2), 3, np.int32))
 def test_every_float_has_its_place(score, count):
     expected = explicit(score, count, 8)
-    for name in IMPLEMENTATIONS:
+    for name in IMPLEMENTATIONS.keys() - {"mosaic_gpu"}:  # whose interpreter takes seconds
         np.testing.assert_array_equal(jitted(name, 8)(score, count), expected, err_msg=name)
 
 
@@ -123,7 +123,7 @@ def test_compiles_for_tpu_v5e_if_libtpu_is_installed(shape, optimized):
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.parametrize("shape", some([*MODELS.values(), *SMALL], 3), ids=str)
 def test_lowers_for_cuda(shape):
-    call = functools.partial(KERNELS["cuda"], width=shape.width)
+    call = functools.partial(KERNELS["triton"], width=shape.width)
     with ahead_of_time.h100():
         lowered = jax.jit(call).trace(*abstract(shape)).lower(lowering_platforms=("cuda",))
     assert "triton" in lowered.as_text()

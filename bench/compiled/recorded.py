@@ -16,7 +16,14 @@ from dllm_jax.command_line import run
 from dllm_jax.eval.run.files import read_json
 
 KINDS = ("reuse", "full")
-IMPLEMENTATIONS = {None: "", "cudnn": ", cuDNN", "pallas": ", kernels", "shipped": ", as loaded"}
+IMPLEMENTATIONS = {
+    None: "",
+    "cudnn": ", cuDNN",
+    "pallas": ", kernels",
+    "triton": ", Triton",
+    "mosaic_gpu": ", Mosaic GPU",
+    "shipped": ", as loaded",
+}
 
 
 def rows(file: Path) -> list[runner.Row]:

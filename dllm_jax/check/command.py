@@ -19,7 +19,7 @@ from dllm_jax.check.weights import default_dtype
 from dllm_jax.checkpoint.source import open_checkpoint
 from dllm_jax.options import Options, PositiveFloat
 from dllm_jax.provenance import device, measured_on, now
-from pallas_kernels.choice import Implementation
+from pallas_kernels.choice import NAMES, Implementation
 from pallas_kernels.evidence import known, platform_of, user_file
 from pallas_kernels.operands import FAMILIES
 
@@ -116,7 +116,7 @@ def _parts(
     geometry = speed.SMALL if on_cpu else speed.Geometry()
     bundled_models = dj.bundled.TEXT[:1] if quick else dj.bundled.TEXT
     policies = speed.POLICIES[:3] if quick else dj.policies.ALL
-    every: tuple[Implementation, ...] = () if on_cpu else get_args(Implementation)
+    every = () if on_cpu else NAMES[platform_of(here) or "cpu"]
     by: list[Implementation] = [name for name in every if name == "xla" or _takes(name, dtype)]
     cases = speed.cases(geometry, by, quick)
     return {

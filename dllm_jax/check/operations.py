@@ -5,7 +5,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,8 @@ from dllm_jax.check import timing
 from dllm_jax.check.report import Finding, failed
 from dllm_jax.eval.run.files import write_json
 from dllm_jax.nn.hardware import Hardware
-from pallas_kernels.choice import Entry, Evidence, Implementation
-from pallas_kernels.evidence import Reference, deviation, platform_of, run
+from pallas_kernels.choice import NAMES, Entry, Evidence, Implementation
+from pallas_kernels.evidence import Reference, deviation, known, platform_of, run
 from pallas_kernels.operands import FAMILIES, Family, Operands
 
 CALLS = 20  # queued per timed run on an accelerator
@@ -58,7 +58,8 @@ def _finding(
     """Compares all implementations, and times those that are right if there are turns to do so."""
     found: dict[str, Any] = {}
     reference = Reference.of(family, case)
-    for implementation in get_args(Implementation):
+    platform = platform_of(jax.devices()[0]) or "cpu"
+    for implementation in NAMES[platform]:
         try:
             off = deviation(family, case, implementation, reference)
             found[implementation] = off._asdict() | {"right": off.right}
@@ -74,6 +75,8 @@ def _finding(
     }  # fmt: skip
     why = lambda one: one.get("message") or f"{one['error']:.2g} off, not {one['allowed']:.2g}"
     text = [f"{name} {why(found[name])}" for name in wrong] + [f"{', '.join(right)} right"]
+    data["taken"] = family.operation.explain(case.arrays, case.options, known(jax.devices()[0]))[platform]
+    text.append(f"`load` takes {data['taken']}")
     if repeats and right:
         results = jax.eval_shape(functools.partial(family.operation.xla, **case.options), *case.arrays)
         floor = max(case.bytes(results) / hardware.bandwidth, case.flops / hardware.flops)
@@ -142,6 +145,5 @@ def _best(measured: list[dict[str, Any]], operation: str, broken: set[tuple[str,
             return 0.0
         return min(one["xla"]["us"]["median"] / one[name]["us"]["median"] for one in both)
 
-    others: tuple[Implementation, ...] = ("pallas", "cudnn")
-    best = max(others, key=gain)
+    best = max(("pallas", "triton", "mosaic_gpu", "cudnn"), key=gain)
     return best if gain(best) >= MARGIN else "xla"

@@ -65,9 +65,10 @@ def load(
       rope_factor: Factor of the rotary base (NTK scaling, LongLLaDA arXiv:2506.14429), which scales the
         maximum context length by the same factor.
       check_finite: Whether to check every weight for NaN and infinity.
-      implementation: Kernels of attention, eviction and experts ("xla", "pallas" or "cudnn", see `Model`), or
-        of each by its name, `{"attention": "cudnn", "experts": "pallas"}`, and XLA's of those without; None
-        takes what is known to be right and fastest on the devices (`dj.explain_kernels` lists it).
+      implementation: Kernels of attention, eviction and experts ("xla", "pallas", "cudnn" or others, see
+        `Model`), or of each by its name, `{"attention": "cudnn", "experts": "pallas"}`, and XLA's of those
+        without; None takes what is known to be right and fastest on the devices (`dj.explain_kernels` lists
+        it).
       separate_layers: Whether each layer has its own arrays (True) or all are stacked (False), the two forms
         of the weights; None takes what the devices read faster: stacked on TPUs unless there are experts, and
         stacked in small models; otherwise separate. Tokens do not depend on it.

@@ -23,7 +23,7 @@ class Kernels:
     """The choice of implementations, see `pallas_kernels.choice`.
 
     Attributes:
-      implementation: "xla", "pallas", "cudnn", evidence or None.
+      implementation: Name of an implementation, evidence or None.
       rules: Sharding rules of the mesh; None leaves that to XLA's partitioner, without kernels.
     """
 
@@ -34,7 +34,7 @@ class Kernels:
     def pairs_as_named_on_cuda(self) -> bool:
         """Whether attention on GPUs reads KV pairs as they are named, as cuDNN and our kernel do."""
         if not isinstance(self.implementation, tuple):
-            return self.implementation in ("cudnn", "pallas")
+            return self.implementation not in (None, "xla")
         of_attention = (e for e in self.implementation if (e.operation, e.platform) == ("attention", "cuda"))
         return any(entry.implementation != "xla" for entry in of_attention)
 

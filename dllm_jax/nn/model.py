@@ -37,9 +37,10 @@ class Model:
       params: Parameters as a nested dict (`dllm_jax.nn.parameters`).
       spec: static.
       implementation: Kernels of attention, eviction and experts in a generation's steps (static): "xla";
-        "pallas" (kernels where they are supported, interpreted on CPUs); "cudnn" (NVIDIA's attention on its
-        GPUs); evidence of which is best here (`load`, see `pallas_kernels.evidence`); or None, which is
-        "xla". Full passes (`forward`, training) always use XLA. `dllm_jax.explain_kernels` shows the choice.
+        "pallas" (kernels where they are supported, interpreted on CPUs); "triton" or "mosaic_gpu" (kernels
+        for GPUs that are written for this backend of Pallas); "cudnn" (NVIDIA's attention on its GPUs);
+        evidence of which is best here (`load`, see `pallas_kernels.evidence`); or None, which is "xla". Full
+        passes (`forward`, training) always use XLA. `dllm_jax.explain_kernels` shows the choice.
       rules: Sharding rules for the axes of a mesh (static); unused without one.
       vision: parameters of the tower that `spec.vision` describes, and of its projector, in the form of
         `params`; None of text models. Nothing that decodes reads it, see `dllm_jax.vision`; training can.

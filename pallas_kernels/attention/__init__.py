@@ -26,15 +26,20 @@ def _operation(plain: Callable[..., Any], operands: str, *results: str, **more: 
         results=results,
         kernels={
             "tpu": imported("pallas_kernels.attention.tpu", plain.__name__),
-            "cuda": imported("pallas_kernels.attention.gpu", plain.__name__),
+            "triton": imported("pallas_kernels.attention.triton", plain.__name__),
         },
         **more,
     )
 
 
+_ATTENTION = _operation(xla.attention, "bqhd bskd bskd bkqs bk", "bqhd", "bhq")
 ATTENTION = dataclasses.replace(
-    _operation(xla.attention, "bqhd bskd bskd bkqs bk", "bqhd", "bhq"),
+    _ATTENTION,
     xla=xla.attention_by_sequence,
+    kernels={
+        **_ATTENTION.kernels,
+        "mosaic_gpu": imported("pallas_kernels.attention.mosaic_gpu", "attention"),
+    },
     cudnn=imported("pallas_kernels.attention.cudnn", "attention"),
 )
 # Where the log-sum-exp is read, an implementation that returns it saves XLA all scores (`cudnn.attention`).

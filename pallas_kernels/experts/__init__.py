@@ -15,5 +15,5 @@ OPERATION = Operation(
     operands=("tm", "tc", "tc", "eio", "eio", "eio", "eo", "eo", "eo"),
     results=("tm",),
     counted="t",
-    kernels={"cuda": imported("pallas_kernels.experts.gpu", "experts")},
+    kernels={"triton": imported("pallas_kernels.experts.triton", "experts")},
 )

@@ -14,7 +14,10 @@ OPERATION = Operation(
     check=check_shapes,
     operands=("bqhd", "btkd", "btkd", "bsd", "bsd", "bk", "bk", "bkqt", "bs"),
     results=("bqhd",),
-    kernels={"cuda": imported("pallas_kernels.ragged_attention.gpu", "ragged_attention")},
+    kernels={
+        "triton": imported("pallas_kernels.ragged_attention.triton", "ragged_attention"),
+        "mosaic_gpu": imported("pallas_kernels.ragged_attention.mosaic_gpu", "ragged_attention"),
+    },
 )
 
 

@@ -17,7 +17,8 @@ OPERATION = Operation(
     counted="s",
     kernels={
         "tpu": imported("pallas_kernels.sparse_gather.tpu", "sparse_gather"),
-        "cuda": imported("pallas_kernels.sparse_gather.gpu", "sparse_gather"),
+        "triton": imported("pallas_kernels.sparse_gather.triton", "sparse_gather"),
+        "mosaic_gpu": imported("pallas_kernels.sparse_gather.mosaic_gpu", "sparse_gather"),
     },
 )
 

@@ -16,7 +16,8 @@ OPERATION = Operation(
     counted="l",
     kernels={
         "tpu": imported("pallas_kernels.topk_evict.tpu", "topk_evict"),
-        "cuda": imported("pallas_kernels.topk_evict.gpu", "topk_evict"),
+        "triton": imported("pallas_kernels.topk_evict.triton", "topk_evict"),
+        "mosaic_gpu": imported("pallas_kernels.topk_evict.mosaic_gpu", "topk_evict"),
     },
 )
 

@@ -110,7 +110,7 @@ def ranks(priority: Float[Array, "*b c"]) -> Int[Array, "*b c"]:
 def bisected(score: Float[Array, "n l"], count: Int[Array, "n 1"]) -> Bool[Array, "n l"]:
     """The `count` largest of each of n heads, ties to the lower position, never one of -inf or NaN."""
     score = jnp.where(score > -jnp.inf, score, -jnp.inf)
-    keys = _ordered(score)
+    keys = ordered(score)
 
     # The largest integer that at least `count` keys reach.
     def value_bit(i, threshold):
@@ -141,7 +141,7 @@ def kernel(score_ref, count_ref, keep_ref):
     keep_ref[...] = best(score_ref[...], count_ref[...]).astype(jnp.int32)
 
 
-def _ordered(score: Float[Array, "n l"]) -> Int[Array, "n l"]:
+def ordered(score: Float[Array, "n l"]) -> Int[Array, "n l"]:
     """Integers in the order of the floats; 0 and -0 are equal."""
     bits = jax.lax.bitcast_convert_type(jnp.where(score == 0, 0.0, score), jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.int32(2**31 - 1), bits)

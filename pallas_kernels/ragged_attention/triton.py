@@ -2,7 +2,8 @@
 
 A program walks over its tiles of the dense pairs, and then over those of its head's run, which lies in one
 piece; its length is read at run time. Where programs are few, both are divided into ranges, which a second
-kernel merges (`pallas_kernels.attention.gpu`). Compiled for an H100 and right in interpret mode; not timed.
+kernel merges (`pallas_kernels.attention.triton`). Compiled for an H100 and right in interpret mode; not
+timed.
 """
 
 import functools
@@ -13,7 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.attention.gpu import (
+from pallas_kernels.attention.shared import OnlineSoftmax, check_supported, extent, scores
+from pallas_kernels.attention.triton import (
     MASKED_QUERIES,
     TILE,
     WHOLE,
@@ -23,7 +25,6 @@ from pallas_kernels.attention.gpu import (
     finish,
     rows_of_tile,
 )
-from pallas_kernels.attention.shared import OnlineSoftmax, check_supported, extent, scores
 from pallas_kernels.ragged_attention.xla import check_shapes
 
 
@@ -45,7 +46,7 @@ def ragged_attention(
     """As `xla.ragged_attention`; `chunk` is the size of a run that programs are divided for.
 
     Raises:
-      NotImplementedError: As `pallas_kernels.attention.gpu.attention`.
+      NotImplementedError: As `pallas_kernels.attention.triton.attention`.
     """
     check_shapes(q, k, v, kept_k, kept_v, start, length, mask, readable, chunk=chunk, widest=widest)
     check_supported(WIDTHS, k, mask, None, MASKED_QUERIES, q=q, v=v, kept_k=kept_k, kept_v=kept_v)
