@@ -1,20 +1,30 @@
 """DiffusionGemma: layers of two kinds, a second input, and what has no meaning without a mask."""
 
 import dataclasses
+import functools
+import itertools
+import json
 import pathlib
+import shutil
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import dllm_jax as dj
 from dllm_jax import lora
+from dllm_jax.decoding.request import prepare
 from dllm_jax.nn.parameters import abstract, count
 from dllm_jax.published.presets import presets
 from dllm_jax.roofline import steps
+from dllm_jax.samplers import EntropyNoise
+from dllm_jax.samplers.noise import within_bound
 from tests import refuses
-from tests.models import spec, tiny
+from tests.checkpoints import rewrite
+from tests.models import WIDE, spec, tiny
+from tests.replay.stepping import states
 
 FAMILY, TOKENS = "diffusion-gemma", np.arange(20)[None] % 50
 MODEL = pathlib.Path(__file__).parent / "goldens" / "models" / "diffusion-gemma-tiny"
@@ -98,3 +108,111 @@ def test_costs_count_every_parameter_and_windows_bound_what_is_read():
     assert long / short < 5  # one layer in six reads all of a context
     described = dj.abstract("diffusiongemma-26b-a4b", weights="int8")
     assert count(described.params) == counted
+
+
+# -- decoding ---------------------------------------------------------------------------------------------
+
+SAMPLER = EntropyNoise(steps=4, bound=2.0, certainty=10.0)
+PROMPTS, KEYS = ([3, 1, 4, 1, 5, 9, 2, 6], [7, 8], [5] * 13), jax.random.split(jax.random.key(3), 3)
+OPTIONS = dict(length=20, sampler=SAMPLER, widths=WIDE)
+
+
+@functools.cache
+def answers() -> np.ndarray:
+    return np.asarray(dj.generate(tiny(FAMILY), PROMPTS, key=KEYS, **OPTIONS).tokens)[:, -20:]
+
+
+def test_a_batch_of_unequal_prompts_equals_each_alone_however_it_is_asked_for():
+    model = tiny(FAMILY)
+    for i, prompt in enumerate(PROMPTS):
+        alone = dj.generate(model, [prompt], key=KEYS[i : i + 1], **OPTIONS)
+        np.testing.assert_array_equal(np.asarray(alone.tokens)[0, -20:], answers()[i])
+    *_, last = dj.stream(model, PROMPTS, key=KEYS, every=1, **OPTIONS)
+    np.testing.assert_array_equal(np.asarray(last.tokens)[:, -20:], answers())
+    requests = [{"prompt": prompt, "key": key} for prompt, key in zip(PROMPTS, KEYS, strict=True)]
+    for index, out in dj.generate_many(model, requests, slots=2, buckets=None, **OPTIONS):
+        alone = dj.generate(model, [PROMPTS[index]], key=KEYS[index], **OPTIONS)
+        np.testing.assert_array_equal(out.tokens, alone.tokens)
+
+
+def test_canvases_are_denoised_by_their_rule_and_stored_causally():
+    """Against full passes over everything, in plain NumPy."""
+    model, prompt, key = tiny(FAMILY), np.asarray([PROMPTS[0]]), KEYS[:1]
+    ran = list(states(model, prompt, key=key, **OPTIONS))
+    best, taken = None, 0
+    for before, after in itertools.pairwise(ran):
+        if bool(before.canvas.causal[0, 0]):
+            best, taken = [], 0
+            continue
+        begins = int(before.canvas.block_start[0])
+        read = SAMPLER.read_as(before.canvas, before.memory).tokens[:, : begins + 8]
+        soft = jnp.pad(before.memory.soft, ((0, 0), (begins, 0), (0, 0)))
+        logits = np.asarray(dj.forward(model, read, response=begins, soft=soft))[0, begins:]
+        cold = 0.4 + 0.4 * (4 - taken) / 4
+        share = np.exp(logits / cold - jax.nn.logsumexp(logits / cold, axis=-1, keepdims=True))
+        entropy = -np.sum(share * np.log(share), axis=1)
+        np.testing.assert_allclose(after.memory.entropy[0], entropy, atol=1e-4)
+        best.append(logits.argmax(axis=1))
+        order, taken = np.argsort(entropy), taken + 1
+        accepted = np.zeros(8, bool)
+        accepted[order] = np.cumsum(entropy[order]) - entropy[order] <= 2
+        np.testing.assert_array_equal(np.asarray(within_bound(jnp.asarray(entropy)[None], 2.0))[0], accepted)
+        kept = np.asarray(after.memory.tokens == after.memory.drawn)[0]
+        assert kept[accepted].all()
+        over = taken == 4 or (taken > 1 and np.array_equal(best[-2], best[-1]) and entropy.mean() < 10)
+        assert bool(after.canvas.decoded_at.max() == before.canvas.step[0]) == over
+        if over:
+            np.testing.assert_array_equal(after.canvas.tokens[0, begins : begins + 8], best[-1])
+
+
+def test_ends_stops_and_forbidden_tokens():
+    model, end = tiny(FAMILY), int(answers()[0, 3])
+    ended = model.replace_spec(eos_id=end, eot_id=None)
+    out = np.asarray(dj.generate(ended, PROMPTS, key=KEYS, stop_at_eos=True, **OPTIONS).tokens)[:, -20:]
+    first = answers()[0].tolist().index(end)
+    assert (out[0, first:] == end).all()
+    np.testing.assert_array_equal(out[0, :first], answers()[0, :first])
+    stopped = np.asarray(dj.generate(model, PROMPTS, key=KEYS, stop=[[end]], **OPTIONS).tokens)[0, -20:]
+    assert (stopped[first:] == model.spec.eos_id).all()
+    others = dj.generate(model, PROMPTS, key=KEYS, forbid=[end], **OPTIONS).tokens
+    assert end not in np.asarray(others)[:, -20:]
+    assert all(end not in prompt for prompt in PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(steps=4), "steps=4 is not supported by diffusion-gemma: a canvas may end early"),
+        (dict(block=4), "block=4 is not supported by diffusion-gemma: it denoises canvases of 8 tokens"),
+        (dict(suffix=[1]), "suffix=.* is not supported by diffusion-gemma"),
+        (dict(allow=[[1]] * 8), "allow=.* is not supported by diffusion-gemma"),
+        (
+            dict(sampler=dj.samplers.Threshold()),
+            "Threshold does not support .*has no mask token. Use Entropy",
+        ),
+        (
+            dict(policy=dj.policies.DualCache()),
+            "DualCache does not support diffusion-gemma: it decodes parts",
+        ),
+        (dict(policy=dj.policies.DKVDecode()), "DKVDecode does not support diffusion-gemma: it goes by"),
+        (dict(key=None), "draws random numbers: pass key="),
+    ],
+)
+def test_options_without_a_meaning_are_refused_by_name(options, message):
+    refuses(message, dj.generate, tiny(FAMILY), [PROMPTS[0]], **{"length": 8, "key": KEYS[:1], **options})
+
+
+def test_a_sampler_of_noise_takes_its_settings_from_the_checkpoint(tmp_path):
+    folder = shutil.copytree(MODEL, tmp_path / "model")
+    said = {"max_denoising_steps": 12, "t_max": 0.9, "stability_threshold": 2, "confidence_threshold": None}
+    bounded = {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": 0.2}
+    (folder / "generation_config.json").write_text(json.dumps({**said, "sampler_config": bounded}))
+    found = EntropyNoise(12, 0.2, 0.9, stability=2)
+    assert dj.generation_defaults(dj.load(folder))["sampler"] == found
+    assert prepare(dj.load(folder), [[1, 2]], key=KEYS[0], length=8).plan.sampler == found
+    assert dj.generation_defaults(dj.load(MODEL))["sampler"] == EntropyNoise()
+    rewrite(folder / "generation_config.json", sampler_config={"_cls_name": "Other"})
+    refuses("sampler_config=.* is not supported; supported: EntropyBoundSamplerConfig", dj.load, folder)
+    refuses("temperature=0.5 is not supported by EntropyNoise", EntropyNoise, temperature=0.5)
+    refuses("EntropyNoise does not support llada: .* Use Threshold", dj.generate, tiny("llada"), [[1]],
+            length=8, sampler=SAMPLER, key=KEYS[0])  # fmt: skip

@@ -15,7 +15,7 @@ FULL = pathlib.Path(__file__).parents[2] / "shared" / "goldens"  # next to a che
 # Of all other methods one case of each family runs every day: those that are left go through the same rules
 # with other numbers.
 EVERY_CASE = "dsb", "forward", "llada-v-preprocess", "sdar-generate", "stable-diffcoder-generate"
-EVERY_CASE += "vanilla-dream", "vanilla-llada", "diffusion-gemma-forward"
+EVERY_CASE += "vanilla-dream", "vanilla-llada", "diffusion-gemma-forward", "diffusion-gemma-generate"
 
 
 def pytest_generate_tests(metafunc):

@@ -56,6 +56,10 @@ READ = (
     ("`dllm-hub/*-diffusion-mdlm-*`, `-bd3lm-*`", "loads as A2D; recorded"),
     ("`radicalnumerics/RND1-Base-0910`", "loads as RND1; recorded"),
     ("`nvidia/Nemotron-Labs-Diffusion-3B`, `-8B`, `-14B`", "loads as Nemotron-Labs-Diffusion; recorded"),
+    (
+        "`google/diffusiongemma-26B-A4B-it`",
+        "loads as DiffusionGemma; recorded; the vision tower's tensors are kept, and images are not read",
+    ),
 )
 
 

@@ -16,8 +16,10 @@ from dllm_jax.checkpoint.files import has_entry, read_object
 from dllm_jax.nn.generation import Generation
 from dllm_jax.options import PositiveInt, check_argument, shown
 from dllm_jax.published import expressions
+from dllm_jax.samplers import EntropyNoise
 
 KEY, GROWING = "dllm_jax", "growing"
+BOUNDED = "EntropyBoundSamplerConfig"
 
 
 def _policy(_: str, text: Any) -> Any:
@@ -50,8 +52,9 @@ def generation_of(folder: Path) -> Generation:
     """
     if not has_entry(folder, GENERATION):
         return Generation()
-    said, where = read_object(folder / GENERATION).get(KEY, {}), f"{folder / GENERATION}: {KEY}"
-    fixed = _read(where, said, FIXED, GROWING)
+    values, where = read_object(folder / GENERATION), f"{folder / GENERATION}: {KEY}"
+    said = values.get(KEY, {})
+    fixed = _of_noise(f"{folder / GENERATION}", values) | _read(where, said, FIXED, GROWING)
     growing = _read(f"{where}.{GROWING}", said.get(GROWING, {}), GROWS)
     if growing and not ({"length", "max_length", "sampler"} <= growing.keys() and growing["sampler"].grows):
         raise ValueError(
@@ -59,6 +62,29 @@ def generation_of(folder: Path) -> Generation:
             '"DAEDAL()"'
         )
     return Generation(fixed, growing)
+
+
+# Keys of transformers' generation of DiffusionGemma, and of `EntropyNoise`; null takes the default.
+NOISE = {
+    "max_denoising_steps": "steps", "t_max": "t_max", "t_min": "t_min", "stability_threshold": "stability",
+    "confidence_threshold": "certainty",
+}  # fmt: skip
+
+
+def _of_noise(where: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampler that a file of DiffusionGemma describes; nothing of other files."""
+    if "max_denoising_steps" not in values:
+        return {}
+    rule: Any = values.get("sampler_config") or {}
+    if not isinstance(rule, dict) or rule.get("_cls_name", BOUNDED) != BOUNDED:
+        raise ValueError(f"{where}: sampler_config={shown(rule)} is not supported; supported: {BOUNDED}")
+    given = {NOISE[key]: value for key, value in values.items() if key in NOISE and value is not None}
+    if rule.get("entropy_bound") is not None:
+        given["bound"] = rule["entropy_bound"]
+    try:
+        return {"sampler": EntropyNoise(**given)}
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _read(where: str, said: Any, readers: Mapping[str, Callable[[str, Any], Any]], *others: str) -> Any:

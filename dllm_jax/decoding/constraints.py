@@ -69,7 +69,8 @@ def allowed_tokens(case: Case) -> Allowed | None:
     known = [host.readable(array) for array in (sets, which, masked, arrays.tokens)]
     if all(array is not None for array in known):
         canvas = Canvas(*map(np.array, known))
-        canvas.may[:, :, [spec.mask_id, *[spec.eos_id] * asked.sampler.logits_eos_inf]] = False
+        never = [spec.mask_id] * spec.has_mask_token + [spec.eos_id] * asked.sampler.logits_eos_inf
+        canvas.may[:, :, never] = False
         _none_empty(canvas, layout)
         possible = [_possible_choices(one, canvas, case) for one in choices]
         _choices_agree(choices, possible, layout)

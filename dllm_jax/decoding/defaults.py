@@ -6,6 +6,7 @@ from dllm_jax.decoding.options import AskedConversation, GenerateOptions, check_
 from dllm_jax.nn.model import Model
 from dllm_jax.options import check_argument
 from dllm_jax.policies.base import Policy
+from dllm_jax.samplers import EntropyNoise
 
 USUAL = {
     name: getattr(AskedConversation, name) for name in ("length", "block", "policy", "sampler", "stop_at_eos")
@@ -22,6 +23,7 @@ def generation_defaults(model: Model, **options: Unpack[GenerateOptions]) -> dic
     length=128, block=32, `DualCache()` and `Threshold(0.9)`; block-causal models have their own blocks.
     Settings for answers that find their own length count while nothing is given that fixes it: length, block,
     steps, sampler, suffix, allow or constraints. A sampler that needs exact keys and values gets `Policy()`.
+    Models without a mask token get `Policy()` and `EntropyNoise()`, which draws: pass a key.
 
     `chat`, `stream_chat`, `dllm-jax chat` and `dllm-jax generate` decode with them. `generate` does so if it
     is passed them: without options it decodes exactly.
@@ -43,6 +45,8 @@ def generation_defaults(model: Model, **options: Unpack[GenerateOptions]) -> dic
     check_options("generation_defaults", options)
     given: dict[str, Any] = {k: v for k, v in options.items() if v is not None or k not in UNSET}
     own_blocks: dict[str, Any] = {"block": None} if model.spec.context.has_blocks else {}
+    if not model.spec.has_mask_token:
+        own_blocks |= {"policy": Policy(), "sampler": EntropyNoise()}
     complete: dict[str, Any] = USUAL | own_blocks | dict(model.generation.fixed) | given
     growing = dict(model.generation.growing)
     fixed = {name for name in given.keys() & OF_ONE_LENGTH if name != "max_length" or given[name] is None}

@@ -32,10 +32,10 @@ from dllm_jax.nn.keys import Keys, typed_key
 from dllm_jax.nn.mask import require_mask_token
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument, check_names, shown
+from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument, check_names, refuse, shown
 from dllm_jax.options.hints import Notice
 from dllm_jax.policies.base import for_model
-from dllm_jax.samplers import KeyNoise, Noise, RecordedNoise, Sampler
+from dllm_jax.samplers import EntropyNoise, KeyNoise, Noise, RecordedNoise, Sampler
 from dllm_jax.state import host, inputs
 from dllm_jax.state.host import AnyArray
 from dllm_jax.state.layout import Layout
@@ -66,9 +66,10 @@ class Request(NamedTuple):
 def prepare(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions]) -> Request:
     """Returns the checked request of `generate(model, prompt, **options)`; errors are those of `generate`."""
     check_names("generate", options, GenerateOptions.__annotations__)
-    asked = Asked(**options)
     check_argument("model", model, Model, ", such as dj.load(path)")
-    require_mask_token(model.spec, "generate", "Use google-deepmind/gemma, which decodes it in JAX")
+    if not model.spec.has_mask_token:
+        options = with_noise(model, options)
+    asked = Asked(**options)
     prompts = inputs.prompts(prompt, asked.prompt_mask, asked.prompt_embeds, model.spec)
     if asked.prefix is not None:
         prompts = with_prefix(asked.prefix, asked, prompts, model)
@@ -87,6 +88,7 @@ def prepare(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions]
     length = canvas_length(asked, model.spec, unpadded)
     block, tail = blocks_of(asked.block, model.spec, given, sampler=asked.sampler)
     tail = aligned(width + length, tail) if tail else 0
+    tail = tail if model.spec.has_mask_token else -length % model.spec.block_size  # whole canvases
     padded = prompts.mask is not None
     whole = asked.sampler.whole_blocks and not model.spec.context.from_response
     cut = model.spec.context.cut_short
@@ -96,6 +98,32 @@ def prepare(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions]
     if suffix is not None:
         tokens = host.module(tokens, suffix).concatenate([tokens[:, :-given], suffix], axis=1)
     return _planned(model, Inputs(tokens, valid, None, prompts.embeds), layout, asked, width - unpadded)
+
+
+def with_noise(model: Model, options: GenerateOptions) -> GenerateOptions:
+    """Options with the sampler that a model without a mask token asks for, where none is given.
+
+    Raises:
+      ValueError: an option that has no meaning there, by name.
+    """
+    spec, sampler = model.spec, model.generation.fixed.get("sampler", EntropyNoise())
+    refuse(
+        Asked(**{"sampler": sampler, **options}),
+        {
+            "steps": "a canvas may end early. Use EntropyNoise(steps=)",
+            "suffix": "nothing attends to what follows a canvas",
+            "allow": "a canvas ends as a whole, and noise may be any token",
+            "constraints": "a canvas ends as a whole, and noise may be any token",
+            "prefix": "causal passes store the prompt",
+        },
+        by=f"by {spec.family}",
+    )
+    if options.get("block") not in (None, spec.block_size):
+        raise ValueError(
+            f"block={shown(options.get('block'))} is not supported by {spec.family}: it denoises canvases of "
+            f"{spec.block_size} tokens as a whole. Leave it out."
+        )
+    return {"sampler": sampler, **options}
 
 
 def repeated(request: Request, count: int) -> Request:

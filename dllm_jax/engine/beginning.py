@@ -92,10 +92,11 @@ def check_outputs(plan: Plan, spec: ModelSpec):
 def split_cache(cache: Cache, model: Model, batch: int) -> Cache:
     """The cache as a mesh splits it: by sequence and KV head; unchanged without a mesh."""
     stacked = "" if model.layers_are_separate else "n"
+    kinds = {model.spec.at(layer).kv_heads for layer in range(model.spec.layers)}
 
     def of_layers(array: Array) -> Array:
         # Keys and values have heads; what else is stored has the axes of the sequences and slots alone.
-        has_heads = array.ndim == len(stacked) + 4 and array.shape[-2] == model.spec.kv_heads
+        has_heads = array.ndim == len(stacked) + 4 and array.shape[-2] in kinds
         return constrain(array, model.rules, f"{stacked}bskd" if has_heads else f"{stacked}b")
 
     def shared(array: Array) -> Array:
@@ -109,4 +110,13 @@ def split_cache(cache: Cache, model: Model, batch: int) -> Cache:
 def empty_cache(model: Model, policy: Policy, layout: Layout, batch: int) -> Cache:
     """The policy's storage before the first step, stacked or as a list of layers like the parameters."""
     cache = policy.init(model.spec, layout, batch, model.dtype)
-    return cache.separate() if model.layers_are_separate else cache
+    if not model.layers_are_separate:
+        return cache
+    separate, spec = cache.separate(), model.spec
+    if spec.gemma is None or not separate.layers:
+        return separate
+    # Layers of the other kind store pairs of another shape.
+    full = policy.init(spec.at(spec.gemma.full[0]), layout, batch, model.dtype).separate().layers
+    return separate._replace(
+        layers=[(full if n in spec.gemma.full else separate.layers)[n] for n in range(spec.layers)]
+    )

@@ -18,13 +18,14 @@ from dllm_jax.engine.generation import Generation, Plan
 from dllm_jax.engine.growth import end_confidence
 from dllm_jax.engine.records import LogProbs, of_candidates
 from dllm_jax.nn.arithmetic import guided
+from dllm_jax.nn.gemma import expected
 from dllm_jax.nn.layer import unembed
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.samplers.candidates import Candidates
 from dllm_jax.state.cache import Proposal
 from dllm_jax.state.canvas import Canvas, end, write
-from dllm_jax.state.rows import Rows, compact, gather, one_stream, places, repeat, spread
+from dllm_jax.state.rows import Rows, compact, gather, one_stream, places, repeat, scatter, spread
 from dllm_jax.xla.reductions import any_marked
 
 
@@ -305,11 +306,22 @@ def decide(
         proposal=proposal,
         finite=proposed.finite,
         changes=changes,
-        memory=decision.memory,
+        memory=_with_expected(generation, decision.memory, proposed.candidates, canvas),
         found=jax.tree.map(lambda values: gather(values, place), proposed.found),
         block_end=proposed.block_end,
         end_confidence=proposed.end_confidence,
     )
+
+
+def _with_expected(generation: Generation, memory: Any, candidates: Candidates, canvas: Canvas) -> Any:
+    """A sampler's memory with the embeddings that this step expects in the block, if it denoises noise."""
+    if not generation.plan.sampler.of_noise:
+        return memory
+    place = candidates.index - canvas.block_start[:, None]
+    place = jnp.where(candidates.index < canvas.layout.length, place, memory.soft.shape[1])
+    found = expected(generation.model.params, candidates.logits)
+    begins = (canvas.active & canvas.causal[:, 0])[:, None, None]
+    return memory._replace(soft=jnp.where(begins, 0, scatter(memory.soft, place, found)))
 
 
 def marked_on_canvas(

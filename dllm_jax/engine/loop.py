@@ -128,6 +128,8 @@ def final_tokens(plan: Plan, state: State) -> Int[Array, "b l"]:
         remaining = state.canvas.masked & state.record["counts"].finite[:, None]
         if plan.constraints:
             remaining &= state.canvas.position > first_eos(state.canvas)[:, None]
+        if not state.canvas.spec.has_mask_token:  # whose canvas holds text after its end
+            remaining |= state.canvas.response & (state.canvas.position > first_eos(state.canvas)[:, None])
         tokens = jnp.where(remaining, eos_id, tokens)
     return with_ends(state.canvas, with_stop(state.canvas, tokens))
 

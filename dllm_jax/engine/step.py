@@ -15,6 +15,7 @@ from dllm_jax.engine.growth import grow
 from dllm_jax.engine.records import Taken, passes_of
 from dllm_jax.engine.trace import attended
 from dllm_jax.engine.widths import Variant, at_end
+from dllm_jax.nn import gemma
 from dllm_jax.nn.intervened import IntervenedLayer, embedded, intervened
 from dllm_jax.nn.layer import Layer, LayerIndex, embed, layer_at, walk
 from dllm_jax.nn.low_rank import acting_in
@@ -102,7 +103,9 @@ def run_forward(generation: Generation, variant: Variant, state: State, read: Ca
     streams = repeat(read, plan.streams)
     rows = computed_rows(state.need, variant, streams, plan.policy)
     shadow = shadow_of(plan.sampler, streams)
-    hidden, cache = network(generation, network_inputs(plan, streams), streams, rows, state.cache, shadow)
+    soft = state.memory.soft if plan.sampler.of_noise else None
+    tokens = network_inputs(plan, streams)
+    hidden, cache = network(generation, tokens, streams, rows, state.cache, shadow, soft)
     return Forward(streams, rows, hidden, cache)
 
 
@@ -163,6 +166,7 @@ def network(
     rows: Rows,
     cache: Cache,
     branches: Branches | None = None,
+    soft: Float[Array, "b c m"] | None = None,
 ) -> tuple[Float[Array, "b q_plus_s m"], Cache]:
     """Runs the rows through all layers; the stacked cache is part of the carry and is written in place.
 
@@ -173,6 +177,7 @@ def network(
       rows: Positions to compute.
       cache: the policy's.
       branches: Further canvases of each sequence; None if there are none.
+      soft: Embeddings that the last step expected in the block, of models that denoise noise; else None.
 
     Returns:
       the residual stream at the rows after the last layer, after it that of the branches, and the changed
@@ -188,7 +193,7 @@ def network(
     cache = policy.before_layers(cache, canvas, rows)
     layer = branches.over(policy.layer) if branches else policy.layer
     layers = StepLayers.of(generation, canvas, readable, layer)
-    x = layers.embedded(rows, tokens, generation.embeds)
+    x = layers.embedded(rows, tokens, generation.embeds, soft)
     if not branches:
         return policy.network(layers, x, cache, rows, canvas)
     streams: Any = x, branches.embedded(layers.params, generation.embeds)
@@ -228,14 +233,23 @@ class StepLayers:
         params = model.params
         if plan.sampler.draft_adapter:
             params = acting_in(params, ~canvas.causal[:, 0], model.spec.layers)
+        params = gemma.in_pass(params, canvas.causal)
         rope = generation.rope.padded(canvas.valid, model.spec)
         return StepLayers(generation, params, rope, canvas, readable, traced_layer(generation, canvas, layer))
 
     def embedded(
-        self, rows: Rows, tokens: Int[Array, "b l"], embeds: Float[Array, "b l m"] | None
+        self,
+        rows: Rows,
+        tokens: Int[Array, "b l"],
+        embeds: Float[Array, "b l m"] | None,
+        soft: Float[Array, "b c m"] | None = None,
     ) -> Float[Array, "b q m"]:
         """The residual stream at the rows before the first layer."""
         x = embed(self.params, rows.take(tokens), jax.tree.map(rows.take, embeds))
+        if soft is not None:
+            place = jnp.clip(rows.index - self.canvas.block_start[:, None], 0, soft.shape[1] - 1)
+            soft = jnp.take_along_axis(soft, place[..., None], axis=1)
+            x = gemma.conditioned(self.params, self.canvas.spec, x, soft, self.canvas.causal)
         return embedded(self.generation.plan.interventions, x, rows.index, self.canvas.step)
 
     def run(self, x: Any, cache: Cache, rows: Rows, layers: range | None = None) -> Carry:
@@ -302,7 +316,9 @@ def traced_layer(
 
     def through(weights: Layer, x: Any, view: LayerCache, rows: Rows):
         weights = intervened(weights, plan.interventions, rows.index, canvas.step)
-        x, view = layer(weights, x, view, rows, canvas)
+        # A layer sees the canvas under the spec of its kind, which says how far it attends.
+        at = canvas if model.spec.gemma is None else dataclasses.replace(canvas, spec=weights.spec)
+        x, view = layer(weights, x, view, rows, at)
         if isinstance(weights, IntervenedLayer):
             weights.check_reached(plan.policy.layer.__qualname__)
         return x, view

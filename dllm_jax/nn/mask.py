@@ -141,21 +141,21 @@ def require_full_attention(
         )
 
 
-def require_mask_token(spec: ModelSpec, what: str, fix: str):
+def require_mask_token(spec: ModelSpec, what: str, fix: str, does: str = ""):
     """Raises ValueError for a model without a mask token, where a method needs one.
 
     Args:
       spec: the model.
       what: Name of the method or option.
       fix: Sentence that names an alternative.
+      does: Clause with what the method needs one for.
 
     Raises:
       ValueError: the model denoises uniform noise.
     """
     if not spec.has_mask_token:
-        raise ValueError(
-            f"{what} does not support {spec.family}: it denoises uniform noise and has no mask token. {fix}."
-        )
+        reason = does or "it denoises uniform noise and has no mask token"
+        raise ValueError(f"{what} does not support {spec.family}: {reason}. {fix}.")
 
 
 def require_blocks(spec: ModelSpec, what: str, fix: str):

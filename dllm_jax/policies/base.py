@@ -242,7 +242,11 @@ class Policy(Options):
 
 
 def for_model(policy: Policy, spec: ModelSpec) -> Policy:
-    """Returns the policy that runs on a model (`Policy._in_blocks`)."""
+    """Returns the policy that runs on a model (`Policy._in_blocks`).
+
+    Raises:
+      ValueError: the method, or one of its options, means nothing on the model.
+    """
     return policy._in_blocks(spec) if spec.context.has_blocks else policy
 
 

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from dllm_jax.nn.arithmetic import einsum
 from dllm_jax.nn.layer import Layer
+from dllm_jax.nn.mask import require_mask_token
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import LARGEST, NoneMeans, PositiveInt, TracedPositiveInt, TracedWidth
 from dllm_jax.policies.base import Policy
@@ -136,8 +137,17 @@ class D2Cache(Policy):
         influence = jnp.where(canvas.active[:, None], influence, known.influence)
         return cache._replace(shared=Salience(confidence, influence, rolled=()))
 
+    # -- the sets of the selection ---------------------------------------------------------------------
 
-# -- the sets of the selection ---------------------------------------------------------------------
+    @override
+    def _in_blocks(self, spec: ModelSpec) -> Policy:
+        require_mask_token(
+            spec,
+            type(self).__name__,
+            "Use Policy()",
+            "it goes by tokens that are decided while their block is denoised",
+        )
+        return self
 
 
 class Salience(NamedTuple):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 from typing_extensions import override
 
+from dllm_jax.nn.mask import require_mask_token
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NoneMeans, TracedNonNegativeInt, TracedPositiveInt
 from dllm_jax.policies.base import Policy, halvings
@@ -79,6 +80,16 @@ class DKV(Policy):
         # "un_right": also while its own token is not settled; the last position goes with its left neighbor.
         both = predictors | tokens
         return both | (last & jnp.roll(both, 1, axis=1))
+
+    @override
+    def _in_blocks(self, spec: ModelSpec) -> Policy:
+        require_mask_token(
+            spec,
+            type(self).__name__,
+            "Use Policy()",
+            "it goes by tokens that are decided while their block is denoised",
+        )
+        return self
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 from typing_extensions import override
 
+from dllm_jax.nn.mask import require_mask_token
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt
 from dllm_jax.policies.base import Policy
@@ -73,6 +74,16 @@ class DKVGreedy(Policy):
         # center.
         decoded = -(-layout.block // layout.steps_per_block)
         return (min(decoded * (3 + self.window), layout.length),)
+
+    @override
+    def _in_blocks(self, spec: ModelSpec) -> Policy:
+        require_mask_token(
+            spec,
+            type(self).__name__,
+            "Use Policy()",
+            "it goes by tokens that are decided while their block is denoised",
+        )
+        return self
 
 
 def neighbors(

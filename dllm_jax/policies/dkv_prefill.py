@@ -5,6 +5,7 @@ import dataclasses
 from jaxtyping import Array, Bool
 from typing_extensions import override
 
+from dllm_jax.nn.mask import require_mask_token
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
 from dllm_jax.policies.network import Phase
@@ -44,3 +45,13 @@ class DKVPrefill(Policy):
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
         """The response, and with a shifted head one position more."""
         return (layout.response_inputs(spec.shifted),)
+
+    @override
+    def _in_blocks(self, spec: ModelSpec) -> Policy:
+        require_mask_token(
+            spec,
+            type(self).__name__,
+            "Use Policy()",
+            "it goes by tokens that are decided while their block is denoised",
+        )
+        return self

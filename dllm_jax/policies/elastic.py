@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from dllm_jax.nn.layer import Layer, LayerIndex
+from dllm_jax.nn.mask import require_mask_token
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Options, PositiveInt
 from dllm_jax.policies.base import Policy, halvings
@@ -345,8 +346,17 @@ class ElasticCache(Policy):
             return ()
         return (min(4 * self.window, layout.length),) if self.block_caching else halvings(layout.length)[:-1]
 
+    # -- a layer over the computed positions, or over all of them --------------------------------------
 
-# -- a layer over the computed positions, or over all of them --------------------------------------
+    @override
+    def _in_blocks(self, spec: ModelSpec) -> Policy:
+        require_mask_token(
+            spec,
+            type(self).__name__,
+            "Use Policy()",
+            "it goes by tokens that are decided while their block is denoised",
+        )
+        return self
 
 
 class InputStore(NamedTuple):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 from typing_extensions import override
 
+from dllm_jax.nn.mask import require_mask_token
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy, halvings
 from dllm_jax.policies.network import Phase
@@ -50,6 +51,13 @@ class PrefixCache(Policy):
         """The response, a half and a quarter of it, from a block on: later blocks have a shorter suffix."""
         return tuple(w for w in halvings(layout.response)[-3:] if w >= layout.block)
 
+    @override
+    def _in_blocks(self, spec: ModelSpec) -> Policy:
+        require_mask_token(
+            spec, type(self).__name__, "Use Policy()", "it decodes parts of a block one after the other"
+        )
+        return self
+
 
 @dataclasses.dataclass(frozen=True)
 class DualCache(Policy):
@@ -78,6 +86,13 @@ class DualCache(Policy):
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
         return halvings(layout.widest_block, smallest=layout.block)[:3]
+
+    @override
+    def _in_blocks(self, spec: ModelSpec) -> Policy:
+        require_mask_token(
+            spec, type(self).__name__, "Use Policy()", "it decodes parts of a block one after the other"
+        )
+        return self
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 from typing_extensions import override
 
+from dllm_jax.nn.mask import require_mask_token
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt
 from dllm_jax.policies.base import Policy, halvings
@@ -55,3 +56,10 @@ class SlidingCache(Policy):
         """A block and the window, twice as much, and so on as far as blocks become longer."""
         before = self.window + int(spec.shifted)
         return tuple(block + before for block in halvings(layout.widest_block, smallest=layout.block)[:3])
+
+    @override
+    def _in_blocks(self, spec: ModelSpec) -> Policy:
+        require_mask_token(
+            spec, type(self).__name__, "Use Policy()", "it decodes parts of a block one after the other"
+        )
+        return self

@@ -10,6 +10,7 @@ from dllm_jax.samplers.early_commit import EarlyCommit
 from dllm_jax.samplers.free_dave import FreeDave
 from dllm_jax.samplers.growing import DAEDAL, DreamOn
 from dllm_jax.samplers.klass import KLASS
+from dllm_jax.samplers.noise import EntropyNoise
 from dllm_jax.samplers.parallel import Dynamic, EBSampler, Factor, LocalLeap, Sequential, Threshold, UntilDone
 from dllm_jax.samplers.pc import PCSampler, TokenFrequencies
 from dllm_jax.samplers.regex import Automaton, Regex
@@ -19,7 +20,8 @@ from dllm_jax.samplers.s2d2 import S2D2
 __all__ = [
     "DAEDAL", "KLASS", "S2D2", "WINO", "Automaton", "Autoregressive", "Candidates", "CertaintyPrior",
     "Confidence", "Constraint", "Decision", "DreamOn", "DreamSchedule", "Dynamic", "EBSampler",
-    "EarlyCommit", "Edit", "Factor", "FreeDave", "KeyNoise", "LocalLeap", "Noise", "OneOf", "PCSampler",
+    "EarlyCommit", "Edit", "EntropyNoise", "Factor", "FreeDave", "KeyNoise", "LocalLeap", "Noise", "OneOf",
+    "PCSampler",
     "RandomOrder", "RecordedNoise", "Regex", "Sampler", "SelfSpeculation", "Sequential", "Threshold",
     "TokenFrequencies", "UntilDone",
 ]  # fmt: skip

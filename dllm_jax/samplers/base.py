@@ -94,6 +94,10 @@ class Sampler(Options, abc.ABC):
     """Whether steps that `read_as` marks verify a draft: the logits of a mask are then those of a mask that
     follows the draft (`engine.branches`), or with a shifted head of the token before it."""
 
+    of_noise: ClassVar[bool] = False
+    """Whether the sampler denoises uniform noise, of models without a mask token. Its memory has the field
+    `soft`, the embeddings that the network expected at the positions of the block [b c m]."""
+
     by_score: ClassVar[bool] = False
     """Promises that `transfer` decides by the candidates' positions, tokens and scores, the canvas and the
     noise alone, not by their logits, and nothing is remembered: `FreeDave` can then draft its steps."""
@@ -276,6 +280,14 @@ class Sampler(Options, abc.ABC):
 
     def check_model(self, spec: ModelSpec):
         """Raises ValueError if the sampler does not go with a model."""
+        if self.of_noise == spec.has_mask_token:
+            does = "denoises uniform noise" if self.of_noise else "unmasks positions"
+            what = "predicts [MASK]" if self.of_noise else "has no mask token"
+            fix = "Threshold()" if self.of_noise else "EntropyNoise()"
+            raise ValueError(
+                f"{type(self).__name__} does not support {spec.family}: it {does}, and the model {what}. "
+                f"Use {fix}."
+            )
         if outside := [i for i in self.suppress_tokens or () if i >= spec.vocab]:
             raise ValueError(f"suppress_tokens holds {outside[0]}, outside the vocabulary [0, {spec.vocab})")
         if self.confidence_eos_eot_inf and spec.eot_id is None:

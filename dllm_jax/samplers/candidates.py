@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from dllm_jax.nn.keys import typed_key
 from dllm_jax.options import shown
-from dllm_jax.state.canvas import Canvas, keep_block, revoke
+from dllm_jax.state.canvas import Canvas, fill_block, keep_block, revoke
 
 # Arrays of a step's candidates: b sequences, c candidates of each, v tokens.
 Logits = Float[Array, "b c v"]
@@ -51,6 +51,7 @@ class Decision(NamedTuple):
       keeps_block: sequences that stay in the block even if nothing in it is masked, where the sampler edits
         (`Sampler.edits`); else None.
       token: Tokens of the chosen candidates; None takes those of the candidates.
+      filled: Sequences whose current block is decoded as a whole, and its tokens; None if none is.
     """
 
     chosen: Bool[Array, "b c"]
@@ -58,6 +59,7 @@ class Decision(NamedTuple):
     revoked: Bool[Array, "b c"] | None = None
     keeps_block: Bool[Array, "b"] | None = None
     token: Int[Array, "b c"] | None = None
+    filled: tuple[Bool[Array, "b"], Int[Array, "b block"]] | None = None
 
     def tokens_of(self, token: Int[Array, "b c"]) -> Int[Array, "b c"]:
         """The tokens that candidates get, given those that they were proposed with."""
@@ -74,6 +76,8 @@ class Decision(NamedTuple):
             changes += (Partial(revoke, revoked=on_canvas(self.revoked)),)
         if self.keeps_block is not None:
             changes += (Partial(keep_block, stays=self.keeps_block),)
+        if self.filled is not None:
+            changes += (Partial(fill_block, ends=self.filled[0], tokens=self.filled[1]),)
         return changes
 
 

@@ -45,7 +45,7 @@ class Canvas:
     `canvas.block_begins | canvas.predicting_positions(canvas.block)`.
 
     Attributes:
-      tokens: current ids, mask_id where undecided.
+      tokens: current ids, `ModelSpec.mask_id` where undecided: [MASK], or no token's id.
       decoded_at: the sequence's step at which a position was decoded; -1 for the prompt and while masked.
       valid: not padding.
       block_start: First position of each sequence's current block; after the last block, the end of the
@@ -385,6 +385,17 @@ def keep_block(canvas: Canvas, stays: Bool[Array, "b"]) -> Canvas:
     if canvas.keeps_block is None:
         return canvas
     return dataclasses.replace(canvas, keeps_block=jnp.where(canvas.active, stays, canvas.keeps_block))
+
+
+def fill_block(canvas: Canvas, ends: Bool[Array, "b"], tokens: Int[Array, "b c"]) -> Canvas:
+    """Decodes all of the current block in these sequences, by the step that `write` has counted."""
+    chosen = canvas.block & ends[:, None] & canvas.valid
+    place = jnp.clip(canvas.position - canvas.block_start[:, None], 0, tokens.shape[1] - 1)
+    return dataclasses.replace(
+        canvas,
+        tokens=jnp.where(chosen, jnp.take_along_axis(tokens, place, axis=1), canvas.tokens),
+        decoded_at=jnp.where(chosen, canvas.step[:, None] - 1, canvas.decoded_at),
+    )
 
 
 def end(canvas: Canvas, ends: Bool[Array, "b"]) -> Canvas:

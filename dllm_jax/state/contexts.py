@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 from typing_extensions import override
 
+from dllm_jax.nn.gemma import in_window
 from dllm_jax.nn.mask import Mask, block_causal, in_front_of
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.state.canvas import Canvas, masks_in_block
@@ -200,6 +201,36 @@ class CausalCanvas(BlockCausalCanvas):
         return None
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NoisyCanvas(CausalCanvas):
+    """Sequences of a model that denoises uniform noise, a block at a time, after a causal context.
+
+    Undecided positions hold no token. What the network reads there is the sampler's (`Sampler.read_as`). A
+    causal pass begins each block and predicts nothing. Layers may see a window of the context.
+    """
+
+    @property
+    @override
+    def _predicted(self) -> Bool[Array, "b l"]:
+        return super(BlockCausalCanvas, self)._predicted & ~self.causal
+
+    @property
+    @override
+    def predictor(self) -> Int[Array, "b l"]:
+        return super(BlockCausalCanvas, self).predictor
+
+    @override
+    def without_final(self, selected: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
+        # Nothing in the block has keys and values before its first denoising pass, the second of its steps.
+        return super().without_final(selected | (self.block_step <= 1)[:, None])
+
+    @override
+    def attends(self, rows: Rows, readable: Bool[Array, "b l"] | None = None) -> Mask | None:
+        mask, begins = super().attends(rows, readable), self.block_start[:, None]
+        return in_window(self.spec, mask, rows.index, self.layout.length, begins)
+
+
 def in_blocks(canvas: Canvas) -> BlockCausalCanvas:
     """The canvas as one of a block-causal model, which it is."""
     assert isinstance(canvas, BlockCausalCanvas), "the model is block-causal"
@@ -244,7 +275,8 @@ def _of_its_kind(canvas: Canvas) -> Canvas:
     context, layout = canvas.spec.context, canvas.layout
     fields = {field.name: getattr(canvas, field.name) for field in dataclasses.fields(Canvas)}
     if context.has_causal_passes:
-        return CausalCanvas(**fields, stored=canvas.first_position)
+        kind = CausalCanvas if canvas.spec.has_mask_token else NoisyCanvas
+        return kind(**fields, stored=canvas.first_position)
     if context.has_blocks:
         return BlockCausalCanvas(**fields, stored=jnp.zeros_like(canvas.step))
     if layout.initial is None:

@@ -24,8 +24,9 @@ SLIDING = Sliding(6)
 PLACES = {
     "LLaDA": ("llada", 6), "Dream": ("dream", 6), "LLaDA-MoE": ("llada-moe", 6),
     "A2D": ("a2d-qwen3", 6), "RND1": ("rnd1", 6), "sliding block": ("llada", SLIDING),
-    "block-causal": ("sdar", 6), "Nemotron": ("nemotron", 6),
+    "block-causal": ("sdar", 6), "Nemotron": ("nemotron", 6), "DiffusionGemma": ("diffusion-gemma", None),
 }  # fmt: skip
+NOISY = "DiffusionGemma"  # whose sampler no other place has
 POLICIES = (*policies.ALL, *policies.BLOCK_CAUSAL)
 EVEN = samplers.TokenFrequencies(np.full(spec("llada").vocab, 1 / spec("llada").vocab))
 SAMPLERS = (
@@ -34,7 +35,7 @@ SAMPLERS = (
     samplers.CertaintyPrior(), samplers.Dynamic(), samplers.Sequential(), samplers.Edit(),
     samplers.DreamSchedule(), samplers.Autoregressive(), samplers.SelfSpeculation(block=6),
     samplers.FreeDave(), samplers.S2D2(), samplers.LocalLeap(), samplers.DAEDAL(grow_below=0, insert_below=0),
-    samplers.DreamOn(3),
+    samplers.DreamOn(3), samplers.EntropyNoise(),
 )  # fmt: skip
 
 
@@ -98,10 +99,11 @@ def tables() -> str:
     def of_policy(policy: policies.Policy) -> str:
         # A random order is what any policy goes with; other samplers are asked in the first place that works,
         # but those with blocks of their own, drafts or growth, which go with few policies.
-        found = {place: number(policy, samplers.RandomOrder(), place) for place in PLACES}
+        of_place = lambda place: samplers.EntropyNoise() if place == NOISY else samplers.RandomOrder()
+        found = {place: number(policy, of_place(place), place) for place in PLACES}
         asked = next(place for place, reason in found.items() if not reason)
         verifying = samplers.FreeDave | samplers.S2D2
-        few = lambda s: s.own_block is not None or s.grows or isinstance(s, verifying)
+        few = lambda s: s.own_block is not None or s.grows or s.of_noise or isinstance(s, verifying)
         others = [s for s in SAMPLERS if not few(s)]
         alone = {_name(s) for s in others if asked != "LLaDA" and number(policies.Policy(), s, asked)}
         other = {_name(s): number(policy, s, asked) for s in others if _name(s) not in alone}
@@ -112,7 +114,8 @@ def tables() -> str:
         return row(policy, found, "all")
 
     def of_sampler(sampler: samplers.Sampler) -> str:
-        return row(sampler, {place: number(policies.Policy(), sampler, place) for place in PLACES}, "")
+        places = [place for place in PLACES if (place == NOISY) == sampler.of_noise]
+        return row(sampler, {place: number(policies.Policy(), sampler, place) for place in places}, "")
 
     of_policies = [*_head("policy", "works with", "does not work with"), *map(of_policy, POLICIES)]
     restricted = [found for found in map(of_sampler, SAMPLERS) if not found.endswith("|  |  |")]
