@@ -14,13 +14,16 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax import lora
+from dllm_jax import lora, training
 from dllm_jax.decoding.request import prepare
+from dllm_jax.nn.answers import answer_logits
 from dllm_jax.nn.parameters import abstract, count
 from dllm_jax.published.presets import presets
 from dllm_jax.roofline import steps
 from dllm_jax.samplers import EntropyNoise
 from dllm_jax.samplers.noise import within_bound
+from dllm_jax.training.batch import checked
+from dllm_jax.training.loss import draw
 from tests import refuses
 from tests.checkpoints import rewrite
 from tests.models import WIDE, spec, tiny
@@ -216,3 +219,48 @@ def test_a_sampler_of_noise_takes_its_settings_from_the_checkpoint(tmp_path):
     refuses("temperature=0.5 is not supported by EntropyNoise", EntropyNoise, temperature=0.5)
     refuses("EntropyNoise does not support llada: .* Use Threshold", dj.generate, tiny("llada"), [[1]],
             length=8, sampler=SAMPLER, key=KEYS[0])  # fmt: skip
+
+
+# -- training ---------------------------------------------------------------------------------------------
+
+
+def test_a_training_pass_predicts_each_canvas_as_denoising_does():
+    """From clean earlier canvases, whatever stands in their noisy copies, with a window and without."""
+    model, rng = tiny(FAMILY), np.random.default_rng(0)
+    prompt, answer, noisy = (rng.integers(0, 50, (2, length)) for length in (9, 16, 16))
+    soft = jnp.asarray(rng.standard_normal((2, 16, 32)), jnp.float32)
+    tokens = jnp.asarray(np.concatenate([prompt, noisy], axis=1))
+    found = answer_logits(model, tokens, jnp.asarray(answer), soft=soft)
+    for first in (0, 8):
+        context, here = np.concatenate([prompt, answer[:, :first]], axis=1), slice(first, first + 8)
+        ids, begins = np.concatenate([context, noisy[:, here]], axis=1), context.shape[1]
+        read = jnp.pad(soft[:, here], ((0, 0), (begins, 0), (0, 0)))
+        plain = dj.forward(model, ids, response=begins, soft=read)[:, begins:]
+        np.testing.assert_allclose(found[:, here], plain, atol=1e-3)
+
+
+def test_noise_is_drawn_by_canvas_and_answers_end_in_whole_canvases():
+    of, prompt = spec(FAMILY), np.zeros((64, 3), np.int32)
+    batch = checked(training.Batch(prompt, np.full((64, 11), 5)), of)
+    drawn = draw(batch, jax.random.key(0), of)
+    assert drawn.answer.shape == (64, 16)
+    assert (np.asarray(drawn.answer)[:, 11:] == of.eos_id).all()
+    assert drawn.masked.all()
+    assert not (np.asarray(drawn.tokens) == of.mask_id).any()
+    changed = np.asarray(drawn.tokens[:, 3:] != drawn.answer).reshape(64, 2, 8).mean(axis=2)
+    assert np.abs(np.corrcoef(changed[:, 0], changed[:, 1])[0, 1]) < 0.5
+    assert 0.4 < changed.mean() < 0.6
+    assert changed.std() > 0.25
+    assert 0.3 < np.asarray(drawn.conditioned).mean() < 0.7
+
+
+def test_a_model_learns_to_denoise_one_answer():
+    """The objective's gradient is of the decoder's own passes: what is learnt is decoded."""
+    batch = training.Batch(np.asarray([[1, 2, 3]] * 4), np.asarray([[7, 8, 9, 10, 11, 12, 13, 14]] * 4))
+    config = training.TrainConfig(steps=80, warmup=2, decay=30, learning_rate=1e-2)
+    source = training.Batches(lambda step: batch)
+    run = training.train(tiny(FAMILY), source, config, progress=False)
+    loss = lambda model: training.masked_diffusion_loss(model, batch, jax.random.key(1))[0]
+    assert loss(run.model) < 0.3 * loss(tiny(FAMILY))
+    out = dj.generate(run.model, [[1, 2, 3]], length=8, sampler=EntropyNoise(steps=6), key=jax.random.key(0))
+    assert np.asarray(out.tokens)[0, 3:].tolist() == [7, 8, 9, 10, 11, 12, 13, 14]

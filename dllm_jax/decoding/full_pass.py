@@ -162,13 +162,13 @@ def _stream(
     tokens = constrain(tokens, model.rules, "bl")
     position, mask, rope = full_pass(model.spec, tokens, valid, response=response)
     step = jnp.zeros(len(tokens), jnp.int32)
-    params, x, begins = first_inputs(model, tokens, embeds, response, soft)
+    params, x, near = first_inputs(model, tokens, valid, embeds, response, soft)
     spec, x = model.spec, embedded(interventions, x, position, step)
     stream = jnp.zeros((spec.layers + 1, *x.shape), x.dtype).at[0].set(x)
 
     def run(layer: Layer, stream):
         layer = intervened(layer, interventions, position, step)
-        seen = in_window(layer.spec, mask, position, tokens.shape[1], begins)
+        seen = in_window(layer.spec, mask, near, position)
         x = exact_layer(layer, stream[layer.index], position, seen)
         return jax.lax.dynamic_update_index_in_dim(stream, x, layer.index + 1, 0)
 

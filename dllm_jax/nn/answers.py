@@ -26,6 +26,7 @@ def answer_logits(
     within: Mask | None = None,
     embeds: Float[Array, "b l m"] | None = None,
     causally: bool = False,
+    soft: Float[Array, "b r m"] | None = None,
 ) -> Float[Array, "b rows v"]:
     """Logits of an answer's positions, float32, from the positions that predict them.
 
@@ -40,9 +41,10 @@ def answer_logits(
       embeds: Inputs in place of embeddings (`encode`).
       causally: Whether r rows follow in which the clean answer is predicted, each token by those before it
         (a causal context). Of a prompt without tokens the first one means nothing.
+      soft: Embeddings that a pass before this one expected in the answer, of models that denoise noise.
     """
     if model.spec.context.has_blocks:
-        hidden = _of_two_copies(model, tokens, answer, valid, remat, layer_pass, embeds, causally)
+        hidden = _of_two_copies(model, tokens, answer, valid, remat, layer_pass, embeds, causally, soft)
     else:
         hidden = encode(model, tokens, valid, remat, layer_pass, within, embeds=embeds)
         # A shifted head (Dream) predicts token i at position i - 1: logits are computed there alone.
@@ -56,7 +58,7 @@ def answer_logits(
 
 
 def _of_two_copies(
-    model: Model, tokens, answer, valid, remat, layer_pass, embeds, causally
+    model: Model, tokens, answer, valid, remat, layer_pass, embeds, causally, soft
 ) -> Float[Array, "b rows m"]:
     """The residual stream where an answer's tokens are predicted, of a clean canvas and a noisy copy."""
     spec, (b, length), r = model.spec, tokens.shape, answer.shape[1]
@@ -68,9 +70,12 @@ def _of_two_copies(
     both = lambda clean, noisy: jnp.concatenate([clean, noisy[:, first:]], axis=1)
     twice = lambda array: None if array is None else both(array, array)
     canvas, real, ours = both(clean, tokens), twice(valid), twice(embeds)
+    if soft is not None:
+        soft = jnp.pad(soft, ((0, 0), (canvas.shape[1] - r, 0), (0, 0)))
     hidden = encode(
-        model, canvas, real, remat, layer_pass, embeds=ours, copied=length - first, response=response
-    )
+        model, canvas, real, remat, layer_pass, embeds=ours, copied=length - first, response=response,
+        soft=soft,
+    )  # fmt: skip
     if causally:
         return jnp.concatenate([hidden[:, -r:], hidden[:, response - 1 : length - 1]], axis=1)
     if not spec.shifted:

@@ -67,11 +67,7 @@ def in_pass(params: Params, causal: Bool[Array, "b #q"]) -> Params:
 
 
 def in_window(
-    spec: ModelSpec,
-    mask: Mask | None,
-    position: Int[Array, "b q"],
-    length: int,
-    begins: Int[Array, "b #q"] | int,
+    spec: ModelSpec, mask: Mask | None, near: Int[Array, "b q"], keys: Int[Array, "#b s"]
 ) -> Mask | None:
     """The mask of a layer without the keys before its window; the mask itself where the layer has none.
 
@@ -81,14 +77,12 @@ def in_window(
     Args:
       spec: That of the layer (`ModelSpec.at`).
       mask: narrowed; None for all keys.
-      position: Position of each query.
-      length: Number of keys, which lie in the order of positions.
-      begins: Position where the denoised canvas begins.
+      near: Position of each query; of a denoised one that where its canvas begins.
+      keys: Position of each key.
     """
     if spec.window is None:
         return mask
-    first = jnp.minimum(position, begins) - spec.window + 1
-    seen = (jnp.arange(length) >= first[..., None])[:, None]
+    seen = (keys[:, None] > near[..., None] - spec.window)[:, None]
     return seen if mask is None else mask & seen
 
 

@@ -179,12 +179,12 @@ def encode(
         mask = within if mask is None else mask & within
     # A single pass is step 0 of every sequence, which is all that interventions can ask of it.
     step = jnp.zeros(len(tokens), jnp.int32)
-    params, x, begins = first_inputs(model, tokens, embeds, response, soft)
+    params, x, near = first_inputs(model, tokens, valid, embeds, response, soft, copied)
 
     def run(layer: Layer, x):
         layer = intervened(layer, interventions, position, step)
         one = layer_pass or exact_layer
-        seen = gemma.in_window(layer.spec, mask, position, tokens.shape[1], begins)
+        seen = gemma.in_window(layer.spec, mask, near, position)
         # Weights are an argument of what is rematerialized, not a constant of it: their gradients go through
         # it.
         exact = lambda weights, x: one(dataclasses.replace(layer, weights=weights), x, position, seen)
@@ -197,16 +197,23 @@ def encode(
 def first_inputs(
     model: Model,
     tokens: Int[Array, "b l"],
+    valid: Bool[Array, "b l"] | None,
     embeds: Float[Array, "b l m"] | None,
     response: int | None,
     soft: Float[Array, "b l m"] | None,
-) -> tuple[Params, Float[Array, "b l m"], int]:
-    """The parameters that a full pass reads, its first stream, and where the denoised canvas begins."""
-    begins = tokens.shape[1] if response is None else response
-    causal = jnp.arange(tokens.shape[1])[None] < begins
-    x = embed(model.params, tokens, embeds)
-    x = gemma.conditioned(model.params, model.spec, x, soft, causal)
-    return gemma.in_pass(model.params, causal), x, begins
+    copied: int = 0,
+) -> tuple[Params, Float[Array, "b l m"], Int[Array, "b l"]]:
+    """The parameters that a full pass reads, its first stream, and `near` of `gemma.in_window`."""
+    x, spec, length = embed(model.params, tokens, embeds), model.spec, tokens.shape[1] - copied
+    order = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    if spec.gemma is None:
+        return model.params, x, order
+    begins = length if response is None or copied else response
+    causal, near = order < begins, jnp.minimum(order, begins)
+    if copied:  # of the noisy copy, each position lies in a canvas of its own
+        near = jnp.where(causal, order, spec.context.start(order - copied, None, response))
+    x = gemma.conditioned(model.params, spec, x, soft, causal)
+    return gemma.in_pass(model.params, causal), x, near
 
 
 def exact_layer(

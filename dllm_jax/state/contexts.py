@@ -227,8 +227,8 @@ class NoisyCanvas(CausalCanvas):
 
     @override
     def attends(self, rows: Rows, readable: Bool[Array, "b l"] | None = None) -> Mask | None:
-        mask, begins = super().attends(rows, readable), self.block_start[:, None]
-        return in_window(self.spec, mask, rows.index, self.layout.length, begins)
+        near = jnp.minimum(rows.index, self.block_start[:, None])
+        return in_window(self.spec, super().attends(rows, readable), near, self.position[None])
 
 
 def in_blocks(canvas: Canvas) -> BlockCausalCanvas:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from annotated_types import Interval, MinLen
@@ -122,6 +123,8 @@ class Curriculum(Options, Source):
         # New examples of the training half: the held-out half is for the evaluation alone.
         unseen = examples(stage.task, (self.seed, REVIEW + step), stage.size, self.review_examples, "train")
         asked: dict[str, Any] = {"length": stage.length, "template": self.template}
+        if not model.spec.has_mask_token:
+            asked["key"] = jax.random.key(step)
         score = accuracy(model, self.tokenizer, unseen, self.review_examples, **asked)
         return {"stage": memory["stage"] + int(score >= stage.bar), "accuracy": score}
 
@@ -175,7 +178,8 @@ def encode_batch(
         prompt, mask = prompt_arrays(tokenizer, examples, spec, template)
     # An answer, its end of turn, and end of text up to the length: where to stop is learnt too.
     size = spec.context.size or 1
-    answers = np.full((len(examples), length + size - 1), spec.eos_id, np.int32)
+    whole = -(-length // size) * size if not spec.has_mask_token else length + size - 1
+    answers = np.full((len(examples), whole), spec.eos_id, np.int32)
     for answer, example in zip(answers, examples, strict=True):
         ids = [*tokenizer.encode(example.answer, add_special_tokens=False), end]
         if len(ids) > length:
@@ -183,7 +187,7 @@ def encode_batch(
         answer[: len(ids)] = ids
     # A block-causal model decodes whole blocks, so end of text goes on to the end of each answer's last one.
     end_of_block = -(-(mask.sum(axis=1) + length) // size) * size - mask.sum(axis=1)
-    learnt = np.arange(answers.shape[1]) < end_of_block[:, None]
+    learnt = (np.arange(whole) < end_of_block[:, None]) | (not spec.has_mask_token)
     # Without padding there is nothing to mask.
     known, learnt = (None if real.all() else jnp.asarray(real) for real in (mask, learnt))
     return Batch(jnp.asarray(prompt), jnp.asarray(answers), known, learnt, images=images)

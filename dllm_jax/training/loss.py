@@ -1,6 +1,7 @@
 """The masked-diffusion loss for supervised fine-tuning (LLaDA, arXiv:2502.09992, section 2.3, algorithm 2).
 
 For block-causal models it is the block-diffusion objective (arXiv:2503.09573): a noise level for each block.
+Models without a mask token learn from uniform noise (arXiv:2107.03006), as DiffusionGemma's fine-tuning does.
 """
 
 import functools
@@ -13,8 +14,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from dllm_jax.nn.answers import answer_logits
 from dllm_jax.nn.arithmetic import of_token
+from dllm_jax.nn.gemma import expected
 from dllm_jax.nn.keys import one_key
-from dllm_jax.nn.mask import Mask, require_full_attention, require_mask_token
+from dllm_jax.nn.mask import Mask, require_full_attention
 from dllm_jax.nn.mesh import number_modes, over_mesh
 from dllm_jax.nn.model import LayerPass, Model
 from dllm_jax.nn.spec import ModelSpec
@@ -50,6 +52,7 @@ class Masked(NamedTuple):
       valid: tokens that are attended to; None means all.
       isolated: examples whose prompt does not see the answer; None means none.
       images: Images of the prompts (`Batch`).
+      conditioned: Examples that read the embeddings which a pass before expected; None for masks.
     """
 
     tokens: Int[Array, "b l"]
@@ -60,6 +63,7 @@ class Masked(NamedTuple):
     valid: Bool[Array, "b l"] | None
     isolated: Bool[Array, "b"] | None = None
     images: PromptImages | None = None
+    conditioned: Bool[Array, "b"] | None = None
 
 
 class Counts(NamedTuple):
@@ -102,6 +106,11 @@ def masked_diffusion_loss(
     head a block's first token is predicted by the clean end of the block before, as in decoding. Fast-dLLM v2
     also shows every example with the complementary masks; that is not done.
 
+    A model without a mask token sees a uniform token where others see [MASK]. Its loss is the mean cross
+    entropy of all answer tokens, unweighted, given noise of every level (google-deepmind/gemma, fine-tuning
+    of DiffusionGemma). Answers are filled to whole canvases with end-of-text, which is learnt. In half of the
+    examples the network reads the embeddings that a first pass without them expects (arXiv:2208.04202).
+
     Args:
       model: differentiable; cross entropy is in float32 whatever its dtype.
       batch: prompts and answers, see `Batch`. Ids, masks and padding are checked; inside of jit, where values
@@ -129,7 +138,6 @@ def masked_diffusion_loss(
         `blocks` for a block-causal model, or `causal_weight` for another one or without prompts.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
-    require_mask_token(model.spec, "The masked loss", "Train another family, or use google-deepmind/gemma")
     check_argument("remat", remat, bool)
     check_argument("prompt_isolation", prompt_isolation, Fraction)
     blocks = check_argument("blocks", blocks, Blocks | None)
@@ -171,6 +179,8 @@ def draw(
     Noise levels and masks within a block depend neither on `prompt_isolation` nor on `blocks`, see
     `masked_diffusion_loss`.
     """
+    if not spec.has_mask_token:
+        return draw_noise(batch, key, spec)
     (b, r), answer, learnt = batch.answer.shape, jnp.asarray(batch.answer), batch.learnt
     # Algorithm 2, lines 3 and 4: t ~ U(0, 1], and each token of the answer masked with probability t.
     t, masked = draw_masks(key, learnt, batch.t_min, model_blocks(batch, spec))
@@ -188,6 +198,24 @@ def draw(
     return Masked(tokens, answer, t, masked, learnt, batch.valid, isolated, batch.images)
 
 
+def draw_noise(batch: Checked, key: Key[Array, ""], spec: ModelSpec) -> Masked:
+    """The draw of a model without a mask token: uniform tokens with the probability of each canvas's t."""
+    of_t, of_tokens, of_soft = jax.random.split(key, 3)
+    missing = -batch.answer.shape[1] % spec.block_size
+    prompt_mask = jnp.ones(batch.prompt.shape, bool) if batch.prompt_mask is None else batch.prompt_mask
+    answer = jnp.where(batch.learnt, jnp.asarray(batch.answer), spec.eos_id)
+    answer = jnp.pad(answer, ((0, 0), (0, missing)), constant_values=spec.eos_id)
+    learnt = jnp.ones(answer.shape, bool)
+    valid = None if batch.prompt_mask is None else jnp.concatenate([prompt_mask, learnt], axis=1)
+    block = jnp.broadcast_to(jnp.arange(answer.shape[1]) // spec.block_size, answer.shape)
+    _, noised = draw_masks(of_t, learnt, batch.t_min, block)
+    noise = jax.random.randint(of_tokens, answer.shape, 0, spec.vocab)
+    tokens = jnp.concatenate([batch.prompt, jnp.where(noised, noise, answer)], axis=1)
+    conditioned = jax.random.bernoulli(of_soft, 0.5, (len(answer),))
+    t = jnp.ones((len(answer), 1))
+    return Masked(tokens, answer, t, learnt, learnt, valid, None, None, conditioned)
+
+
 def masked_loss(
     model: Model,
     batch: Masked,
@@ -202,9 +230,12 @@ def masked_loss(
     causally = causal_weight > 0
     if causally and not prompt:
         raise ValueError("causal_weight needs prompts: a token predicts the next one, and none the first")
-    logits = answer_logits(
-        model, batch.tokens, batch.answer, batch.valid, remat, layer_pass, within, embeds, causally
-    )
+    arrays = model, batch.tokens, batch.answer, batch.valid, remat, layer_pass, within, embeds
+    soft = None
+    if batch.conditioned is not None:
+        first = expected(model.params, answer_logits(*arrays))
+        soft = jax.lax.stop_gradient(jnp.where(batch.conditioned[:, None, None], first, 0))
+    logits = answer_logits(*arrays, causally, soft)
     logits, of_clean = jnp.split(logits, 2, axis=1) if causally else (logits, None)
 
     # Cross entropy of the masked tokens, weighted by 1/t and averaged over the answer's length (equation 5).

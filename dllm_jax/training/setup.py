@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from dllm_jax.nn.low_rank import adapted, factors_of
-from dllm_jax.nn.mask import require_mask_token
 from dllm_jax.nn.mesh import current_mesh, number_modes
 from dllm_jax.nn.model import LayerPass, Model
 from dllm_jax.nn.parameters import Params
@@ -127,7 +126,6 @@ def prepare(
       TypeError: an optimizer that is none.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
-    require_mask_token(model.spec, "train", "Train another family, or use google-deepmind/gemma")
     check_argument("config", config, TrainConfig, ", such as TrainConfig(steps=1000)")
     check_argument("mesh", mesh, Mesh | None, ', such as jax.make_mesh((8,), ("dp",))')
     if model.weights is not None:
