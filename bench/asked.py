@@ -11,6 +11,7 @@ import tyro
 
 import dllm_jax as dj
 from bench.shared import runner
+from bench.shared.numbers import percent
 from dllm_jax.command_line import run
 from dllm_jax.eval.run.files import read_json
 from dllm_jax.provenance import measured_on
@@ -97,7 +98,7 @@ def table() -> str:
     lines = []
     for kind in KINDS:
         cells = [known.get((name, kind.title, kind.options)) for name in dj.bundled.NAMES]
-        shares = ["-" if share is None else f"{share:.0%}" for share in cells]
+        shares = ["-" if share is None else percent(share) for share in cells]
         given = "default" if kind.options is None else "`length={}, block={}`".format(*kind.options)
         lines.append([kind.title, kind.asked, given, *shares])
     names = [f"`{name}`" for name in dj.bundled.NAMES]

@@ -35,7 +35,6 @@ from dllm_jax.check import timing
 from dllm_jax.check.steps import program
 from dllm_jax.check.weights import random_model
 from dllm_jax.command_line import run
-from dllm_jax.eval.run.files import read_json
 from dllm_jax.nn.modules import INIT_STD
 from dllm_jax.provenance import measured_on
 
@@ -185,31 +184,6 @@ def measure(options: Options) -> Iterator[runner.Row]:
 
 
 TIMES = {name: cell for name, cell in COLUMNS.items() if name != "threshold"}
-RESULTS = Path(__file__).parent / "results"
-TORCH = "base_cpu", "base_xeon_cpu", "small_cpu", "small_xeon_cpu"
-POLICIES = (*OURS, "SparseDLLM")
-
-
-def table() -> str:
-    """Other implementations' time relative to ours, of every recorded generation with LLaDA's network."""
-    files = [
-        *(RESULTS / f"peer_torch_{name}.json" for name in TORCH),
-        *sorted(RESULTS.glob("peer_bonsai*_cpu.json")),
-    ]
-    lines: dict[tuple[Any, ...], dict[str, str]] = {}
-    for document in map(read_json, files):
-        for row in document["rows"]:
-            if row["of"] == "forward":
-                continue
-            name = "torch" if row["of"] == "generation" else row["of"]
-            cpu = "Xeon" if "Xeon" in document["cpu"] else document["cpu"].removeprefix("AMD ")
-            cells = lines.setdefault((name, row["shape"], row["prompt"], cpu), {})
-            cells[row["policy"].split("(")[0]] = f"{row['theirs_over_ours']['median']:.2f}"
-            if row["policy"] == EXACT:
-                assert row["agreeing"] == row["tokens"], "the page says that all tokens are the same"
-    heads = "peer", "shape", "prompt", "CPU", *POLICIES
-    cells = ([*key, *(found.get(name, "") for name in POLICIES)] for key, found in lines.items())
-    return runner.table(heads, "llrl" + "r" * len(POLICIES), cells)
 
 
 def main(options: Annotated[Options, tyro.conf.arg(name="")]):

@@ -16,6 +16,7 @@ from bench.shared import runner
 from bench.shared.measure import Grid
 from dllm_jax import roofline
 from dllm_jax.command_line import run
+from dllm_jax.provenance import measured_on
 from dllm_jax.roofline import HARDWARE
 
 NOTE = """
@@ -128,8 +129,9 @@ def main(forecast: Annotated[Forecast, tyro.conf.arg(name="")]):
             print("\n".join(tables(forecast, model, hardware, mine)))
     if not forecast.markdown:
         print(NOTE)
+    where = measured_on(forecast.dtype) | {"device": "none: predictions"}
     sources = {name: dataclasses.asdict(HARDWARE[name]) for name in forecast.hardware}
-    runner.write(forecast.json, {"hardware": sources, "rows": rows})
+    runner.write(forecast.json, where | {"hardware": sources, "rows": rows})
 
 
 if __name__ == "__main__":

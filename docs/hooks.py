@@ -26,7 +26,6 @@ from bench.pages.policy import POLICIES  # noqa: E402
 
 MOVED = {  # old pages of the site, and the pages that hold their content now
     "background/benchmarks": "background/results/",
-    "coming-from": "quickstart/#coming-from-transformers-llada-or-dream",
     "concepts": "background/design/",
     "guarantees": "background/design/#guarantees",
     "how-to/chat-with-llada": "quickstart/#llada-8b",

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 import dllm_jax as dj
 from dllm_jax import lora
 from dllm_jax.eval.run.files import write_json
-from dllm_jax.provenance import device, now, versions
+from dllm_jax.provenance import measured_on, versions
 from dllm_jax.tasks import Chain, Example, accuracy, encode_batch, examples
 from dllm_jax.training import Batch, joined, split
 
@@ -112,9 +112,8 @@ class Curve:
         self._about = {
             "command": f"python examples/{Path(sys.argv[0]).stem}.py {' '.join(sys.argv[1:])}".strip(),
             "options": options,
-            "device": device()._asdict(),
             "versions": versions(("jax", "jaxlib", "optax", "dllm-jax")),
-            "date": now(),
+            **measured_on("float32"),
         }
 
     def add(self, step: int, **values: Any):

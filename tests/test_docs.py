@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from bench.pages import methods, pictures, speed, tables
+from bench.pages import methods, pictures, sources, speed, tables
 from bench.pages import policy as policy_pages
 from dllm_jax import checkpoint, testing
 from dllm_jax.options.hints import Renamed
@@ -182,8 +182,9 @@ def test_pages_on_a_bundled_model_run_as_printed(page, tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     run_blocks([block for block in examples(page) if "Regex.of" not in block])
     if page == "how-to/generating.md":
-        answers, *_ = capsys.readouterr().out.splitlines()
+        answers, grown, *_ = capsys.readouterr().out.splitlines()
         assert answers == "['211', '105', '211', '105']"
+        assert grown.startswith("[34] P>L;L>G;G>M;")
         assert f"It prints `{answers}`" in (DOCS / page).read_text()
 
 
@@ -192,17 +193,92 @@ def test_no_table_of_a_page_is_stale():
     assert [page.name for page in tables.stale()] == []
 
 
-def test_numbers_of_tokens_per_second_are_the_measured_ones():
-    """In tables and sentences that are written by hand, too."""
-    measured = speed.tokens_per_s()
-    table = (DOCS / "policies/index.md").read_text().partition("| use case |")[2].partition("\n\n")[0]
-    for row in table.splitlines()[2:]:
-        names, said = re.findall(r"`(\w+)\(", row.split("|")[2]), row.split("|")[3].strip().split(", ")
-        assert said == [measured.get(name, "-") for name in names], row
-    said = f"{measured['Policy']} tokens/s exactly and {measured['DualCache']} with `DualCache`"
-    for page in (DOCS.parent / "README.md", DOCS / "index.md"):
-        assert said in " ".join(page.read_text().split())
-    assert f"decodes {measured['DualCache']} tokens/s with" in (DOCS / "quickstart.md").read_text()
+def numbered() -> dict[str, str]:
+    """Texts whose numbers need a source: README, docs and the top of the changelog."""
+    root = DOCS.parent
+    found = {page.relative_to(root).as_posix(): page.read_text() for page in tables.pages()}
+    del found["docs/dev/compiled.md"]  # tests/test_compiled.py compares its rows with their files
+    top = re.split(r"^## ", (root / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1]
+    return found | {"CHANGELOG.md": top}
+
+
+def test_every_number_of_a_page_has_a_source():
+    """Or is a version, a date, an arXiv id, a place in a publication, an item, or a setting of an example."""
+    assert (
+        len(sources.bare("It takes 3.5 s, 7 % of all; of 32 tokens 12% in 2026, 4.5<!-- code: 4.5 -->x")) == 3
+    )
+    found = {page: numbers for page, text in numbered().items() if (numbers := sources.bare(text))}
+    assert found == {}
+
+
+def test_sources_that_are_tests_hold_their_number():
+    for page, text in numbered().items():
+        for one in sources.sources(text):
+            if one.kind.startswith("tests/"):
+                assert one.number in source_of(one.kind, one.text), (page, one)
+
+
+def source_of(file: str, name: str) -> str:
+    """The text of a test.
+
+    Raises:
+      LookupError: there is no such test, or every run skips it.
+    """
+    text = (DOCS.parent / file).read_text()
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            marks = [ast.unparse(mark) for mark in node.decorator_list]
+            if not any(re.match(r"pytest\.mark\.skip\(", mark) for mark in marks):
+                return ast.get_source_segment(text, node) or ""
+    raise LookupError(f"{file}::{name} is no test that runs")
+
+
+def test_guarantees_name_tests_that_run():
+    never = (DOCS.parent / ".ci/never_run.txt").read_text()
+    named = [
+        found
+        for page in ("guarantees.md", "design.md")
+        for found in re.findall(r"`(test_\w+\.py)::(test_\w+)`", (DOCS / "dev" / page).read_text())
+    ]
+    assert len(named) > 70
+    for file, name in named:
+        assert source_of(f"tests/{file}", name)
+        assert f"tests.{file.removesuffix('.py')}::{name}  " not in never
+    with pytest.raises(LookupError, match="is no test"):
+        source_of("tests/test_docs.py", "test_that_is_not_there")
+
+
+def test_results_say_version_commit_device_and_date_and_are_read():
+    """By a page, a test, the code or a note, other than the list of benches."""
+    root = DOCS.parent
+    folders = (
+        "README.md",
+        "docs/**/*.md",
+        "tests/*.py",
+        "tests/data/*.json",
+        "bench/**/*.py",
+        "examples/*.py",
+    )
+    text = "".join(path.read_text() for folder in folders for path in root.glob(folder))
+    files = sorted(sources.RESULTS.glob("*.json"))
+    assert len(files) <= 55
+    for file in files:
+        document = json.loads(file.read_text())
+        assert {"dllm_jax", "commit", "device", "date"} <= document.keys(), file.name
+        assert {file.name, f'"{file.stem}"', f'"{file.stem.removeprefix("compiled_")}"'} & set(
+            re.findall(r'\w+\.json|"\w+"', text)
+        ), f"nothing reads {file.name}"
+
+
+def test_sentences_with_old_numbers_name_the_version():
+    """In their section; under made tables stands when they were measured, and what is old."""
+    for page, text in numbered().items():
+        for section in re.split(r"^#+ ", text, flags=re.MULTILINE):
+            for one in sources.sources(section):
+                if one.kind.endswith(".json"):
+                    version = json.loads((sources.RESULTS / one.kind).read_text())["dllm_jax"]
+                    if sources.age(version) >= sources.OLD:
+                        assert f"version {version}" in section, (page, one)
 
 
 def results() -> list[tuple[str, str, str]]:
@@ -263,8 +339,8 @@ def test_every_old_address_leads_to_a_page_and_heading_of_today():
 
 @pytest.mark.parametrize(("page", "row"), [
     ("background/results.md", "| `EvictPrompt(budget=16)` | 100% | 0% (64) | 0% (64) | 51% | 0% (64) |"),
-    ("background/results.md", "| DualCache loses little (Fast-dLLM, Table 1) | 12 | 0 | 0 | 0 |"),
-    ("background/performance.md", "| torch | small | 128 | EPYC | 1.33 | 1.61 | 1.74 |"),
+    ("background/results.md", "| votes of the last masks over the first (MaskKV, Table 8) | 0 | 0 | 6 | 6 |"),
+    ("background/performance.md", "| torch | small | 128 | 1.27 | 1.71 | 1.60 |"),
     ("background/performance.md", "| H200 | `DualCache` | 165 | 30.7 | 5.3 | 1.55 |"),
     ("background/performance.md", "| H200 | `DualCache` | 1.11 | 1.4 | 20 | 16.9 |"),
     ("policies/index.md", "| 100%, 98% (46) | 100%, 100% (52) | 98%, 98% (99) | 39%, 36% (12) |"),

@@ -90,8 +90,9 @@ def sentences(markdown: str) -> list[str]:
 
 
 def without_tables(text: str) -> str:
-    """A page without the tables that commands write or print."""
-    return re.sub(r"<!-- (table|printed): .*?<!-- end of table -->", "", text, flags=re.DOTALL)
+    """A page without the tables that commands write or print, and without comments."""
+    text = re.sub(r"<!-- (table|printed): .*?<!-- end of table -->", "", text, flags=re.DOTALL)
+    return re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
 
 
 def words(sentence: str) -> int:

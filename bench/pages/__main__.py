@@ -20,7 +20,7 @@ def main(check: bool = False):
     for page in (found := stale()):
         print(page)
         if not check:
-            page.write_text(written(page.read_text()))
+            page.write_text(written(page))
     sys.exit(1 if check and found else 0)
 
 

@@ -37,9 +37,18 @@ def page_of_method(name: str, policies: list[Policy]) -> str:
         return page_of(policies[0])
     sections = [re.sub(r"^## Cite\n.*?(?=^## )", "", page_of(one), flags=re.M | re.S) for one in policies]
     deeper = [re.sub(r"^(?=#+ [A-Z])", "#", section, flags=re.MULTILINE) for section in sections]
-    return "\n".join(
-        [f"# {name}: {', '.join(map(name_of, policies))}\n", *deeper, f"## Cite\n\n{citation(policies[0])}\n"]
-    )
+    title, cite = f"# {name}: {', '.join(map(name_of, policies))}\n", f"## Cite\n\n{citation(*policies)}\n"
+    return _once("\n".join([title, *deeper, cite]))
+
+
+def _once(text: str) -> str:
+    """A page whose tables stand once: later copies are replaced by "As above."."""
+    found: set[str] = set()
+    shown = []
+    for part in text.split("\n\n"):
+        shown.append("As above." if part in found and part.startswith("|") else part)
+        found.add(part)
+    return "\n\n".join(shown)
 
 
 def source(name: str) -> str:

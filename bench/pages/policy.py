@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 import dllm_jax as dj
+from bench.pages import recorded, sources, speed
 from bench.pages.pictures import example
 from bench.policies import grid, summary
 from dllm_jax.eval.run.files import read_json
@@ -29,7 +30,7 @@ PAGE = """\
 
 {description}
 
-Paper: {paper}. Source: [`{module}`](../../{module}).
+Paper: {paper}. Source: [`{module}`](../../{module}). Recorded from: {origin}.
 
 ## Example
 
@@ -53,8 +54,10 @@ recomputed. Yellow to red: reused KV pairs, redder with age. Blank: not attended
 {measured}
 
 *Exact match on 128 held-out chain questions: 32 tokens, block length 4 unless stated otherwise. computed:
-computed tokens relative to exact decoding. K/V pairs: cached per layer and head, on `tiny-llada`. CPU,
-float32. [All results](../background/results.md).*{unmeasured}
+computed tokens relative to exact decoding. KV pairs: cached per layer and head, on `tiny-llada`. Measured on
+models that were [trained to be cached](../background/results.md). {age}*{unmeasured}
+
+{speed}
 
 ## Memory
 
@@ -91,6 +94,7 @@ options); a dense KV cache takes {dense}. {memory}
       show_docstring_description: false
       show_docstring_attributes: false
 """
+CHAINS = "policies_cpu"
 IN_BLOCKS = "policies_block_causal_cpu"  # measured on models that attend within blocks
 OF_BLOCKS = """\
 ## Accuracy and cost
@@ -99,7 +103,9 @@ OF_BLOCKS = """\
 
 *Exact match of `tiny-sdar` (then `tiny-sdar-moe`) on 64 held-out questions, block length 4; in brackets the
 KV pairs per layer and head that a later step attends to, on average. computed: computed tokens relative to
-exact decoding. CPU, float32. [All policies](index.md#long-prompts-on-block-causal-models).*
+exact decoding. {age} [All policies](index.md#long-prompts-on-block-causal-models).*
+
+{speed}
 
 """
 SEVERAL = "One panel for each layer, or for layers that do the same. "
@@ -125,7 +131,7 @@ LABELS = {  # paragraphs of docstrings
 
 
 @functools.cache
-def measured(name: str = "policies_cpu") -> dict[str, Any]:
+def measured(name: str = CHAINS) -> dict[str, Any]:
     """Reads what `bench.policies` measured."""
     return read_json(ROOT / "bench" / "results" / f"{name}.json")["models"]
 
@@ -145,17 +151,20 @@ def page_of(policy: dj.policies.Policy) -> str:
         own = kind in {type(setting.policy) for setting in grid.BLOCK_CAUSAL}
         page = re.sub(r"## Accuracy and cost.*?(?=## Memory)", OF_BLOCKS * own, PAGE, flags=re.DOTALL)
         rows = summary.block_causal(measured(IN_BLOCKS), dj.bundled.BLOCK_CAUSAL, kind) if own else ""
-    return page.format(
+    text = page.format(
         name=name,
+        origin="no run" if recorded.of(name) == recorded.NONE else recorded.of(name),
+        age=sources.about(ROOT / "docs/policies/x.md", f"{IN_BLOCKS if blocks else CHAINS}.json").strip("*"),
+        speed=speed.sentence(name),
         description=found["description"],
         paper=paper(policy),
         module=module(kind),
         package=kind.__module__,
         example=example(policy),
         besides="" if policy.only_sets else besides(name),
-        fields=markdown_table("option | meaning | values | default | published", fields(policy)) or "None.",
+        fields=markdown_table("option | meaning | values | default | published", fields(policy)),
         citation=citation(policy),
-        settings=markdown_table("setting | for | source", published(kind)) or "None.",
+        settings=markdown_table("setting | for | source", published(kind)),
         measured=rows,
         unmeasured="" if f"| `{call(policy)}`" in rows or blocks else UNMEASURED.format(call(policy)),
         large="SDAR-8B (with blocks of 32)" if blocks else "LLaDA-8B",
@@ -166,6 +175,7 @@ def page_of(policy: dj.policies.Policy) -> str:
         exact=found.get("exact") or "Always.",
         differences=differences(policy, found.get("differences", "")),
     )
+    return re.sub(r"^## .*\n\s*(?=^## )", "", text, flags=re.MULTILINE)  # sections that are empty
 
 
 def module(kind: type) -> str:
@@ -210,7 +220,7 @@ def compatible(name: str) -> str:
     begin = next(i for i, line in enumerate(lines) if line.startswith("| policy "))
     row = next(line for line in lines if line.startswith(f"| `{name}` |"))
     note = "Numbers refer to the reasons on [compatibility](../compatibility.md)."
-    return "\n".join([*lines[begin : begin + 2], row, "", note])
+    return "\n".join([*lines[begin : begin + 2], row, *(["", note] if re.search(r"\(\d+\)", row) else [])])
 
 
 def method(policy: dj.policies.Policy) -> str:
@@ -225,7 +235,7 @@ def differences(policy: dj.policies.Policy, text: str) -> str:
     )
     rows = [row for row in rows if row.startswith(f"| {method(policy)}") and policy.reuses]
     shown = "\n".join([head, line, *rows]) if rows else ""
-    return f"{text}\n\n{shown}".strip() or "None."
+    return f"{text}\n\n{shown}".strip()
 
 
 def fields(policy: dj.policies.Policy) -> list[str]:
@@ -264,18 +274,25 @@ def published(kind: type) -> list[str]:
     return lines
 
 
-def citation(policy: dj.policies.Policy) -> str:
-    """Copies the BibTeX entries of the papers that the policy's file names from docs/references.bib."""
+def citation(*policies: dj.policies.Policy) -> str:
+    """Copies the BibTeX entries of the papers of policies from docs/references.bib."""
     entries = (ROOT / "docs" / "references.bib").read_text().split("\n\n")
-    named = re.findall(PAPER, inspect.getdoc(inspect.getmodule(type(policy))) or "")
+    named = [one for policy in policies for one in papers(policy)]
     found = [entry.strip() for entry in entries if any(f"eprint = {{{one}}}" in entry for one in named)]
-    return "\n\n".join(f"```bibtex\n{entry}\n```" for entry in found) or "[CITATION.cff](../../CITATION.cff)."
+    shown = "\n\n".join(found)
+    return f"```bibtex\n{shown}\n```" if found else "[CITATION.cff](../../CITATION.cff)."
 
 
 def paper(policy: dj.policies.Policy) -> str:
-    """A link to the paper that the policy's file names."""
-    found = re.search(PAPER, inspect.getdoc(inspect.getmodule(type(policy))) or "")
-    return f"[{found[1]}](https://arxiv.org/abs/{found[1]})" if found else "none"
+    """A link to the first paper of a policy."""
+    found = papers(policy)
+    return f"[{found[0]}](https://arxiv.org/abs/{found[0]})" if found else "none"
+
+
+def papers(policy: dj.policies.Policy) -> list[str]:
+    """The arXiv ids that the policy's docstring names, or else its file."""
+    of = lambda place: re.findall(PAPER, inspect.getdoc(place) or "")
+    return of(type(policy)) or of(inspect.getmodule(type(policy)))
 
 
 def markdown_table(head: str, lines: list[str]) -> str:
@@ -287,7 +304,7 @@ def markdown_table(head: str, lines: list[str]) -> str:
 
 def _sentence(text: str) -> str:
     """Begins with a capital, unless with an option; sets options such as `keep=1` as code."""
-    text = re.sub(r"(?<![`\w(])(\w+=(?:\w+\([^)]*\)|\w+))", r"`\1`", text)
+    text = re.sub(r"(?<![`\w(])(\w+=(?:\w+\([^)]*\)|[\w.]*\w))", r"`\1`", text)
     return text if text.startswith("`") else text[:1].upper() + text[1:]
 
 

@@ -6,11 +6,14 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import dllm_jax as dj
+from bench import roofline
 from bench.shared import runner
+from bench.shared.numbers import rounded
 from dllm_jax.eval.run.files import read_json
 
 RESULTS = Path(__file__).parents[1] / "results"
 LENGTH = 256  # tokens of each generation: LLaDA-8B's shape, prompt 1024, batch 1, a token per step
+PREDICTED = "roofline_h100.json"
 CARD = "H200"  # of the column in tables of policies
 
 
@@ -38,7 +41,8 @@ class Generation(NamedTuple):
 
 def generations() -> list[Generation]:
     """All measured generations, by card and speed; kernels are those that `dj.load` chooses."""
-    found = sorted((*_of_h100(), *_of_h200()), key=lambda one: (one.card != CARD, one.seconds))
+    exact_first = lambda one: (one.card != CARD, one.policy != "Policy", one.seconds)
+    found = sorted((*_of_h100(), *_of_h200()), key=exact_first)
     assert len({(one.card, one.policy) for one in found}) == len(found), "a policy was measured twice"
     return found
 
@@ -79,6 +83,30 @@ def tokens_per_s() -> dict[str, str]:
     return {one.policy: f"{LENGTH / one.seconds:.0f}" for one in generations() if one.card == CARD}
 
 
+def sentence(policy: str) -> str:
+    """Says what was measured of a policy on `CARD`, compared with exact decoding."""
+    where = "[measured](../background/performance.md#measured-on-gpus)"
+    if policy == "MAGE":
+        of = lambda name: median(next(row["seconds"] for row in _of_sdar() if _name(row) == name))
+        times = f"{of('MAGE'):.1f} s, with `Policy()` {of('Policy'):.1f} s"
+        return f"SDAR-8B's shape on one {CARD}, prompt 32 768, 64 tokens: {times} ({where})."
+    speeds = tokens_per_s()
+    if policy not in speeds:
+        return "No speed was measured on a GPU."
+    exact = "" if policy == "Policy" else f", exact decoding {speeds['Policy']}"
+    return f"LLaDA-8B's shape on one {CARD}: {speeds[policy]} tokens/s{exact} ({where})."
+
+
+def _of_sdar() -> list[Any]:
+    rows = read_json(RESULTS / "generate_h200.json")["rows"]
+    return [row for row in rows if row.get("shape", "").startswith("sdar-8b")]
+
+
+def brief() -> str:
+    """Markdown: tokens per second of each policy on `CARD`."""
+    return runner.table(("policy", "tokens/s"), "lr", [(f"`{n}()`", v) for n, v in tokens_per_s().items()])
+
+
 def table() -> str:
     """Markdown: times of each generation; steps and speeds follow from its seconds."""
     found = generations()
@@ -93,6 +121,21 @@ def table() -> str:
         ))  # fmt: skip
     heads = "GPU", "policy", "tokens/s", "full step, ms", "partial step, ms", "256 tokens, s"
     return runner.table(heads, "llrrrr", lines)
+
+
+def predicted() -> str:
+    """Markdown: a partial step, a token and the speedup of each policy by prompt, by the roofline."""
+    ratios: dict[str, str] = {}
+    for one in generations():  # the first card that was measured
+        ratios.setdefault(one.policy, rounded(one.seconds / one.predicted, 1))
+    lines: dict[str, list[str]] = {}
+    rows = read_json(RESULTS / PREDICTED)["rows"]
+    prompts = dict.fromkeys(row["prompt"] for row in rows)
+    for row in rows:
+        name = row["policy"]
+        lines.setdefault(name, [f"`{name}`", ratios.get(name, "-")]).append(roofline.short_cell(row))
+    heads = "policy", "measured / predicted", *(f"prompt {prompt}" for prompt in prompts)
+    return runner.table(heads, "l" + "r" * (len(heads) - 1), lines.values())
 
 
 def costs() -> str:

@@ -8,12 +8,14 @@
 import dataclasses
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import dllm_jax as dj
-from bench import asked, peer_bonsai
-from bench.pages import checkpoints, speed
+from bench import asked
+from bench.pages import checkpoints, recorded, sources, speed
+from bench.pages import measured as results
 from bench.pages.policy import (
     IN_BLOCKS,
     PAPER,
@@ -42,42 +44,76 @@ def pages() -> Iterator[Path]:
     yield from sorted((ROOT / "docs").rglob("*.md"))
 
 
-def written(text: str) -> str:
-    """A page with its tables as they are made today.
+def written(page: Path) -> str:
+    """The text of a page with its tables and numbers as they are made today.
 
     Raises:
       KeyError: a table has no entry in `TABLES`.
     """
-    return MARK.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]().strip()}\n\n{found[3]}", text)
+    made = lambda found: f"{found[1]}\n{_table(found[2], page)}\n\n{found[3]}"
+    return sources.renewed(MARK.sub(made, page.read_text()))
+
+
+def _table(name: str, page: Path) -> str:
+    make, *files = TABLES[name] if isinstance(TABLES[name], tuple) else (TABLES[name],)
+    return make().strip() + (f"\n\n{sources.about(page, *files)}" if files else "")
 
 
 def stale() -> list[Path]:
-    """Pages with a table that differs from what `written` makes."""
-    return [page for page in pages() if written(page.read_text()) != page.read_text()]
+    """Pages with a table or a number that differs from what `written` makes."""
+    return [page for page in pages() if written(page) != page.read_text()]
+
+
+GROUPS = {  # policies by mechanism
+    "Exact": ("Policy",),
+    "Recompute some tokens": (
+        *("PrefixCache", "DualCache", "SlidingCache", "DKVDecode", "DKVGreedy", "DKVPrefill", "DKVPD"),
+        "SubBlockCache",
+    ),
+    "Update some tokens in each layer": (
+        "DLLMCache",
+        "SPACache",
+        "DyLLM",
+        "ESDLLM",
+        "ElasticCache",
+        "D2Cache",
+    ),
+    "Evict KV pairs": ("SparseDLLM", "MaskKV", "EvictPrompt"),
+    "Limit attention": ("WindowDiffusion", "SuffixDropout"),
+    "Block-causal models only": ("MAGE", "DelayedCache", "FOCUS"),
+}
+
+
+def _grouped(cells: Callable[[Policy], tuple[str, ...]]) -> list[str]:
+    """A row of cells for each policy, below a row that names its group."""
+    by_name, lines = {type(policy).__name__: policy for policy in POLICIES}, []
+    for group, names in GROUPS.items():
+        rows = [cells(by_name.pop(name)) for name in names]
+        lines += [f"| *{group}* {'| ' * len(rows[0])}".strip(), *(f"| {' | '.join(row)} |" for row in rows)]
+    if by_name:
+        raise LookupError(f"{', '.join(by_name)} must be in a group of policies")
+    return lines
 
 
 def policies_by_use() -> str:
-    """Makes a row for each policy: idea, measured speed, cache, default options, paper."""
-    speeds, lines = speed.tokens_per_s(), []
-    for policy in POLICIES:
+    """Makes a row for each policy: idea, cache, default options, and whose code its recordings are from."""
+
+    def cells(policy: Policy) -> tuple[str, ...]:
         name, blocks = type(policy).__name__, policy in BLOCK_CAUSAL
         size = cache_size(policy, blocks).removesuffix(" GB") + (" (SDAR-8B)" if blocks else "")
-        link = (
-            f"[`{name}`](../../{module(type(policy))})"  # docs/hooks.py: to its page, where there is a site
-        )
+        # docs/hooks.py turns the link to the source into one to the policy's page, where there is a site.
+        link = f"[`{name}`](../../{module(type(policy))})"
         told = f"{idea(policy)}. {defaults(policy)}".removesuffix(". ")
-        cells = link, told, speeds.get(name, "-"), size
-        lines.append(f"| {' | '.join(cells)} |")
-    return markdown_table("policy | what it does, and default options | tokens/s | cache, GB", lines)
+        return link, told, size, paper(policy), recorded.of(name)
+
+    heads = "policy | what it does, and default options | cache, GB | paper | recorded from"
+    return markdown_table(heads, _grouped(cells))
 
 
 def policies_in_brief() -> str:
-    """Makes the README's row for each policy: idea, measured speed, paper."""
-    speeds, lines = speed.tokens_per_s(), []
-    for policy in POLICIES:
-        name = type(policy).__name__
-        lines.append(f"| `{name}()` | {idea(policy)} | {speeds.get(name, '-')} | {paper(policy)} |")
-    return markdown_table("policy | what it does | tokens/s | paper", lines)
+    """Makes the README's row for each policy."""
+    cells = lambda policy: (f"`{type(policy).__name__}()`", idea(policy))
+    return markdown_table("policy | what it does", _grouped(cells))
 
 
 def idea(policy: Policy) -> str:
@@ -108,8 +144,9 @@ def samplers_by_rule() -> str:
             shown = ", ".join(f"`{field.name}{_default(field)}`" for field in own)
             found = re.findall(PAPER, f"{inspect.getdoc(inspect.getmodule(kind))} {doc}")
             papers = ", ".join(f"[{one}](https://arxiv.org/abs/{one})" for one in dict.fromkeys(found))
-            lines.append(f"| `{name}` | {rule} | {shown} | {papers} |")
-    return markdown_table("sampler | rule | options and defaults | papers", lines)
+            told = f"{rule}.<br>{shown}" if shown else rule
+            lines.append(f"| `{name}` | {told} | {papers} | {recorded.of(name)} |")
+    return markdown_table("sampler | rule, options and defaults | papers | recorded from", lines)
 
 
 def _default(field: dataclasses.Field) -> str:
@@ -118,22 +155,40 @@ def _default(field: dataclasses.Field) -> str:
     return f"={call(field.default)}"
 
 
-TABLES = {
+GPU = "generate_h200.json", "check_h100_speed.json"
+CHAINS = "policies_cpu.json"
+TABLES: dict[str, Any] = {  # what makes a table, and the files that it is from
     "samplers": samplers_by_rule,
-    "speed": speed.table,
-    "speed and prediction": speed.costs,
+    "speed": (speed.table, *GPU),
+    "speed in brief": (speed.brief, "generate_h200.json"),
+    "speed and prediction": (speed.costs, *GPU),
+    "predicted speed": (speed.predicted, speed.PREDICTED),
     "policies by use": policies_by_use,
     "policies in brief": policies_in_brief,
-    "README accuracy": lambda: summary.brief(measured(), speed.tokens_per_s()),
-    "policies": lambda: summary.table(measured(), dj.bundled.TEXT),
-    "fewer steps": lambda: summary.fewer_steps(measured(), dj.bundled.TEXT),
-    "later": lambda: summary.later(measured(), dj.bundled.TEXT),
-    "blocks": lambda: summary.in_blocks(measured() | measured("policies_blocks_cpu"), dj.bundled.TEXT),
-    "claims": lambda: orderings.short(measured()),
-    "other implementations": peer_bonsai.table,
-    "block-causal": lambda: summary.block_causal(measured(IN_BLOCKS), dj.bundled.BLOCK_CAUSAL),
-    "pictures": lambda: summary.pictured(measured("policies_pictures_cpu"), *dj.bundled.PICTURED),
-    "what bundled models can be asked": asked.table,
+    "policies": (lambda: summary.table(measured(), dj.bundled.TEXT), CHAINS),
+    "fewer steps": (lambda: summary.fewer_steps(measured(), dj.bundled.TEXT), CHAINS),
+    "later": (lambda: summary.later(measured(), dj.bundled.TEXT), CHAINS),
+    "blocks": (
+        lambda: summary.in_blocks(measured() | measured("policies_blocks_cpu"), dj.bundled.TEXT),
+        *("policies_blocks_cpu.json", CHAINS),
+    ),
+    "claims": (lambda: orderings.refuted(measured()), CHAINS),
+    "CPU speed": (results.cpu_speed, "generate_cpu.json"),
+    "other implementations": (results.peers, *results.PEERS),
+    "block-causal peers": (results.block_peers, *results.BLOCK_PEERS),
+    "memory per chip": (results.fits, "compiled_fits.json"),
+    "FreeDave": (results.free_dave, "free_dave_cpu.json"),
+    "learning": (results.learning, *(f"learning_{file}_cpu.json" for file in results.LEARNT.values())),
+    "recordings": (results.recordings, "replay_cpu.json"),
+    "block-causal": (
+        lambda: summary.block_causal(measured(IN_BLOCKS), dj.bundled.BLOCK_CAUSAL),
+        f"{IN_BLOCKS}.json",
+    ),
+    "pictures": (
+        lambda: summary.pictured(measured("policies_pictures_cpu"), *dj.bundled.PICTURED),
+        "policies_pictures_cpu.json",
+    ),
+    "what bundled models can be asked": (asked.table, "asked_cpu.json"),
     "names of other libraries": hints.table,
     "published checkpoints": checkpoints.table,
 }

@@ -290,6 +290,7 @@ SHIFTED = _one_block(
 # What blocks of 4 leave open: in longer ones caches are older, and pairs are chosen for more look-ups.
 EVICTING: tuple[p.Policy, ...] = (
     *_over(p.SparseDLLM, keep=(0.75, 0.5)), *_over(p.EvictPrompt, budget=(32, 16)),
+    p.EvictPrompt(budget=32, policy=p.DKVDecode(refresh_every=2)),
 )  # fmt: skip
 STORING: tuple[p.Policy, ...] = (p.DKVPD(), p.ElasticCache(window=8, gamma=0.5), p.D2Cache(k=8))
 IN_BLOCKS = (

@@ -62,7 +62,7 @@ def _row(workload: Workload, setting: Setting, plain: dj.Output, base: dj.Output
         "agreement": float(np.mean(responses(base) == responses(out))),
         "forwards": float(np.mean(out.stats.nfe)),
         "computed": float(recomputed / np.sum(plain.stats.computed_tokens)),
-        "kept_pairs": pairs, "cache_bytes": size, **_reads(workload, setting),
+        "kept_pairs": pairs, "cache_bytes": size, "dllm_jax": dj.__version__, **_reads(workload, setting),
     }  # fmt: skip
 
 

@@ -109,12 +109,12 @@ def table(models: dict[str, Any]) -> str:
     return runner.table(HEADS, "llllrl", _lines(models))
 
 
-def short(models: dict[str, Any]) -> str:
-    """A line per claim: on how many workloads, in how many settings, each verdict was reached."""
+def refuted(models: dict[str, Any]) -> str:
+    """A line per claim with a no: on how many workloads, in how many settings, each verdict was reached."""
     found: dict[str, list[str]] = {}
     for source, *_, verdict in _lines(models):
         found.setdefault(source, []).append(verdict if verdict in VERDICTS else VERDICTS[-1])
-    lines = [[source, *map(verdicts.count, VERDICTS)] for source, verdicts in found.items()]
+    lines = [[source, *map(of.count, VERDICTS)] for source, of in found.items() if "no" in of]
     return runner.table((HEADS[0], *VERDICTS), "l" + "r" * len(VERDICTS), lines)
 
 

@@ -9,7 +9,7 @@ fewer; `bench.policies.every` prints every other setting and task. Of pictures, 
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from bench.policies import grid
 from bench.policies.grid import EXACT, HALF_THE_STEPS, THRESHOLD, Setting, find, mask_kv
 from bench.policies.workloads import ASKED_IN_BLOCKS, ASKED_OF_PICTURES
 from bench.shared import runner
+from bench.shared.numbers import percent, rounded
 from dllm_jax import policies as p
 from dllm_jax import samplers as s
 from dllm_jax.command_line import run
@@ -90,14 +91,6 @@ LINES = (
 )  # fmt: skip
 
 
-# The README's: questions and policies that tell each other apart.
-BRIEF = ("tiny-llada chain-of-16", "tiny-dream chain", "tiny-dream chain-of-16")
-BRIEFLY = (
-    *(EXACT, Setting(p.DualCache()), _one_block(p.ElasticCache(window=8)), Setting(p.D2Cache(k=8))),
-    *(Setting(p.SparseDLLM(keep=0.75)), Setting(p.EvictPrompt(budget=32))),
-)
-
-
 def lines(measured: dict[str, Any], policies: Iterable[p.Policy] = p.ALL) -> list[Line]:
     """The lines of the policies that were measured, those without a line of their own at their defaults.
 
@@ -110,7 +103,7 @@ def lines(measured: dict[str, Any], policies: Iterable[p.Policy] = p.ALL) -> lis
 
 
 def table(measured: dict[str, Any], models: Sequence[str]) -> str:
-    """Markdown: costs on the first model's chains, exact match by task, and which settings differ.
+    """Markdown: costs on the first model's chains, and exact match by task.
 
     A cell of a task has a rate for each model; the last column has the lowest rate on questions whose answers
     have four tokens.
@@ -125,11 +118,7 @@ def table(measured: dict[str, Any], models: Sequence[str]) -> str:
         lowest = min((row for task in SHORT for row in by_task[task]), key=lambda row: row["accuracy"])
         costs = by_task["chain"][0]
         cells.append([*_named(costs["policy"], line.note, costs), *chains, _rate(lowest)])
-    short = (line.short.policy for line in shown if line.short and line.short.policy != line.chain.policy)
-    others = ", ".join(dict.fromkeys(f"`{call(policy)}`" for policy in short))
-    note = f"Needles and few-shot prompts have answers of four tokens, one block; there it is {others}."
-    tasks = [*(task.replace("-", " ") for task in CHAINS), "lowest of needle, few-shot"]
-    return f"{_table(tasks, cells)}\n\n{note}"
+    return _table([*(task.replace("-", " ") for task in CHAINS), "lowest of needle, few-shot"], cells)
 
 
 def _by_model(measured: dict[str, Any], models: Sequence[str], setting: Setting, task: str) -> list[Any]:
@@ -138,22 +127,7 @@ def _by_model(measured: dict[str, Any], models: Sequence[str], setting: Setting,
 
 
 def _rate(row: dict[str, Any] | None) -> str:
-    return f"{row['accuracy']:.0%}" if row else "-"  # not measured
-
-
-def brief(measured: dict[str, Any], speeds: Mapping[str, str]) -> str:
-    """Markdown: some lines of `table` on chains, and on those of 16 links; costs on `tiny-llada`'s chains.
-
-    `speeds` are tokens per second by the policy's name, at default options.
-    """
-    cells = []
-    for line in (line for line in LINES if line.chain in BRIEFLY):
-        rows = [found(measured[name], line.chain) for name in BRIEF]
-        costs = found(measured["tiny-llada chain"], line.chain)
-        speed = speeds.get(type(line.chain.policy).__name__, "-")
-        cells.append([*_named(costs["policy"], line.note, costs), *map(_rate, rows), speed])
-    tasks = [f"{task.replace('-', ' ')}, `{model}`" for model, task in map(str.split, BRIEF)]
-    return _table([*tasks, "tokens/s"], cells)
+    return percent(row["accuracy"]) if row else "-"  # not measured
 
 
 def of_policy(measured: dict[str, Any], kind: type[p.Policy]) -> str:
@@ -173,7 +147,7 @@ def pictured(measured: dict[str, Any], model: str) -> str:
 
     def rate(row: dict[str, Any]) -> str:
         low, high = row["interval"]
-        return f"{row['accuracy']:.1%} ({100 * low:.0f}-{100 * high:.0f})"
+        return f"{percent(row['accuracy'], 1)} ({rounded(100 * low)}-{rounded(100 * high)})"
 
     cells = []
     for setting in grid.PICTURED:
@@ -186,7 +160,7 @@ def pictured(measured: dict[str, Any], model: str) -> str:
 
 def _named(policy: str, note: str, costs: dict[str, Any]) -> list[str]:
     name = f"`{policy}`" + (f", {note}" if note else "")
-    return [name, f"{costs['computed']:.0%}", f"{costs['kept_pairs']:.0f}"]
+    return [name, percent(costs["computed"]), rounded(costs["kept_pairs"])]
 
 
 def _table(tasks: list[str], cells: list[list[str]]) -> str:
@@ -200,7 +174,8 @@ def fewer_steps(measured: dict[str, Any], models: Iterable[str]) -> str:
     for policy in (EXACT.policy, *grid.CACHES):
         settings = [dataclasses.replace(fewer, policy=policy) for fewer in FEWER.values()]
         rows = [found(workload, setting) for workload in workloads for setting in settings]
-        shown = (f"{row['accuracy']:.1%} ({workloads[0]['length'] / row['forwards']:.1f})" for row in rows)
+        faster = (rounded(workloads[0]["length"] / row["forwards"], 1) for row in rows)
+        shown = (f"{percent(row['accuracy'], 1)} ({n})" for row, n in zip(rows, faster, strict=True))
         cells.append((f"`{call(policy)}`", *shown))
     heads = ("policy", *(f"`{model}`, {way}" for model in models for way in FEWER))
     return runner.table(heads, "l" + "r" * (len(heads) - 1), cells)
@@ -217,7 +192,7 @@ def later(measured: dict[str, Any], models: Sequence[str]) -> str:
             name = f"`{call(setting.policy)}`, `{call(setting.sampler)}`"
             name += f", {setting.variant}" if setting.variant else ""
             rates = (", ".join(map(_rate, of)) for of in rows.values())
-            cells.append([name, f"{costs['forwards']:.1f}", f"{costs['computed']:.0%}", *rates])
+            cells.append([name, rounded(costs["forwards"], 1), percent(costs["computed"]), *rates])
     heads = ("policy, sampler", "forward passes", "computed", *(task.replace("-", " ") for task in tasks))
     return runner.table(heads, "l" + "r" * (len(heads) - 1), cells)
 
@@ -253,10 +228,9 @@ def block_causal(measured: dict[str, Any], models: Sequence[str], kind: type[p.P
         if kind is None or setting == EXACT or type(setting.policy) is kind:
             rows = [[found(of_model, setting) for of_model in of_task] for of_task in asked.values()]
             shown = (
-                ", ".join(f"{row['accuracy']:.0%}" for row in of_task) + f" ({of_task[0]['pairs_read']:.0f})"
-                for of_task in rows
+                ", ".join(map(_rate, of_task)) + f" ({rounded(of_task[0]['pairs_read'])})" for of_task in rows
             )
-            cells.append((f"`{call(setting.policy)}`", *shown, f"{rows[0][0]['computed']:.0%}"))
+            cells.append((f"`{call(setting.policy)}`", *shown, percent(rows[0][0]["computed"])))
     heads = ("policy", *asked, "computed")
     return runner.table(heads, "l" + "r" * (len(heads) - 1), cells)
 
@@ -269,16 +243,13 @@ def found(workload: dict[str, Any], setting: Setting) -> dict[str, Any]:
 
 
 def main(results: runner.Results, blocks: Path | None = None):
-    """Prints the tables of what the file has, and of longer blocks what the file `blocks` has.
-
-    Of `results` with questions in text the last table is the README's, without tokens per second.
-    """
+    """Prints the tables of what the file has, and of longer blocks what the file `blocks` has."""
     measured = read_json(results)["models"]
     if blocks is not None:
         print(in_blocks(measured | read_json(blocks)["models"], dj.bundled.TEXT), end="\n\n")
     if any(name.split()[0] in dj.bundled.TEXT for name in measured):
         print(table(measured, dj.bundled.TEXT), fewer_steps(measured, dj.bundled.TEXT), sep="\n\n")
-        print(f"\n{later(measured, dj.bundled.TEXT)}\n\n{brief(measured, {})}")
+        print(f"\n{later(measured, dj.bundled.TEXT)}")
     for model in dj.bundled.PICTURED:
         if all(f"{model} {task}" in measured for task in ASKED_OF_PICTURES):
             print(pictured(measured, model))

@@ -1,5 +1,6 @@
 """Runs benches: a line of a Markdown table per row as it is measured, and a JSON file that says on what."""
 
+import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -75,7 +76,14 @@ def _line(cells: Sequence[Any]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def write(path: Path | None, document: Any):
-    """Writes results atomically and makes the folder; does nothing without a path."""
+def write(path: Path | None, document: dict[str, Any]):
+    """Writes results, with the commit, atomically and makes the folder; does nothing without a path."""
     if path is not None:
-        write_json(path, document)
+        write_json(path, {"commit": commit()} | document)
+
+
+def commit() -> str | None:
+    """Commit of the checkout that this file is in, with "+" if it has changes; None without git."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--exclude=*", "--dirty=+"]
+    found = subprocess.run(git, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or None

@@ -20,7 +20,7 @@ from dllm_jax.state.rows import Rows
 
 @dataclasses.dataclass(frozen=True)
 class Policy(Options):
-    """Exact decoding: every denoising step recomputes every token.
+    """Exact decoding, also `Exact()`: every denoising step recomputes every token.
 
     Use it as the reference, or where no token may change. On block-causal models it caches finished blocks.
 

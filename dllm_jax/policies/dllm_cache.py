@@ -63,8 +63,8 @@ class DLLMCache(Policy):
 
     Memory: Dense keys and values, and both branch outputs of the response.
 
-    Limits: Every step passes the whole response through every layer. Intervals of eight steps lost all
-    accuracy on `tiny-llada`.
+    Limits: Every step passes the whole response through every layer. On small
+    models use `response_every` of 4 or less: 8 lost all accuracy on `tiny-llada`.
 
     Equals exact decoding when: prompt_every=1, response_every=1.
     Differences: Prompt outputs are not cached between refreshes, because nothing reads them, except for the

@@ -26,10 +26,10 @@ FIRST = 4  # steps at the beginning that pass the prompt, fixed in the released 
 
 @dataclasses.dataclass(frozen=True)
 class DyLLM(Policy):
-    """Recomputes keys, values and MLP of the rows whose attention output turns, and corrects the others.
+    """Recomputes keys, values and MLP of tokens whose attention output changed; approximates the others.
 
-    Use it when the response must stay fresh at every step and MLPs limit it: large batches on models without
-    experts.
+    It is meant for responses that must stay fresh at every step where MLPs limit it: large batches on models
+    without experts. No speed was measured.
 
     After the first steps, which compute everything, a step passes the response through all layers; the first
     four steps and every fourth one pass the prompt too. Queries are new everywhere. A layer renews keys and

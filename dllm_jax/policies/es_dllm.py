@@ -37,9 +37,10 @@ class WithCopies(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ESDLLM(Policy):
-    """Lets rows of the block leave a step in early layers, by confidence and change (ES-dLLM).
+    """Skips later layers (early exit) for tokens of low confidence and little change in the block (ES-dLLM).
 
-    Use it where the number of computed tokens limits a step: batches of 8 and more, long blocks.
+    It is predicted to pay where the number of computed tokens limits a step: batches of 8 and more, long
+    blocks.
 
     As `DualCache`, with the positions before the block renewed at intervals, and all of them only in the
     first step. At a few depths each row is scored by its confidence in earlier steps, and by how much it has
@@ -52,8 +53,8 @@ class ESDLLM(Policy):
     Memory: Dense keys and values for all positions, and the stored rows of each depth, response only. Evicted
       pairs stay there, as in the reference, twice unless `prompt_every` is a multiple of the block.
 
-    Limits: Needs an integer block, and no guidance, constraints, `early_commit` or `Edit`. At batch 1, short
-      blocks save nothing on GPUs.
+    Limits: Needs an integer block, and no guidance, constraints, `early_commit` or `Edit`. By the
+      roofline, short blocks save nothing on GPUs at batch 1.
 
     Equals exact decoding when: prompt_every=1 in one block, if the output head is not shifted.
     Differences: Slots, quotas and what was just decoded are counted per sequence, so a batch changes nothing.

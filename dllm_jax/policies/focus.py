@@ -28,10 +28,10 @@ NARROW = "narrow"  # phase in which layers run fewer rows where enough have left
 
 @dataclasses.dataclass(frozen=True)
 class FOCUS(DelayedCache):
-    """Lets most masks of a block leave a step after its second layer (FOCUS).
+    """Skips all layers after the second (early exit) for most masks of a block (FOCUS).
 
-    Use it on block-causal models with experts at batch 1, where fewer tokens read fewer experts, or where
-    the number of computed tokens limits a step.
+    It is predicted to pay on block-causal models with experts at batch 1, where fewer tokens read fewer
+    experts, or where the number of computed tokens limits a step.
 
     The first two layers run on all rows of `DelayedCache`. The masks whose importance grows most from the
     first layer to the second stay, about `alpha` times as many as a step has unmasked on average; so do their
@@ -40,8 +40,9 @@ class FOCUS(DelayedCache):
 
     Memory: Dense keys and values for all positions.
 
-    Limits: Needs a head that is not shifted, and no guidance, constraints, `early_commit` or `Edit`. On an
-    H100, dense models save nothing up to about 300 rows (batch times block), as steps wait for weights.
+    Limits: Needs a head that is not shifted, and no guidance, constraints, `early_commit` or `Edit`. By
+    the roofline, dense models save nothing on an H100 up to about 300 rows (batch times block), as steps wait
+    for weights.
 
     Equals exact decoding when: delayed=False and alpha is at least the block length.
     Differences: Unmasked tokens right of the last row that stays are read, which the reference leaves out.

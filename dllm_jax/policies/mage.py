@@ -17,9 +17,9 @@ from dllm_jax.state.rows import Rows
 
 @dataclasses.dataclass(frozen=True)
 class MAGE(ChosenReads):
-    """Attends to the stored KV pairs that the masks of a block look at in its first step (MAGE).
+    """Attends to the cached KV pairs that a block's masks attend to most in its first step (MAGE).
 
-    Use it on block-causal models with long prompts, where reading the cache limits a step.
+    It is predicted to pay on block-causal models with long prompts, where reading the cache limits a step.
 
     The first step of a model's block is exact. Per layer and KV head it averages the attention weights of the
     block's masks, and retains the `keep` best pairs of earlier blocks. The other steps of the block attend to

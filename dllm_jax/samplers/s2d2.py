@@ -49,7 +49,7 @@ class Draft(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class S2D2(UntilDone):
-    """Drafts by `Dynamic(threshold)`; where that pays, keeps what the model in blocks of one token accepts.
+    """Drafts with `Dynamic`, then verifies the draft with the same model token by token, where that may pay.
 
     A step of `Dynamic` is a draft. If the first run of masks is expected to be accepted, a further forward
     pass computes the distribution q of each of its tokens after the drafts before it. A draft drawn from p is

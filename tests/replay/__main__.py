@@ -1,17 +1,16 @@
 """Command line: replays every case under a folder and prints a row per case."""
 
 import collections
-import datetime
-import json
 import pathlib
 import sys
 import time
 from typing import Annotated, Any
 
-import jax
 import rich.console
 import tyro
 
+from bench.shared import runner
+from dllm_jax.provenance import measured_on
 from tests.programs import forget_in_time
 from tests.replay.case import Case, UnknownSetting, find
 from tests.replay.compare import Differs, Skipped
@@ -61,9 +60,8 @@ def main(
     counts = collections.Counter(r["outcome"] for r in rows)
     console.print(", ".join(f"{n} {outcome}" for outcome, n in sorted(counts.items())))
     if json_file:
-        where = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
-        where |= {"date": datetime.date.today().isoformat(), "conform": passed, "of": len(conform)}
-        json_file.write_text(json.dumps({**where, "cases": rows}, indent=1))
+        counted = {"conform": passed, "of": len(conform)}
+        runner.write(json_file, measured_on("as recorded") | counted | {"cases": rows})
     return 0 if passed == len(conform) else 1
 
 
