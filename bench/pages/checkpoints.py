@@ -65,8 +65,8 @@ READ = (
     ),
     (
         "`google/diffusiongemma-26B-A4B-it`",
-        "loads as DiffusionGemma; recorded[diffusion-gemma-forward]; the vision tower's tensors are kept, and "
-        "images are not read",
+        "loads as DiffusionGemma; recorded[diffusion-gemma-generate]; the vision tower's tensors are kept, "
+        "and images are not read",
     ),
 )
 

@@ -21,6 +21,7 @@ FOLDERS = {  # of each policy and sampler; those without one have no recording
     **{"DreamOn": "dreamon", "FreeDave": "freedave-llada", "S2D2": "s2d2-fast-dllm-v2"},
     **{"Dynamic": "sdar-generate", "Edit": "llada2-generate"},
     **{"SelfSpeculation": "nemotron-generate", "Autoregressive": "nemotron-generate"},
+    **{"EntropyNoise": "diffusion-gemma-generate"},
 }
 
 
@@ -34,7 +35,7 @@ def origin(folder: str) -> str:
     text = str(case.get("source_repo") or case.get("source"))
     if re.match(r"own |written from", text) or "independent" in case.get("origin", ""):
         return OURS
-    found = re.match(r"(?:github )?([\w.-]+/[\w.-]+)", text)
+    found = re.match(r"(?:github )?([\w.-]+/[\w.-]+|transformers)", text)
     if found is None:
         raise ValueError(f"{folder}: {text!r} must name a repository")
     return found[1] + " over transformers" * ("over transformers" in text)
