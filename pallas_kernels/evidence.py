@@ -44,7 +44,7 @@ SHIPPED: Evidence = (
             ("ragged_attention", "bfloat16", "one kernel in place of a loop that the host waits for"),
             ("topk_evict", "float32", "one kernel in place of 43 bisections"),
         )
-        for backend in ("triton", "mosaic_gpu")[: 1 + (name != "received")]
+        for backend in ("triton", "mosaic_gpu")
     ),
     Entry(
         "attention_and_lse", "cuda", "", "cudnn", ("bfloat16", "float16"),

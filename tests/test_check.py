@@ -193,7 +193,7 @@ def test_shipped_evidence_is_for_gpus_and_calls_that_cudnn_takes(installed, expe
     assert {entry for entry in chosen(gpu) if entry[1] == "triton"} == {(name, "triton") for name in ours}
     assert [entry for entry in chosen(gpu) if entry[1] == "cudnn"] == cudnn
     second = [name for name, backend in chosen(gpu) if backend == "mosaic_gpu"]
-    assert second == ["attention_and_lse", "ragged_attention", "topk_evict"]
+    assert second == ["attention_and_lse", "received", "ragged_attention", "topk_evict"]
     model = dataclasses.replace(dj.abstract("llada-8b"), implementation=evidence.known(gpu))
     layout = dj.Layout(64, 32, 32, 32)
     found = dj.explain_kernels(model, 1, layout)

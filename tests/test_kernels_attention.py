@@ -172,11 +172,13 @@ def test_equals_float64(name, shape, dtype, monkeypatch):
 
 @pytest.mark.skipif("mosaic_gpu" not in interpreted(ATTENTION), reason="jax has no interpreter of Mosaic GPU")
 @pytest.mark.parametrize("shape", some(SMALL[:-1], 3), ids=str)
-def test_attention_by_mosaic_gpu_equals_float64(shape):
+def test_mosaic_gpu_equals_float64(shape):
     arrays = operands(shape, jnp.bfloat16)
-    q, k, v, _, _, mask, lengths = arrays
+    q, k, v, given_lse, weight, mask, lengths = arrays
     out, lse = jax.jit(interpreted(ATTENTION)["mosaic_gpu"])(q, k, v, mask, lengths)
-    wanted = explicit(shape, *arrays[:3], *arrays[4:])
+    given = jax.jit(interpreted(RECEIVED)["mosaic_gpu"])(q, k, given_lse, weight, mask, lengths)
+    wanted = explicit(shape, *arrays[:3], *arrays[4:], idle=np.isneginf(given_lse))
+    np.testing.assert_allclose(given, wanted[2], **TOLERANCE)
     real = slice(1, -1) if shape.queries > 1 else slice(None)  # the others are NaN
     np.testing.assert_allclose(np.asarray(out[:, real], np.float32), wanted[0][:, real], **ROUNDED)
     np.testing.assert_allclose(lse[..., real], wanted[1][..., real], **TOLERANCE)

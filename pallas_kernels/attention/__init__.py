@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import xla
 from pallas_kernels.attention.xla import Mask, check_shapes
-from pallas_kernels.choice import Implementation, Operation, imported
+from pallas_kernels.choice import Backend, Implementation, Operation, imported
 
 __all__ = ["ATTENTION", "ATTENTION_AND_LSE", "HEAD_MEAN", "RECEIVED", "attention", "head_mean", "received"]
 
@@ -17,35 +17,32 @@ def _check(q, k, *others) -> None:
     check_shapes(q, k, *others[-2:])
 
 
-def _operation(plain: Callable[..., Any], operands: str, *results: str, **more: Any) -> Operation:
+_ALL: tuple[Backend, ...] = ("tpu", "triton", "mosaic_gpu")
+
+
+def _operation(
+    plain: Callable[..., Any], backends: tuple[Backend, ...], operands: str, *results: str, **more: Any
+) -> Operation:
     return Operation(
         name=plain.__name__,
         xla=plain,
         check=_check,
         operands=tuple(operands.split()),
         results=results,
-        kernels={
-            "tpu": imported("pallas_kernels.attention.tpu", plain.__name__),
-            "triton": imported("pallas_kernels.attention.triton", plain.__name__),
-        },
+        kernels={name: imported(f"pallas_kernels.attention.{name}", plain.__name__) for name in backends},
         **more,
     )
 
 
-_ATTENTION = _operation(xla.attention, "bqhd bskd bskd bkqs bk", "bqhd", "bhq")
 ATTENTION = dataclasses.replace(
-    _ATTENTION,
+    _operation(xla.attention, _ALL, "bqhd bskd bskd bkqs bk", "bqhd", "bhq"),
     xla=xla.attention_by_sequence,
-    kernels={
-        **_ATTENTION.kernels,
-        "mosaic_gpu": imported("pallas_kernels.attention.mosaic_gpu", "attention"),
-    },
     cudnn=imported("pallas_kernels.attention.cudnn", "attention"),
 )
 # Where the log-sum-exp is read, an implementation that returns it saves XLA all scores (`cudnn.attention`).
 ATTENTION_AND_LSE = dataclasses.replace(ATTENTION, name="attention_and_lse")
-RECEIVED = _operation(xla.received, "bqhd bskd bhq bq bkqs bk", "bks")
-HEAD_MEAN = _operation(xla.head_mean, "bqhd bskd bhq bkqs bk", "bqs", averages_heads=True)
+RECEIVED = _operation(xla.received, _ALL, "bqhd bskd bhq bq bkqs bk", "bks")
+HEAD_MEAN = _operation(xla.head_mean, _ALL[:2], "bqhd bskd bhq bkqs bk", "bqs", averages_heads=True)
 
 
 def attention(

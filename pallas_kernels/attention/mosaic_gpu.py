@@ -1,9 +1,9 @@
-"""`attention` for NVIDIA GPUs (Pallas, Mosaic GPU), and `ragged_attention`: to dense pairs and to runs.
+"""`attention` and `received` for NVIDIA GPUs (Pallas, Mosaic GPU), and `ragged_attention`.
 
 A program is a warpgroup with 64 queries of a KV head. It walks over its range of the dense pairs, and then
 over its range of the head's run, 64 slots at a time; XLA adds up the sums of all ranges. Products are
 `mma.sync`, which GPUs of all generations have. The interpreter does not know it and multiplies by
-`dot_general`.
+`dot_general`. A program of `received` walks over the queries with its 64 keys.
 
 Right in Mosaic GPU's interpreter and compiled for a described H100 and B200 with jax 0.12 (at most 255
 registers, at most 44 bytes spilled); never run on a GPU.
@@ -26,6 +26,8 @@ from pallas_kernels.attention.shared import (
     by_position,
     check_supported,
     extent,
+    lse_column,
+    weight_column,
 )
 from pallas_kernels.attention.xla import Mask
 from pallas_kernels.mosaic_gpu import interpreted, named
@@ -123,6 +125,81 @@ def attend(
     of_range = lambda n: OnlineSoftmax(top[n, ..., None], total[n, ..., None], sums[n])
     merged = functools.reduce(OnlineSoftmax.plus, map(of_range, range(ranges)))
     return by_position(*merged.result(), q)
+
+
+def received(
+    q: Float[Array, "b q h d"],
+    k: Float[Array, "b s k d"],
+    lse: Float[Array, "b h q"],
+    weight: Float[Array, "b q"],
+    mask: Mask | None = None,
+    lengths: Int[Array, "b k"] | None = None,
+    interpret: bool = False,
+) -> Float[Array, "b k s"]:
+    """As `xla.received`.
+
+    Raises:
+      NotImplementedError: As `attention`, and any mask that differs between query positions.
+    """
+    check_supported(WIDTHS, k, mask, lengths, q=q)
+    if k.dtype != DTYPE:
+        raise NotImplementedError(f"{k.dtype}: bfloat16")
+    interpreter = interpreted(interpret)
+    batch, slots, kv_heads, head = k.shape
+    ends, visible = extent(k, mask, lengths)
+    columns = lse_column(lse, kv_heads)[..., 0], weight_column(weight, q.shape[2] // kv_heads)[:, 0, :, 0]
+    sent = [_filled(x, x.ndim - 1, QUERIES) for x in columns]
+    shown = [] if visible is None else [_filled(visible[:, :, 0].astype(jnp.int32), 2, TILE)]
+    tiles = pl.cdiv(slots, TILE)
+    found = plgpu.kernel(
+        named("received", _received, interpret=interpret),
+        out_type=jax.ShapeDtypeStruct((batch, kv_heads, tiles * TILE), jnp.float32),
+        grid=(batch, kv_heads, tiles),
+        grid_names=GRID[1:],
+        scratch_types=(
+            _tile(head),
+            _tile(head),
+            plgpu.SMEM((TILE,), jnp.float32),
+            plgpu.Barrier(),
+            plgpu.Barrier(),
+        ),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpreter,
+    )(_filled(by_kv_head(q, kv_heads), 2, QUERIES), k, ends, *sent, *shown)
+    return found[..., :slots]
+
+
+def _received(q_ref, k_ref, ends_ref, lse_ref, weight_ref, *rest, interpret):
+    """Sums the attention that the keys of one tile receive, over all tiles of queries."""
+    *mask_ref, out_ref, q, k, column, q_copied, k_copied = rest
+    b, h, j = (jax.lax.axis_index(name) for name in GRID[1:])
+    here, size = pl.ds(j * TILE, TILE), (TILE, QUERIES)
+    plgpu.copy_gmem_to_smem(k_ref.at[b, here, h], k, k_copied)  # zeros after the last slot
+    plgpu.barrier_wait(k_copied)
+    visible = j * TILE + plgpu.broadcasted_iota(jnp.int32, size, 0, layout=SUMS) < ends_ref[b, h]
+    for ref in mask_ref:
+        shown = ref.at[b, h if ref.shape[1] > 1 else 0, here]
+        visible &= _across(plgpu.load(shown, layout=SUMS.reduce(1), optimized=False), QUERIES) != 0
+
+    def add(i, total):
+        queries = pl.ds(i * QUERIES, QUERIES)
+        plgpu.commit_smem()  # what was read of the tile before comes first
+        plgpu.copy_gmem_to_smem(q_ref.at[b, h, queries], q, q_copied)
+        plgpu.barrier_wait(q_copied)
+        by_query = lambda ref: plgpu.layout_cast(
+            jax.lax.broadcast_in_dim(plgpu.load(ref, layout=SUMS.reduce(0), optimized=False), size, (1,)),
+            SUMS,
+        )
+        lse, weight = by_query(lse_ref.at[b, h, queries]), by_query(weight_ref.at[b, queries])
+        # exp(score - inf) is 0, where score - (-inf) would be infinite. Queries of weight 0 may be NaN.
+        attended = jnp.exp(_scores(k, q, interpret) - jnp.where(lse > -jnp.inf, lse, jnp.inf))
+        return total + jnp.sum(jnp.where(visible & (weight != 0), attended * weight, 0.0), axis=1)
+
+    zeros = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), SUMS.reduce(1))
+    column[...] = jax.lax.fori_loop(0, q_ref.shape[2] // QUERIES, add, zeros)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(column, out_ref.at[b, h, here])
+    plgpu.wait_smem_to_gmem(0)
 
 
 @jax.tree_util.register_dataclass
@@ -285,7 +362,7 @@ def _add(
     plgpu.copy_gmem_to_smem(v, at.v, at.copied)
     plgpu.barrier_wait(at.copied)
     visible = _visible(within, shown)
-    scores = jnp.where(visible, _scores(at, interpret), LOWEST)
+    scores = jnp.where(visible, _scores(at.q, at.k, interpret), LOWEST)
     higher = jnp.maximum(top, jnp.max(scores, axis=1))
     rescale = jnp.exp(top - higher)
     weight = jnp.where(visible, jnp.exp(scores - _across(higher, TILE)), 0.0)
@@ -305,14 +382,14 @@ def _visible(within: tuple, shown: Any) -> Bool[Array, "n t"]:
     return visible & (plgpu.layout_cast(jax.lax.broadcast_in_dim(row, visible.shape, (1,)), SUMS) != 0)
 
 
-def _scores(at: _Shared, interpret: bool) -> Float[Array, "n t"]:
-    """Scaled products of the queries and the tile's keys."""
-    head = at.q.shape[1]
-    found = plgpu.layout_cast(jnp.zeros((QUERIES, TILE), jnp.float32), SUMS)
+def _scores(left: Any, right: Any, interpret: bool) -> Float[Array, "n t"]:
+    """Scaled products of the rows of two tiles in shared memory."""
+    (_, head), size = left.shape, (left.shape[0], right.shape[0])
+    found = plgpu.layout_cast(jnp.zeros(size, jnp.float32), SUMS)
     for first in range(0, head, min(head, COLUMNS)):
         part = pl.ds(first, min(head, COLUMNS))
-        keys = plgpu.load(at.k.at[:, part].transpose((1, 0)), layout=RIGHT)
-        found = _product(found, plgpu.load(at.q.at[:, part], layout=LEFT), keys, interpret)
+        turned = plgpu.load(right.at[:, part].transpose((1, 0)), layout=RIGHT)
+        found = _product(found, plgpu.load(left.at[:, part], layout=LEFT), turned, interpret)
     return found * head**-0.5
 
 
