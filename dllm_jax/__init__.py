@@ -35,7 +35,7 @@ from dllm_jax.state.sliding import AdaBlock, Sliding
 from dllm_jax.decoding.generate import generate, infill
 from dllm_jax.decoding.generate_many import generate_many
 from dllm_jax.decoding.prefill import prefill
-from dllm_jax.engine.prefix import Prefix
+from dllm_jax.engine.features.prefix import Prefix
 from dllm_jax.decoding.compare import compare
 from dllm_jax.decoding.explain import explain_kernels
 from dllm_jax.decoding.answers import decode_answers

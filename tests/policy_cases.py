@@ -52,7 +52,7 @@ def suited(policy: policies.Policy, sampler: samplers.Sampler) -> samplers.Sampl
     )
 
 
-def leaves_out(trace: dj.engine.trace.Trace) -> bool:
+def leaves_out(trace: dj.engine.features.trace.Trace) -> bool:
     """Whether a step attends to less than all positions in front of those that it computes."""
     computed, read = np.asarray(trace.computed), np.asarray(trace.read)
     before = np.arange(computed.shape[2]) < computed.argmax(axis=2)[..., None]

@@ -10,7 +10,7 @@ import rich.console
 import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.demo import chatting
-from dllm_jax.engine.prefix import reads_causally
+from dllm_jax.engine.features.prefix import reads_causally
 from dllm_jax.eval.run.runner import Request, Runner
 from dllm_jax.eval.run.settings import Decoding
 from tests.models import random_tokens, separate, tiny

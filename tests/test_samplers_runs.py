@@ -59,10 +59,10 @@ def run(sampler, layout: Layout, tokens, logits, noise: s.RecordedNoise):
         offered = proposed._replace(score=jnp.where(canvas.eligible, proposed.score, -jnp.inf))
         chosen, memory, *_ = sampler.decide(offered, memory, canvas, noise)
         after = write(canvas, chosen & canvas.active[:, None], proposed.token)
-        after = advance(after, Policy(), sampler, False)
+        after = advance(after, Policy(), sampler)
         return (after, memory), (after.tokens, canvas.active)
 
-    canvas = advance(begun(tokens, np.ones((B, LENGTH), bool), SPEC, layout), Policy(), sampler, False)
+    canvas = advance(begun(tokens, np.ones((B, LENGTH), bool), SPEC, layout), Policy(), sampler)
     _, (states, active) = jax.lax.scan(step, (canvas, sampler.init(canvas)), length=LIMIT)
     return jnp.concatenate([tokens[None], states]), active
 

@@ -15,7 +15,7 @@ import dllm_jax as dj
 from dllm_jax import bundled, policies, samplers
 from dllm_jax.decoding.stops import Contents, byte_table, token_contents, token_table
 from dllm_jax.decoding.stream_chat import undecided
-from dllm_jax.engine.stops import BEGIN, FOUND
+from dllm_jax.engine.features.stops import BEGIN, FOUND
 from tests import refuses
 from tests.models import WIDE, tiny
 from tests.policy_cases import matrix

@@ -11,6 +11,8 @@ from jax.sharding import AxisType
 import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.decoding.request import prepare
+from dllm_jax.engine.features.assembly import in_order
+from dllm_jax.engine.features.logprobs import Confidences
 from dllm_jax.engine.nonfinite import NonFiniteWarning
 from dllm_jax.engine.pieces import begin_pieces, resume
 from dllm_jax.testing.checks import SEVERAL_AT_ONCE
@@ -99,7 +101,11 @@ def test_the_cache_is_written_in_place_from_piece_to_piece():
     model = tiny("llada")
     prompt, _ = prompts(model, (7, 7))
     request = prepare(model, prompt, policy=policies.DualCache(), **LAYOUT)
-    arguments = model, request.inputs, dataclasses.replace(request.plan, confidence=True)
+    arguments = (
+        model,
+        request.inputs,
+        dataclasses.replace(request.plan, features=in_order((*request.plan.features, Confidences()))),
+    )
     state = begin_pieces(*arguments)
     program = resume.lower(*arguments, state, np.int32(9)).compile()
     text, shape = program.as_text(), ",".join(map(str, state.cache.layers.k.shape))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax.engine.trace import Trace
+from dllm_jax.engine.features.trace import Trace
 from tests.models import FAMILIES, random_tokens, separate, tiny
 from tests.policy_cases import matrix
 

@@ -9,7 +9,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
-from dllm_jax.engine.stops import StopIds
+from dllm_jax.engine.features.stops import StopIds
 from dllm_jax.testing.runs import assert_same_run, of_sequence
 from dllm_jax.vision import Pad, Processor
 from tests import llada_v, refuses, run_page

@@ -17,8 +17,8 @@ import rich.console
 import dllm_jax as dj
 from dllm_jax.decoding.watch.grid import END, grid
 from dllm_jax.decoding.watch.recording import Recording
+from dllm_jax.engine.features.trace import Trace
 from dllm_jax.engine.stats import Stats
-from dllm_jax.engine.trace import Trace
 from tests import refuses
 from tests.models import tiny
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.analysis.passes import AXES, Asked, What, captured
 from dllm_jax.decoding.output import Output
-from dllm_jax.engine.trace import Trace
+from dllm_jax.engine.features.trace import Trace
 from dllm_jax.nn.intervention import Intervention, checked
 from dllm_jax.nn.mask import require_mask_token
 from dllm_jax.nn.model import Model

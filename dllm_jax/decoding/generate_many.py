@@ -24,6 +24,7 @@ from dllm_jax.decoding.report import report
 from dllm_jax.decoding.request import Request, prepare
 from dllm_jax.decoding.slots import Slots
 from dllm_jax.decoding.stream import progress_bar
+from dllm_jax.engine.features.prefix import ReusedPrefix
 from dllm_jax.engine.nonfinite import NonFinite
 from dllm_jax.nn.keys import one_key, seeded
 from dllm_jax.nn.model import Model
@@ -310,7 +311,7 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
         inputs, plan = request.inputs, request.plan
         kinds = tuple((array.shape, str(array.dtype)) for array in jax.tree.leaves(inputs))
         extra = request.extra if plan.interventions else 0
-        common = jax.tree.leaves((plan.constraints, plan.stop))
+        common = jax.tree.leaves([f for f in plan.features if not isinstance(f, ReusedPrefix)])
         held = tuple(hashlib.sha256(np.asarray(leaf).tobytes()).digest() for leaf in common)
         lane = jax.tree.structure((inputs, plan)), kinds, extra, held
         return Waiting(index, options, request, lane)

@@ -13,8 +13,8 @@ from jax.typing import ArrayLike
 
 from dllm_jax.decoding.buckets import DEFAULT, Ladder
 from dllm_jax.decoding.stops import StopTexts
+from dllm_jax.engine.features.prefix import Prefix
 from dllm_jax.engine.nonfinite import NonFinite
-from dllm_jax.engine.prefix import Prefix
 from dllm_jax.nn.intervention import Intervention
 from dllm_jax.nn.keys import Keys
 from dllm_jax.options import NonNegativeInt, PositiveInt, ShortSignature, check_argument, check_names

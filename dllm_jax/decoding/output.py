@@ -11,9 +11,9 @@ from dllm_jax.decoding.watch.grid import grid
 from dllm_jax.decoding.watch.page import Page, Panel, page
 from dllm_jax.decoding.watch.recording import Recording
 from dllm_jax.encoding import encodable
-from dllm_jax.engine.records import LogProbs
+from dllm_jax.engine.features.logprobs import LogProbs
+from dllm_jax.engine.features.trace import Trace
 from dllm_jax.engine.stats import Stats
-from dllm_jax.engine.trace import Trace
 from dllm_jax.options import check_argument, shown
 from dllm_jax.state import host
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from dllm_jax.decoding.buckets import Ladder, check_ladder
 from dllm_jax.decoding.options import Asked
-from dllm_jax.engine.prefix import (
+from dllm_jax.engine.features.prefix import (
     Prefix,
     StoredPrefix,
     compute_prefix,

@@ -24,9 +24,14 @@ from dllm_jax.decoding.prefill import with_prefix
 from dllm_jax.decoding.stops import StopTexts
 from dllm_jax.engine.closures import constants
 from dllm_jax.engine.drafts import drafting_widths
-from dllm_jax.engine.generation import Inputs, Plan
+from dllm_jax.engine.features.assembly import features_of
+from dllm_jax.engine.features.constraints import AllowedTokens, Constrained
+from dllm_jax.engine.features.logprobs import TokenLogProbs
+from dllm_jax.engine.features.prefix import ReusedPrefix
+from dllm_jax.engine.features.stops import EndOfText, StopIds, StopTable
+from dllm_jax.engine.features.trace import RecordedSteps
+from dllm_jax.engine.generation import Feature, Inputs, Plan
 from dllm_jax.engine.nonfinite import NonFinite
-from dllm_jax.engine.stops import StopIds, StopTable
 from dllm_jax.engine.widths import phase_names, step_widths
 from dllm_jax.nn.keys import Keys, typed_key
 from dllm_jax.nn.mask import require_mask_token
@@ -194,22 +199,32 @@ def plan_of(case: Case) -> Plan:
     named = {"policy": (policy,), "sampler": (asked.sampler,), "constraints": case.constraints}
     named |= {"noise": (asked.noise,)}
     read = tuple(c for name, several in named.items() for one in several for c in constants(one, name))
-    return Plan(
-        policy=policy,
-        sampler=asked.sampler,
-        layout=layout,
-        widths=widths_of(case),
-        phases=phase_names(policy),
-        group=asked.group,
-        stop_at_eos=asked.stop_at_eos,
-        trace=asked.trace,
-        constants=read,
-        stop=stop_of(asked.stop, spec) if asked.gives("stop") else None,
-        constraints=case.constraints,
-        logprobs=asked.logprobs,
-        prefix=None if asked.prefix is None else asked.prefix.stored,
-        drafting=asked.drafting,
-    )
+    phases = phase_names(policy)
+    plan = Plan(policy, asked.sampler, layout, widths_of(case), asked.group, phases=phases, constants=read)
+    asked_for = _asked_features(case, plan.step_limit)
+    features = features_of(policy, asked.sampler, layout, spec, asked.drafting, asked_for)
+    return dataclasses.replace(plan, features=features)
+
+
+def _asked_features(case: Case, step_limit: int) -> list[Feature]:
+    """The features that the options of a request ask for."""
+    asked = case.asked
+    features: list[Feature] = []
+    if asked.prefix is not None:
+        features.append(ReusedPrefix(asked.prefix.stored))
+    if case.constraints:
+        features.append(Constrained(case.constraints))
+    elif asked.gives("forbid", "allow") or asked.sampler.suppress_tokens:
+        features.append(AllowedTokens())
+    if asked.stop_at_eos:
+        features.append(EndOfText(constrained=bool(case.constraints)))
+    if asked.gives("stop") and (stop := stop_of(asked.stop, case.model.spec)):
+        features.append(stop)
+    if asked.logprobs is not None:
+        features.append(TokenLogProbs(asked.logprobs))
+    if asked.trace:
+        features.append(RecordedSteps(step_limit))
+    return features
 
 
 def widths_of(case: Case) -> tuple[int, ...]:

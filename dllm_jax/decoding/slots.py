@@ -16,6 +16,7 @@ from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.placement import collect, not_split, place, runs_on, with_auto_axes
 from dllm_jax.decoding.request import Request, repeated
 from dllm_jax.engine.beginning import initial_state, split_cache
+from dllm_jax.engine.features.trace import Trace, final_trace
 from dllm_jax.engine.generation import Generation, Inputs, Plan, State
 from dllm_jax.engine.group import (
     axes_of_sequences,
@@ -25,8 +26,6 @@ from dllm_jax.engine.group import (
     stream_index,
 )
 from dllm_jax.engine.pieces import Piece, run_piece
-from dllm_jax.engine.records import final_trace
-from dllm_jax.engine.trace import Trace
 from dllm_jax.nn.mesh import constrain, over_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.state import host
@@ -80,7 +79,7 @@ class Slots:
         own = lambda array: array[slot : slot + 1]
         tokens, stats, logprobs = jax.tree.map(own, (seen.tokens, seen.stats, seen.logprobs))
         trace = None
-        if self._run.plan.trace:
+        if "trace" in self._run.plan.by_name:
             assert self._state is not None, "enter"
             model, plan = self._run.model, self._run.plan
             where = not_split(model, self._run.mesh, np.asarray([slot], np.int32))

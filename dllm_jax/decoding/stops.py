@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from dllm_jax.engine.stops import BEGIN, ENDED, FIRST_STATE, FOUND, StopTable
+from dllm_jax.engine.features.stops import BEGIN, ENDED, FIRST_STATE, FOUND, StopTable
 from dllm_jax.options import shown
 from dllm_jax.state import host
 from dllm_jax.state.text import check_members, check_text, decode, special_tokens

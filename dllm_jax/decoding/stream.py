@@ -15,8 +15,9 @@ from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.placement import Placed, collect, numbers, on_mesh, place, runs_on, with_auto_axes
 from dllm_jax.decoding.report import report
 from dllm_jax.decoding.request import prepare
+from dllm_jax.engine.features.assembly import in_order
+from dllm_jax.engine.features.logprobs import Confidences, LogProbs
 from dllm_jax.engine.pieces import Piece, begin_pieces, recorded_steps, resume
-from dllm_jax.engine.records import LogProbs
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.options.hints import tell
@@ -118,7 +119,8 @@ def snapshots(placed: Placed, every: int | None) -> Generator[Snapshot, None, No
 
 
 def _snapshots(placed: Placed, every: int) -> Generator[Snapshot, None, None]:
-    run = with_auto_axes(placed._replace(plan=dataclasses.replace(placed.plan, confidence=True)))
+    features = in_order((*placed.plan.features, Confidences()))
+    run = with_auto_axes(placed._replace(plan=dataclasses.replace(placed.plan, features=features)))
     arguments, steps = (run.model, run.inputs, run.plan), numbers(np.int32(every), run.mesh)
     own = np.s_[: run.batch, run.shown]
 
@@ -143,7 +145,7 @@ def _snapshots(placed: Placed, every: int) -> Generator[Snapshot, None, None]:
 
 
 def _seen(piece: Piece, before: Int[np.ndarray, "b l"], own: tuple[slice, slice]) -> Snapshot:
-    assert piece.confidence is not None, "plan.confidence"
+    assert piece.confidence is not None, "a feature of the plan"
     tokens, confidence = (host.everywhere(array)[own] for array in (piece.tokens, piece.confidence))
     confidence = np.where(np.isposinf(confidence), np.float32(np.nan), confidence)
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.placement import numbers
-from dllm_jax.engine.trace import Trace
+from dllm_jax.engine.features.trace import Trace
 from dllm_jax.nn.answers import passes_at_once
 from dllm_jax.nn.arithmetic import of_token
 from dllm_jax.nn.layer import unembed

@@ -18,7 +18,7 @@ from dllm_jax.commands.options import Answering
 from dllm_jax.decoding.chat import Message, check_tokenizer, encode_chats
 from dllm_jax.decoding.watch.grid import END
 from dllm_jax.decoding.watch.recording import harmless, pieces
-from dllm_jax.engine.prefix import Prefix, reads_causally, refusal
+from dllm_jax.engine.features.prefix import Prefix, reads_causally, refusal
 from dllm_jax.eval.run.settings import LanguageModel
 from dllm_jax.options import PositiveInt
 

@@ -8,9 +8,8 @@ from jaxtyping import Array
 
 from dllm_jax.engine.block_schedule import advance
 from dllm_jax.engine.drafts import Predictions
+from dllm_jax.engine.features.constraints import Constrained
 from dllm_jax.engine.generation import Generation, Inputs, Plan, State
-from dllm_jax.engine.prefix import reuse
-from dllm_jax.engine.records import begin_record
 from dllm_jax.engine.step import network_inputs, select_positions
 from dllm_jax.nn.layer import embed
 from dllm_jax.nn.mesh import constrain
@@ -30,7 +29,7 @@ def initial_state(generation: Generation, inputs: Inputs) -> State:
     canvas = initial_canvas(generation, inputs)
     cache, canvas = initial_cache(generation, canvas)
     extra, cache = cache.take_extra_positions(canvas, plan.streams)
-    record = begin_record(generation, canvas, extra)
+    record = {feature.name: feature.begin(canvas, generation, extra) for feature in plan.features}
     remembered = plan.sampler.init(canvas)
     if plan.drafting:
         remembered = Predictions.none(canvas)
@@ -43,10 +42,11 @@ def initial_canvas(generation: Generation, inputs: Inputs) -> Canvas:
     model, plan = generation.model, generation.plan
     tokens, valid = (constrain(array, model.rules, "bl") for array in (inputs.tokens, inputs.valid))
     canvas = new_canvas(tokens, valid, model.spec, plan.layout)
-    canvas = plan.stop.begin(canvas) if plan.stop else canvas
+    for feature in plan.features:
+        canvas = feature.begin_canvas(canvas)
     if plan.sampler.edits:
         canvas = dataclasses.replace(canvas, keeps_block=jnp.zeros_like(canvas.done))
-    return advance(canvas, plan.policy, plan.sampler, plan.stop_at_eos)
+    return advance(canvas, plan.policy, plan.sampler, plan.features)
 
 
 def initial_cache(generation: Generation, canvas: Canvas) -> tuple[Cache, Canvas]:
@@ -60,9 +60,9 @@ def initial_cache(generation: Generation, canvas: Canvas) -> tuple[Cache, Canvas
     cache = empty_cache(model, plan.policy, plan.layout, batch)
     if cache.no_output is not None:
         check_outputs(plan, model.spec)
-    if plan.prefix:
-        cache, canvas = reuse(cache, canvas, plan.prefix, generation.rope, plan.policy)
-        streams = canvas
+    for feature in plan.features:
+        cache, canvas = feature.fill_cache(generation, cache, canvas)
+    streams = repeat(canvas, plan.streams)
     x = embed(model.params, network_inputs(plan, streams), generation.embeds)
     cache = plan.policy.before_first_step(cache, streams, model, x)
     return split_cache(cache, model, batch), canvas
@@ -82,7 +82,11 @@ def check_outputs(plan: Plan, spec: ModelSpec):
         ),
         ("cfg_scale", plan.streams == 2, "the two streams may let different positions go"),
         ("early_commit", bool(plan.sampler.early_commit), "it needs the outputs of all masks"),
-        ("constraints", bool(plan.constraints), "the positions that they wait for may be let go"),
+        (
+            "constraints",
+            Constrained.name in plan.by_name,
+            "the positions that they wait for may be let go",
+        ),
     ):
         if unsupported:
             other = "DelayedCache()" if spec.context.has_blocks else "DualCache()"

@@ -1,29 +1,25 @@
-"""When a sequence or a block is finished: the only place that moves on to the next block.
-
-Blocks of `AdaBlock` (AdaBlock-dLLM, arXiv:2509.26432) end at a delimiter that their first step finds.
-"""
+"""When a sequence or a block is finished: the only place that moves on to the next block."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
-from dllm_jax.engine.generation import Plan
+from dllm_jax.engine.generation import Feature, Plan
 from dllm_jax.options import shown
 from dllm_jax.policies.base import Policy
-from dllm_jax.samplers import scores
 from dllm_jax.samplers.base import Sampler
-from dllm_jax.state.canvas import Canvas, end, first_eos, masks_in_block, revoke
+from dllm_jax.state.canvas import Canvas, end, masks_in_block
 from dllm_jax.state.contexts import in_blocks
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import first_of
 from dllm_jax.state.sliding import AdaBlock, Sliding
-from dllm_jax.xla.reductions import any_marked, argmax
+from dllm_jax.xla.reductions import any_marked
 
 
-def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool) -> Canvas:
+def advance(canvas: Canvas, policy: Policy, sampler: Sampler, features: tuple[Feature, ...] = ()) -> Canvas:
     """Moves each sequence on by as many blocks as have nothing to do; what has something to do is active."""
     layout = canvas.layout
 
@@ -52,13 +48,8 @@ def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool)
     canvas = at_verified(canvas) if canvas.layout.drafts else canvas
 
     # Blocks without masks, such as an infilled template may hold, are skipped without a forward.
-    if stop_at_eos:
-        at_eos = ended(canvas, first_eos(canvas)) & final(canvas, sampler)
-        canvas = end(canvas, at_eos)
-        if canvas.layout.drafts:  # what was verified together with it is no answer
-            behind = canvas.response & (canvas.position > first_eos(canvas)[:, None])
-            canvas = revoke(canvas, at_eos[:, None] & behind)
-    canvas = end(canvas, ended(canvas, canvas.stops_at))
+    for feature in features:
+        canvas = feature.finish_sequences(canvas, functools.partial(final, sampler=sampler))
     first = (canvas, jnp.zeros_like(canvas.done), jnp.bool_(True))
     return jax.lax.while_loop(lambda moving: moving[2], settle, first)[0]
 
@@ -66,12 +57,13 @@ def advance(canvas: Canvas, policy: Policy, sampler: Sampler, stop_at_eos: bool)
 def end_step(plan: Plan, canvas: Canvas, finite: Bool[Array, "b"]) -> Canvas:
     """The canvas at the end of a step that has written its tokens, by logits that are finite or not."""
     stays = final(canvas, plan.sampler)
-    canvas = plan.stop.look(canvas, stays) if plan.stop else canvas
+    for feature in plan.features:
+        canvas = feature.look(canvas, stays)
 
     # A step ends with the guard against NaN, and with what is finished: sequences, blocks.
     # No sampler could finish the block of a sequence that is not finite before the end of its schedule.
     canvas = end(canvas, ~finite | (canvas.step >= plan.step_limit))
-    return advance(canvas, plan.policy, plan.sampler, plan.stop_at_eos)
+    return advance(canvas, plan.policy, plan.sampler, plan.features)
 
 
 def slid(canvas: Canvas) -> Canvas:
@@ -152,54 +144,6 @@ def final(canvas: Canvas, sampler: Sampler) -> Bool[Array, "b"] | bool:
 def _settled(finished: Bool[Array, "b"], canvas: Canvas) -> Bool[Array, "b"]:
     """Finished sequences whose sampler edits nothing in the block any more."""
     return finished if canvas.keeps_block is None else finished & ~canvas.keeps_block
-
-
-def ended(canvas: Canvas, end: Int[Array, "b"]) -> Bool[Array, "b"]:
-    """Sequences whose answer is there: an end (end-of-text, a stop), and nothing before it is masked."""
-    open_before = jnp.any(canvas.masked & (canvas.position < end[:, None]), axis=1)
-    return (end < canvas.layout.length) & ~open_before
-
-
-# -- blocks that end at a delimiter ---------------------------------------------------------------------
-
-
-def in_window(canvas: Canvas) -> Bool[Array, "b l"]:
-    """The masks that a block's first step may end the block after; none in later steps."""
-    return canvas.masked & canvas.block & canvas.block_begins
-
-
-def delimited_end(
-    canvas: Canvas, index: Int[Array, "b c"], logits: Float[Array, "b c v"]
-) -> Int[Array, "b"] | None:
-    """The end of each sequence's block, which the block's first step sets; None where steps set none.
-
-    Args:
-      canvas: Canvas before the step.
-      index: Positions of the logits, l = padding.
-      logits: Those of the model, before constraints and filters.
-    """
-    if (rule := canvas.layout.adaptive) is None:
-        return None
-    layout, start = canvas.layout, canvas.block_start[:, None]
-    is_delimiter = np.zeros(canvas.spec.vocab, bool)
-    is_delimiter[list(rule.delimiters)] = True
-    logits = logits.astype(jnp.float32)
-    token = argmax(logits)
-    searched = (index >= start) & (index < start + rule.searched(layout.end - layout.prompt))
-    found = searched & (index < layout.end) & jnp.asarray(is_delimiter)[token]
-
-    # The most probable delimiter, of equal ones the first.
-    probability = jnp.where(found, scores.probability(logits, token), -jnp.inf)
-    highest = jnp.max(probability, axis=1, keepdims=True)
-    place = jnp.min(jnp.where(probability == highest, index, layout.length), axis=1)
-    otherwise = jnp.minimum(canvas.block_start + rule.block, layout.end)
-    end = jnp.where((highest[:, 0] > -jnp.inf) & (highest[:, 0] >= rule.threshold), place + 1, otherwise)
-    return jnp.where(canvas.active & canvas.block_begins[:, 0], end, canvas.block_until)
-
-
-def ending_block(canvas: Canvas, until: Int[Array, "b"] | None) -> Canvas:
-    """The canvas whose current blocks end there; unchanged for None."""
-    return canvas if until is None else dataclasses.replace(canvas, block_until=until)
 
 
 def check_adaptive(layout: Layout, policy: Policy, sampler: Sampler):

@@ -20,10 +20,9 @@ from jaxtyping import Array, Bool, Float, Int
 from dllm_jax.engine.block_schedule import end_step, offered_positions
 from dllm_jax.engine.branches import Branches, drafted_block, goes_on
 from dllm_jax.engine.decide import Decided, apply, decide
-from dllm_jax.engine.generation import Generation, Plan, State
-from dllm_jax.engine.records import LogProbs, Taken, passes_of
-from dllm_jax.engine.step import computed_rows, denoise_once, executed_positions, network
-from dllm_jax.engine.trace import attended
+from dllm_jax.engine.generation import Generation, Plan, State, StepRecord
+from dllm_jax.engine.stats import Record
+from dllm_jax.engine.step import attended, computed_rows, denoise_once, executed_positions, network
 from dllm_jax.engine.widths import Variant
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy
@@ -80,13 +79,13 @@ class Accepted(NamedTuple):
       canvas: Canvas after the steps.
       branch: Branch of the last of them.
       proposal: Candidates of each position in the step that unmasked it, or else in the last step.
-      kept: What recorders keep of candidates so far.
+      kept: What features keep so far.
     """
 
     canvas: Canvas
     branch: Int[Array, "b"]
     proposal: Proposal
-    kept: dict[str, LogProbs]
+    kept: Record
 
 
 def branch_count(drafting: Drafting, plan: Plan, variant: Variant, spec: ModelSpec) -> int:
@@ -168,7 +167,7 @@ def accept(
     canvas: Canvas,
     drafts: Drafts,
     verified: Decided,
-    kept: dict[str, LogProbs],
+    kept: Record,
 ) -> Accepted:
     """Follows the chain of drafts that are the steps of the sampler.
 
@@ -178,7 +177,7 @@ def accept(
       canvas: Canvas before the step.
       drafts: Branches of the step.
       verified: Decisions on them, [b k ..].
-      kept: What recorders keep of candidates so far.
+      kept: What features keep so far.
     """
     plan, batch = generation.plan, jnp.arange(len(canvas.step))
     tokens = drafts.tokens()
@@ -190,12 +189,10 @@ def accept(
     follows = branch > branch[:, None] if drafting.skips or drafting.subset else branch == branch[:, None] + 1
     agrees = jnp.all(agrees, axis=3) & follows & drafts.real[:, None]
 
-    def taken(
-        before: Canvas, at: Int[Array, "b"], kept: dict[str, LogProbs]
-    ) -> tuple[Canvas, dict[str, LogProbs]]:
+    def taken(before: Canvas, at: Int[Array, "b"], kept: Record) -> tuple[Canvas, Record]:
         decided = verified.of_branch(at)
         after = apply(plan, before, decided)
-        return after, decided.added_to(kept, before, after)
+        return after, decided.added_to(plan, kept, before, after)
 
     def following(chain: Accepted) -> tuple[Int[Array, "b"], Bool[Array, "b"]]:
         # A subset may be accepted of a step that has finished the sequence, as in the reference.
@@ -262,7 +259,7 @@ def check_drafting(drafting: Drafting, policy: Policy, spec: ModelSpec, layout: 
 
 def take_drafted_step(
     drafting: Drafting, generation: Generation, variant: Variant, state: State, sequences: Int[Array, "b"]
-) -> tuple[Taken, Cache, Predictions]:
+) -> tuple[StepRecord, Cache, Predictions]:
     """Takes one step of the sampler, or as many as its drafts foresaw, in one forward pass.
 
     Args:
@@ -290,7 +287,7 @@ def verify_drafts(
     state: State,
     sequences: Int[Array, "b"],
     count: int,
-) -> tuple[Taken, Cache, Predictions]:
+) -> tuple[StepRecord, Cache, Predictions]:
     """Computes the canvas and `count - 1` drafts of its next steps, and takes those that agree."""
     canvas, plan = state.canvas, generation.plan
     drafts = draft(drafting, generation, canvas, state.memory, count)
@@ -304,20 +301,19 @@ def verify_drafts(
 
     # The sampler decides on each; what it would have decided step by step is accepted.
     verified = verify(generation, drafts, rows, others, hidden)
-    kept = {name: state.record[name] for name in verified.found}
+    kept = {feature.name: state.record[feature.name] for feature in plan.features if feature.keeps_steps}
     accepted = accept(drafting, generation, canvas, drafts, verified, kept)
     after = stored_eagerly(drafting, canvas, accepted.canvas)
     last = verified.of_branch(accepted.branch)
     positions = executed_positions(variant, canvas)
-    taken = Taken(
+    taken = StepRecord(
         sequences=sequences,
-        number=passes_of(state.record, canvas),
         before=canvas,
         after=after,
         left=after,
         computed=rows.mask(),
         executed=positions + (count - 1) * (positions if others is rows else others.index.size),
-        read=attended(plan.policy, state.cache, canvas, rows),
+        attended=lambda: attended(plan.policy, state.cache, canvas, rows),
         extra=jnp.zeros((len(canvas.tokens), canvas.spec.layers)),
         finite=last.finite,
         proposal=accepted.proposal,

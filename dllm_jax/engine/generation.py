@@ -1,16 +1,15 @@
 """Values of a generation: arrays and options of a program, its constants, and the state that steps change."""
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax.engine.closures import Constants
-from dllm_jax.engine.prefix import StoredPrefix
 from dllm_jax.engine.stats import Record
-from dllm_jax.engine.stops import StopIds, StopTable
 from dllm_jax.engine.widths import Variant
 from dllm_jax.nn.intervention import Intervention, for_sequences
 from dllm_jax.nn.mesh import constrain
@@ -18,10 +17,9 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.rope import Rope, rope_of
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers.base import Sampler
-from dllm_jax.samplers.candidates import Noise
-from dllm_jax.samplers.constraint import Constraint
+from dllm_jax.samplers.candidates import Candidates, Decision, Noise
 from dllm_jax.samplers.free_dave import Drafting
-from dllm_jax.state.cache import Cache
+from dllm_jax.state.cache import Cache, Proposal
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.host import AnyArray
 from dllm_jax.state.layout import Layout
@@ -67,6 +65,174 @@ class Inputs(NamedTuple):
     allowed: Allowed | None = None
 
 
+class Feature:
+    """What a run adds to its steps: a base of frozen dataclasses, whose members do nothing.
+
+    A step folds over the features of its plan, so that one which nobody asked for stands nowhere. A feature
+    may keep arrays from step to step, in `State.record` by its name, and hand what it finds in a step's
+    candidates to what acts after the decision.
+
+    Attributes:
+      name: Name of what it keeps and finds.
+      scores_response: Whether all masks of the response meet the vocabulary, not those of the block alone.
+      reads_tokens: Whether `scored` has positions that hold tokens, which are no candidates.
+      keeps_steps: Whether something is kept of each step of the sampler (`keep`).
+      drafting: How steps of the sampler are drafted; None of features that draft none.
+      axis: Axis of the sequences in what is kept.
+      of_group: Whether a step of few sequences sees only their part of what is kept.
+    """
+
+    name: ClassVar[str]
+    scores_response: ClassVar[bool] = False
+    reads_tokens: ClassVar[bool] = False
+    keeps_steps: ClassVar[bool] = False
+    drafting: Drafting | None = None
+    axis: ClassVar[int] = 0
+    of_group: ClassVar[bool] = True
+
+    # -- before the first step ------------------------------------------------------------------------
+
+    def begin_canvas(self, canvas: Canvas) -> Canvas:
+        """Returns the canvas before its first block is looked for."""
+        return canvas
+
+    def fill_cache(self, generation: "Generation", cache: Cache, canvas: Canvas) -> tuple[Cache, Canvas]:
+        """Returns the policy's storage, and the canvas, with what was computed beforehand."""
+        return cache, canvas
+
+    def begin(self, canvas: Canvas, generation: "Generation", extra: Float[Array, "b n"]) -> PyTree:
+        """Returns what is kept before the first step.
+
+        Args:
+          canvas: Canvas before the first step.
+          generation: Constants of the run.
+          extra: Positions that layers computed before the first step (`Cache.extra_positions`).
+        """
+        return ()
+
+    # -- a step, in the order in which it asks ---------------------------------------------------------
+
+    def select(self, canvas: Canvas, selected: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
+        """Returns the positions that a step computes, given those that the policy has selected."""
+        return selected
+
+    def scored(self, canvas: Canvas) -> Bool[Array, "b l"] | None:
+        """Returns positions that meet the vocabulary besides those of policy and sampler; None for none."""
+        return None
+
+    def constrain(
+        self,
+        generation: "Generation",
+        canvas: Canvas,
+        index: Int[Array, "b c"],
+        logits: Float[Array, "b c v"],
+    ) -> tuple[Float[Array, "b c v"], Bool[Array, "b c"] | None]:
+        """Returns the logits that tokens are proposed from, and entries that have to wait; None for none."""
+        return logits, None
+
+    def find(self, generation: "Generation", canvas: Canvas, seen: "Seen") -> PyTree:
+        """Returns what the feature finds in the candidates, arrays of the batch; None for nothing."""
+        return None
+
+    def before_decision(self, canvas: Canvas, finding: PyTree) -> Canvas:
+        """Returns the canvas as the decision sees it."""
+        return canvas
+
+    def after_decision(self, decision: Decision, score: Float[Array, "b c"], finding: PyTree) -> Decision:
+        """Returns the decision, given the scores of the candidates."""
+        return decision
+
+    def after_writing(self, canvas: Canvas, finding: PyTree) -> Canvas:
+        """Returns the canvas after a step's tokens are written."""
+        return canvas
+
+    def look(self, canvas: Canvas, final: Bool[Array, "b"] | bool) -> Canvas:
+        """Returns the canvas after it was looked for ends of answers; `final` says whose tokens stay."""
+        return canvas
+
+    def finish_sequences(self, canvas: Canvas, final: Callable[[Canvas], Bool[Array, "b"] | bool]) -> Canvas:
+        """Returns the canvas in which sequences are done that have nothing left to decode."""
+        return canvas
+
+    def resize(
+        self, plan: "Plan", before: Canvas, after: Canvas, finding: PyTree, proposal: Proposal
+    ) -> Canvas:
+        """Returns the canvas in which answers have become longer or shorter."""
+        return after
+
+    def keep(self, kept: PyTree, before: Canvas, after: Canvas, finding: PyTree) -> PyTree:
+        """Returns what is kept after a step of the sampler, of which a forward pass may take several."""
+        return kept
+
+    # -- what is told of a run ------------------------------------------------------------------------
+
+    def add(self, record: Record, taken: "StepRecord") -> PyTree:
+        """Returns what is kept after a forward pass, given what all features kept before it."""
+        return record[self.name]
+
+    def final_tokens(self, canvas: Canvas, finite: Bool[Array, "b"], tokens: Int[Array, "b l"]):
+        """Returns the tokens of a run that is finished; `finite` marks sequences whose logits were."""
+        return tokens
+
+    def finish(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> dict[str, Array]:
+        """Returns fields of `Stats`, given what all features keep, the last canvas and the final tokens."""
+        return {}
+
+
+class Seen(NamedTuple):
+    """What features see of a step's candidates.
+
+    Attributes:
+      candidates: Proposal of the sampler, at all entries.
+      logits: Logits that it was proposed from.
+      unconstrained: Those of the model, before constraints.
+      candidate: Entries that are candidates, or may be once they need not wait.
+      holds_token: Entries that hold a token which the sampler may change.
+      waits: Entries that no token is allowed to.
+      finite: Sequences whose logits are finite.
+    """
+
+    candidates: Candidates
+    logits: Float[Array, "b c v"]
+    unconstrained: Float[Array, "b c v"]
+    candidate: Bool[Array, "b c"]
+    holds_token: Bool[Array, "b c"]
+    waits: Bool[Array, "b c"]
+    finite: Bool[Array, "b"]
+
+
+class StepRecord(NamedTuple):
+    """Account of one step, which counts for its active sequences alone.
+
+    Attributes:
+      sequences: Places of the sequences in the whole batch.
+      before: Canvas before the step.
+      after: Canvas after it.
+      left: Canvas that the step leaves: `after`, unless answers have grown, and positions have moved.
+      computed: Positions fed through the network.
+      executed: Positions that the program ran, of all sequences.
+      attended: Returns the positions that the computed ones attended to.
+      extra: Positions that layers computed beyond the selection (`Cache.extra_positions`).
+      finite: Sequences whose logits were finite.
+      proposal: Candidates offered to the sampler.
+      branches: Canvases computed of each sequence.
+      kept: What features keep of the sampler's steps, this one included, by name.
+    """
+
+    sequences: Int[Array, "b"]
+    before: Canvas
+    after: Canvas
+    left: Canvas
+    computed: Bool[Array, "b l"]
+    executed: int
+    attended: Callable[[], Bool[Array, "b l"]]
+    extra: Float[Array, "b n"]
+    finite: Bool[Array, "b"]
+    proposal: Proposal
+    branches: Int[Array, "b"] | Bool[Array, "b"]
+    kept: Record
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -81,16 +247,10 @@ class Plan:
       widths: static widths of the partial steps to compile, ascending.
       group: Number of sequences per share that a full step runs (`engine.group`); None runs all.
       shares: Number of groups of neighboring sequences into which a mesh splits the batch.
-      stop_at_eos: finish a sequence once all positions up to an end-of-text are decoded.
-      trace: record every step.
-      confidence: record the confidences with which positions are decoded.
       interventions: other values at named places of the network; data, as the numbers are.
       constants: Values that methods of policy and sampler read outside of their classes (`engine.closures`).
-      stop: Where a response ends: sequences of token ids, or texts; None if nothing ends it.
-      constraints: Constraints that look at the canvas of each step.
-      prefix: Keys and values of what all prompts begin with; None if nothing is reused.
-      logprobs: Number of most likely tokens to record with each decoded token; None records nothing.
-      drafting: How steps of the sampler are drafted; None takes one per forward pass.
+      features: What the request, sampler and blocks add to a step, in the order in which they act
+        (`engine.features`).
       phases: Kinds of the partial steps to compile, the policy's or its last one (`engine.widths`).
     """
 
@@ -100,16 +260,9 @@ class Plan:
     widths: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     group: int | None = dataclasses.field(default=None, metadata={"static": True})
     shares: int = dataclasses.field(default=1, metadata={"static": True})
-    stop_at_eos: bool = dataclasses.field(default=False, metadata={"static": True})
-    trace: bool = dataclasses.field(default=False, metadata={"static": True})
-    confidence: bool = dataclasses.field(default=False, metadata={"static": True})
     interventions: tuple[Intervention, ...] = ()
     constants: Constants = dataclasses.field(default=(), metadata={"static": True})
-    stop: StopIds | StopTable | None = None
-    constraints: tuple[Constraint, ...] = ()
-    prefix: StoredPrefix | None = None
-    logprobs: int | None = dataclasses.field(default=None, metadata={"static": True})
-    drafting: Drafting | None = dataclasses.field(default=None, metadata={"static": True})
+    features: tuple[Feature, ...] = ()
     phases: tuple[str, ...] = dataclasses.field(default=("",), metadata={"static": True})
 
     @property
@@ -120,10 +273,18 @@ class Plan:
     @property
     def scores_response(self) -> bool:
         """Whether all masks of the response meet the vocabulary, not those of the block alone."""
-        sampler = self.sampler
-        scored = "response" in (self.policy.scored, sampler.scored)
-        eager = bool(self.drafting and self.drafting.eager)  # drafts reach into further blocks
-        return scored or bool(sampler.early_commit) or eager
+        named = "response" in (self.policy.scored, self.sampler.scored)
+        return named or any(feature.scores_response for feature in self.features)
+
+    @property
+    def by_name(self) -> dict[str, Feature]:
+        """The features by name."""
+        return {feature.name: feature for feature in self.features}
+
+    @property
+    def drafting(self) -> Drafting | None:
+        """How steps of the sampler are drafted; None takes one per forward pass."""
+        return next((feature.drafting for feature in self.features if feature.drafting is not None), None)
 
     @property
     def step_limit(self) -> int:
@@ -179,7 +340,7 @@ class State(NamedTuple):
       canvas: the sequences.
       cache: the policy's storage, for streams * b sequences.
       need: positions the coming step computes, for streams * b sequences.
-      record: what each recorder has kept (`engine.records`).
+      record: What each feature keeps, by its name.
       memory: State that the sampler keeps between steps; most keep nothing.
     """
 

@@ -15,7 +15,6 @@ from jaxtyping import Array, Bool, Int, Shaped
 
 from dllm_jax.engine.beginning import empty_cache
 from dllm_jax.engine.generation import Generation, Plan, State
-from dllm_jax.engine.records import recorders_of
 from dllm_jax.engine.stats import Record
 from dllm_jax.engine.widths import Variant, exceeds, last_phase, narrowest
 from dllm_jax.nn.hardware import CPU_POSITIONS
@@ -138,8 +137,8 @@ def write_back(
 
 def record_of_all(plan: Plan, state: State) -> tuple[Record, State]:
     """Takes what recorders keep of all sequences out of a state, in steps of any group."""
-    recorders = recorders_of(plan, state.canvas.spec)
-    of_all = {name: kept for name, kept in state.record.items() if not recorders[name].of_group}
+    features = plan.by_name
+    of_all = {name: kept for name, kept in state.record.items() if not features[name].of_group}
     rest = {name: kept for name, kept in state.record.items() if name not in of_all}
     return of_all, state._replace(record=rest)
 
@@ -156,9 +155,9 @@ def map_arrays(function: Callable[..., Array], plan: Plan, axes: Cache, *states:
     """
     own = lambda *trees, axis=0: jax.tree.map(functools.partial(function, 1, axis), *trees)
     of_streams = functools.partial(function, plan.streams)
-    recorders = recorders_of(plan, states[0].canvas.spec)
+    features = plan.by_name
     record = {
-        name: own(*(state.record[name] for state in states), axis=recorders[name].axis)
+        name: own(*(state.record[name] for state in states), axis=features[name].axis)
         for name in states[0].record
     }
     return State(

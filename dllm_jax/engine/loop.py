@@ -21,6 +21,8 @@ from jaxtyping import Array, Bool, Int
 
 from dllm_jax.engine.beginning import initial_state
 from dllm_jax.engine.drafts import take_drafted_step
+from dllm_jax.engine.features.logprobs import LogProbs, final_logprobs
+from dllm_jax.engine.features.trace import OF_GROWTH, Trace, final_trace
 from dllm_jax.engine.generation import Generation, Inputs, Plan, State
 from dllm_jax.engine.group import (
     axes_of_sequences,
@@ -32,15 +34,11 @@ from dllm_jax.engine.group import (
     takes_part,
     write_back,
 )
-from dllm_jax.engine.records import LogProbs, add_to_record, final_logprobs, final_trace, recorders_of
 from dllm_jax.engine.stats import Stats
 from dllm_jax.engine.step import denoise_once, select_positions
-from dllm_jax.engine.trace import OF_GROWTH, Trace
 from dllm_jax.engine.widths import Variant
 from dllm_jax.nn.mesh import over_mesh
 from dllm_jax.nn.model import Model
-from dllm_jax.state.canvas import first_eos, with_stop
-from dllm_jax.state.growing import with_ends
 from dllm_jax.state.rows import repeat
 
 
@@ -66,7 +64,7 @@ def denoise(
     specs: dict[str, Any] = dict.fromkeys(Trace._fields, by_step) | {"steps": PartitionSpec()}
     specs |= {} if model.spec.context.has_causal_passes else {"causal": None}
     specs |= {} if plan.sampler.grows else dict.fromkeys(OF_GROWTH)
-    trace = Trace(**specs) if plan.trace else None
+    trace = Trace(**specs) if "trace" in plan.by_name else None
     return over_mesh(_denoise, model, inputs, plan, out=(by_sequence, by_sequence, trace, by_sequence))
 
 
@@ -121,23 +119,16 @@ def run(
 
 def final_tokens(plan: Plan, state: State) -> Int[Array, "b l"]:
     """The tokens of a generation that is finished."""
-    # A sequence that was stopped early has masks after its end-of-text. Masks that remain for want of finite
-    # logits, or of an allowed token, are no answer that has ended.
-    tokens, eos_id = state.canvas.tokens, state.canvas.spec.eos_id
-    if plan.stop_at_eos:
-        remaining = state.canvas.masked & state.record["counts"].finite[:, None]
-        if plan.constraints:
-            remaining &= state.canvas.position > first_eos(state.canvas)[:, None]
-        if not state.canvas.spec.has_mask_token:  # whose canvas holds text after its end
-            remaining |= state.canvas.response & (state.canvas.position > first_eos(state.canvas)[:, None])
-        tokens = jnp.where(remaining, eos_id, tokens)
-    return with_ends(state.canvas, with_stop(state.canvas, tokens))
+    canvas, finite = state.canvas, state.record["counts"].finite
+    tokens = canvas.tokens
+    for feature in plan.features:
+        tokens = feature.final_tokens(canvas, finite, tokens)
+    return tokens
 
 
 def final_stats(plan: Plan, state: State, tokens: Int[Array, "b l"]) -> Stats:
     """The statistics of a generation that is finished, given its tokens."""
-    recorders = recorders_of(plan, state.canvas.spec).values()
-    fields = (recorder.finish(state.record, state.canvas, tokens) for recorder in recorders)
+    fields = (feature.finish(state.record, state.canvas, tokens) for feature in plan.features)
     return Stats(**{name: value for several in fields for name, value in several.items()})
 
 
@@ -183,5 +174,5 @@ def take_step(generation: Generation, variant: Variant, state: State, sequences:
     plan = generation.plan
     stages = functools.partial(take_drafted_step, plan.drafting) if plan.drafting else denoise_once
     taken, cache, memory = stages(generation, variant, state, sequences)
-    record = add_to_record(plan, state.record, taken)
+    record = {feature.name: feature.add(state.record, taken) for feature in plan.features}
     return State(taken.left, cache, select_positions(generation, cache, taken.left), record, memory)

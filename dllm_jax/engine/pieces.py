@@ -15,11 +15,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.engine.beginning import initial_state, split_cache
 from dllm_jax.engine.block_schedule import final, slowest
+from dllm_jax.engine.features.counts import passes_of
+from dllm_jax.engine.features.logprobs import LogProbs, final_logprobs
+from dllm_jax.engine.features.trace import Trace, final_trace
 from dllm_jax.engine.generation import Generation, Inputs, Plan, State
 from dllm_jax.engine.loop import final_stats, final_tokens, run
-from dllm_jax.engine.records import LogProbs, final_logprobs, final_trace, passes_of
 from dllm_jax.engine.stats import Stats
-from dllm_jax.engine.trace import Trace
 from dllm_jax.nn.mesh import over_mesh
 from dllm_jax.nn.model import Model
 from dllm_jax.state.canvas import Canvas

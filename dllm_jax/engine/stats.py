@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.options.hints import Renamed
 
-Record = dict[str, Any]  # what each recorder of a run keeps, by its name (`engine.records`)
+Record = dict[str, Any]  # what each feature of a run keeps, by its name (`engine.features`)
 
 
 class Stats(NamedTuple):

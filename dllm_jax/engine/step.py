@@ -8,12 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from dllm_jax.engine.branches import Branches, further_positions, shadow_of
+from dllm_jax.engine.branches import Branches, shadow_of
 from dllm_jax.engine.decide import apply, decide
-from dllm_jax.engine.generation import Generation, Plan, State
-from dllm_jax.engine.growth import grow
-from dllm_jax.engine.records import Taken, passes_of
-from dllm_jax.engine.trace import attended
+from dllm_jax.engine.generation import Generation, Plan, State, StepRecord
 from dllm_jax.engine.widths import Variant, at_end
 from dllm_jax.nn import gemma
 from dllm_jax.nn.intervened import IntervenedLayer, embedded, intervened
@@ -51,7 +48,7 @@ class Forward(NamedTuple):
 
 def denoise_once(
     generation: Generation, variant: Variant, state: State, sequences: Int[Array, "b"]
-) -> tuple[Taken, Cache, PyTree]:
+) -> tuple[StepRecord, Cache, PyTree]:
     """One step of the sampler by one forward pass over the canvas: what it did, the cache, and the memory."""
     plan, canvas = generation.plan, state.canvas
     read = plan.sampler.read_as(canvas, state.memory)
@@ -67,25 +64,24 @@ def denoise_once(
     after = apply(plan, canvas, decided)
     extra, cache = cache.take_extra_positions(canvas, plan.streams)
     left = after
-    if plan.sampler.grows:
-        left = grow(plan, canvas, after, decided.end_confidence, decided.proposal)
+    for feature in plan.features:
+        left = feature.resize(plan, canvas, left, decided.findings[feature.name], decided.proposal)
 
-    # Recorders see the conditional stream alone.
-    read = attended(plan.policy, state.cache, forward.canvas, forward.rows)
-    taken = Taken(
+    # What is told of a step is that of the conditional stream alone.
+    reads = lambda: attended(plan.policy, state.cache, forward.canvas, forward.rows)
+    taken = StepRecord(
         sequences=sequences,
-        number=passes_of(state.record, canvas),
         before=canvas,
         after=after,
         left=left,
         computed=own.mask(),
         executed=executed_positions(variant, canvas),
-        read=one_stream(read, 0, plan.streams),
+        attended=lambda: one_stream(reads(), 0, plan.streams),
         extra=extra,
         finite=decided.finite,
         proposal=decided.proposal,
         branches=canvas.active,
-        kept=decided.added_to(state.record, canvas, after),
+        kept=decided.added_to(plan, state.record, canvas, after),
     )
     return taken, cache, decided.memory
 
@@ -114,6 +110,24 @@ def own_rows(plan: Plan, rows: Rows) -> Rows:
     return dataclasses.replace(rows, index=one_stream(rows.index, 0, plan.streams))
 
 
+def attended(policy: Policy, cache: Cache, canvas: Canvas, rows: Rows) -> Bool[Array, "b l"]:
+    """Marks the positions that a step attends to.
+
+    Args:
+      policy: Cache policy of the run.
+      cache: Cache before the step.
+      canvas: State before the step.
+      rows: Positions that the step computes.
+    """
+    read = policy.reads(cache, canvas) & canvas.valid
+    read &= ~policy._evicted(cache, canvas) | rows.mask()
+    # Masks of blocks and causal ones leave the last position the most.
+    last = jnp.max(jnp.where(rows.real, rows.index, 0), axis=1, keepdims=True)
+    mask = canvas.attends(Rows(last, rows.length), read)
+    assert mask is not None, "of a set"
+    return mask[:, 0, 0]
+
+
 def executed_positions(variant: Variant, canvas: Canvas) -> int:
     """Positions that the program runs, of all sequences: a full step runs the whole canvas, padding too."""
     batch, length = canvas.tokens.shape
@@ -132,8 +146,8 @@ def select_positions(generation: Generation, cache: Cache, canvas: Canvas) -> Bo
     canvas = dataclasses.replace(canvas, planned_order=plan.sampler.planned(canvas, generation.noise))
     selected = one_stream(plan.policy.select(cache, repeat(canvas, plan.streams)), 0, plan.streams)
     selected = canvas.without_final(selected)
-    if (drafting := plan.drafting) and drafting.eager:
-        selected |= further_positions(drafting, canvas)
+    for feature in plan.features:
+        selected = feature.select(canvas, selected)
     return repeat(selected & canvas.active[:, None], plan.streams)
 
 

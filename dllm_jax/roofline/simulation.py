@@ -100,7 +100,7 @@ def _simulate(policy: Policy, prompt: Int[Array, ""], spec: ModelSpec, layout: L
     start = new_canvas(tokens[None], position[None] < prompt + layout.length, spec, layout)
 
     def step(canvas: Canvas, _):
-        canvas = advance(canvas, policy, sampler, False)
+        canvas = advance(canvas, policy, sampler)
         # What can be decoded is what the policy offers; the leftmost masks are taken first.
         eligible = policy.eligible(canvas)
         rank = jnp.cumsum(eligible, axis=1)

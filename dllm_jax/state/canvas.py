@@ -20,7 +20,7 @@ from dllm_jax.xla.reductions import count_marked
 
 
 class Stop(NamedTuple):
-    """Where each answer stops, and how far stops were looked for (`engine.stops`).
+    """Where each answer stops, and how far stops were looked for (`engine.features.stops`).
 
     Attributes:
       position: Position at which a stop sequence begins, or after the tokens that hold a stop text; l if

@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool
 from dllm_jax.decoding.generate import generate, infill
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.report import LengthWarning, UnfilledWarning
+from dllm_jax.engine.features.assembly import features_of
 from dllm_jax.engine.generation import Inputs, Plan
 from dllm_jax.engine.group import group_size
 from dllm_jax.engine.loop import denoise
@@ -395,7 +396,9 @@ def traced(of: Subject, apart: bool = False) -> Any:
     keys = lambda: KeyNoise(jax.random.split(jax.random.key(7), 2))
     noise = jax.eval_shape(keys) if of.sampler.draws else None
     widths = step_widths(of.policy, model.spec, PROGRAM)
-    plan = Plan(of.policy, of.sampler, PROGRAM, widths, group_size(of.policy, model.spec, PROGRAM, "cpu"))
+    group = group_size(of.policy, model.spec, PROGRAM, "cpu")
+    features = features_of(of.policy, of.sampler, PROGRAM, model.spec)
+    plan = Plan(of.policy, of.sampler, PROGRAM, widths, group, features=features)
     shape = 2, PROGRAM.length
     tokens, valid = jax.eval_shape(lambda: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool)))
     return denoise.trace(model, Inputs(tokens, valid, noise), plan)

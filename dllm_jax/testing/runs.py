@@ -10,9 +10,9 @@ from jaxtyping import Float
 
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.request import prepare, prepare_infill
+from dllm_jax.engine.features.trace import Trace
 from dllm_jax.engine.pieces import begin_pieces
 from dllm_jax.engine.stats import Stats
-from dllm_jax.engine.trace import Trace
 from dllm_jax.nn.model import Model
 
 

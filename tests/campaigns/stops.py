@@ -17,7 +17,7 @@ from tokenizers import decoders, models
 
 import dllm_jax as dj
 from dllm_jax import bundled, samplers
-from dllm_jax.engine.stops import BEGIN, FOUND
+from dllm_jax.engine.features.stops import BEGIN, FOUND
 from tests.campaigns.verdicts import Case, Outcome, Verdict
 from tests.models import tiny
 from tests.test_stops import decided, made, truth

@@ -8,7 +8,7 @@ import numpy as np
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
-from dllm_jax.engine.trace import Trace
+from dllm_jax.engine.features.trace import Trace
 from dllm_jax.nn.layer import embed, walk
 from dllm_jax.nn.rope import rope_of
 from dllm_jax.policies import MAGE, Policy

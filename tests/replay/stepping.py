@@ -12,12 +12,12 @@ from jaxtyping import Array, Bool, Float
 
 import dllm_jax as dj
 from dllm_jax.decoding.request import prepare, prepare_infill
+from dllm_jax.engine.features.trace import Trace
 from dllm_jax.engine.generation import Generation, Inputs, Plan, State
 from dllm_jax.engine.group import next_variant
 from dllm_jax.engine.loop import step
 from dllm_jax.engine.pieces import begin_pieces, recorded_steps
 from dllm_jax.engine.step import computed_rows, network
-from dllm_jax.engine.trace import Trace
 from dllm_jax.engine.widths import Variant
 from dllm_jax.nn.arithmetic import cosine
 from dllm_jax.nn.layer import unembed

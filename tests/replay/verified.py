@@ -13,8 +13,8 @@ import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.decoding.request import prepare
 from dllm_jax.engine.drafts import draft
+from dllm_jax.engine.features.counts import passes_of
 from dllm_jax.engine.generation import Generation
-from dllm_jax.engine.records import passes_of
 from dllm_jax.samplers import Candidates
 from dllm_jax.samplers.s2d2 import first_run
 from dllm_jax.samplers.scores import survivors

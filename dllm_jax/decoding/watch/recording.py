@@ -8,7 +8,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Bool, Float, Int
 
-from dllm_jax.engine.trace import Trace
+from dllm_jax.engine.features.trace import Trace
 from dllm_jax.options import check_argument, shown
 from dllm_jax.state.host import everywhere
 from dllm_jax.state.inputs import EMBEDS_PLACEHOLDER

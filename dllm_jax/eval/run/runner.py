@@ -22,7 +22,7 @@ import dllm_jax as dj
 from dllm_jax.checkpoint.files import sha256
 from dllm_jax.decoding.prefill import common, prefill
 from dllm_jax.decoding.report import LengthWarning
-from dllm_jax.engine.prefix import Prefix, reads_causally, refusal
+from dllm_jax.engine.features.prefix import Prefix, reads_causally, refusal
 from dllm_jax.eval.results.schema import Decoded, Entry
 from dllm_jax.eval.run.answering import NOT_FINITE, Answering, failure
 from dllm_jax.eval.run.settings import rounded_up

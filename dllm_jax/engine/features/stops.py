@@ -4,12 +4,16 @@ An automaton reads each response up to its first mask, token by token, and finds
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
+from typing_extensions import override
 
-from dllm_jax.state.canvas import Canvas, Stop, is_one_of
+from dllm_jax.engine.generation import Feature
+from dllm_jax.state.canvas import Canvas, Stop, end, first_eos, is_one_of, revoke, with_stop
 from dllm_jax.state.host import AnyArray
 from dllm_jax.state.rows import first_of
 
@@ -17,9 +21,68 @@ BEGIN, FOUND, ENDED = 0, 1, 2  # nothing is read yet; the answer ends at a stop;
 FIRST_STATE = 3  # of those that tables count further states from
 
 
+class Stopping(Feature):
+    """Base of features that look for stops: an answer ends where one begins."""
+
+    name: ClassVar[str] = "stop"
+
+    @override
+    def finish_sequences(self, canvas: Canvas, final: Callable[[Canvas], Bool[Array, "b"] | bool]) -> Canvas:
+        """Finishes the sequences with nothing masked in front of their stop."""
+        return end(canvas, ended(canvas, canvas.stops_at))
+
+    @override
+    def final_tokens(self, canvas: Canvas, finite: Bool[Array, "b"], tokens: Int[Array, "b l"]):
+        """The tokens with end-of-text from a stop on."""
+        return with_stop(canvas, tokens)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class StopIds:
+class EndOfText(Feature):
+    """Finishes a sequence once all positions up to an end-of-text are decoded (`stop_at_eos`).
+
+    Attributes:
+      constrained: Whether masks may be left for want of an allowed token, in front of the end.
+    """
+
+    constrained: bool = dataclasses.field(metadata={"static": True})
+
+    name: ClassVar[str] = "end_of_text"
+
+    @override
+    def finish_sequences(self, canvas: Canvas, final: Callable[[Canvas], Bool[Array, "b"] | bool]) -> Canvas:
+        """Finishes the sequences with nothing masked in front of an end-of-text that stays."""
+        at_eos = ended(canvas, first_eos(canvas)) & final(canvas)
+        canvas = end(canvas, at_eos)
+        if canvas.layout.drafts:  # what was verified together with it is no answer
+            behind = canvas.response & (canvas.position > first_eos(canvas)[:, None])
+            canvas = revoke(canvas, at_eos[:, None] & behind)
+        return canvas
+
+    @override
+    def final_tokens(self, canvas: Canvas, finite: Bool[Array, "b"], tokens: Int[Array, "b l"]):
+        """The tokens with end-of-text in place of masks that are left.
+
+        Masks that remain for want of finite logits, or of an allowed token, are no answer that has ended.
+        """
+        remaining = canvas.masked & finite[:, None]
+        if self.constrained:
+            remaining &= canvas.position > first_eos(canvas)[:, None]
+        if not canvas.spec.has_mask_token:  # whose canvas holds text after its end
+            remaining |= canvas.response & (canvas.position > first_eos(canvas)[:, None])
+        return jnp.where(remaining, canvas.spec.eos_id, tokens)
+
+
+def ended(canvas: Canvas, at: Int[Array, "b"]) -> Bool[Array, "b"]:
+    """Sequences whose answer is there: an end (end-of-text, a stop), and nothing before it is masked."""
+    open_before = jnp.any(canvas.masked & (canvas.position < at[:, None]), axis=1)
+    return (at < canvas.layout.length) & ~open_before
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StopIds(Stopping):
     """Sequences of token ids at which a response ends.
 
     Attributes:
@@ -28,10 +91,12 @@ class StopIds:
 
     ids: tuple[tuple[int, ...], ...] = dataclasses.field(metadata={"static": True})
 
-    def begin(self, canvas: Canvas) -> Canvas:
+    @override
+    def begin_canvas(self, canvas: Canvas) -> Canvas:
         """The canvas before anything is looked for."""
         return dataclasses.replace(canvas, stop=Stop(canvas.stops_at))
 
+    @override
     def look(self, canvas: Canvas, final: Bool[Array, "b"] | bool) -> Canvas:
         """Looks for stop sequences in the response after a step; where the first begins, the answer ends.
 
@@ -62,7 +127,7 @@ class StopIds:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class StopTable:
+class StopTable(Stopping):
     """Transitions of an automaton that finds stop texts; arguments of a program, not part of it.
 
     Attributes:
@@ -73,11 +138,13 @@ class StopTable:
     kind: Int[AnyArray, "v"]
     follows: Int[AnyArray, "states kinds"]
 
-    def begin(self, canvas: Canvas) -> Canvas:
+    @override
+    def begin_canvas(self, canvas: Canvas) -> Canvas:
         """The canvas before anything is looked for; the automaton begins in front of each response."""
         at = jnp.full(len(canvas.tokens), canvas.layout.prompt, jnp.int32)
         return dataclasses.replace(canvas, stop=Stop(canvas.stops_at, (at, jnp.full_like(at, BEGIN))))
 
+    @override
     def look(self, canvas: Canvas, final: Bool[Array, "b"] | bool) -> Canvas:
         """Reads what a step has unmasked, as far as no mask precedes it; the first stop ends the answer.
 

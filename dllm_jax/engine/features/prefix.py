@@ -7,13 +7,17 @@ padding moves a prefix on the canvas.
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PyTree
+from typing_extensions import override
 
+from dllm_jax.engine.generation import Feature, Generation
+from dllm_jax.engine.stats import Record
 from dllm_jax.nn.layer import Layer, embed, walk
 from dllm_jax.nn.mask import block_causal, key_mask
 from dllm_jax.nn.mesh import current_mesh, over_mesh
@@ -192,6 +196,37 @@ def _computes_last(policy: Policy, spec: ModelSpec, layout: Layout) -> bool:
     """
     one_block = not policy.only_sets and layout.response <= spec.context.size
     return spec.shifted or spec.context.has_causal_passes or one_block
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ReusedPrefix(Feature):
+    """Begins with the keys and values of what all prompts begin with, and tells how much that is.
+
+    Attributes:
+      stored: Keys and values.
+    """
+
+    stored: StoredPrefix
+
+    name: ClassVar[str] = "reused"
+
+    @override
+    def fill_cache(self, generation: Generation, cache: Cache, canvas: Canvas) -> tuple[Cache, Canvas]:
+        """The cache with the prefix in every sequence, and the canvas that knows of it."""
+        return reuse(cache, canvas, self.stored, generation.rope, generation.plan.policy)
+
+    @override
+    def begin(
+        self, canvas: Canvas, generation: Generation, extra: Float[Array, "b n"]
+    ) -> tuple[Int[Array, "b"], Float[Array, "b"]]:
+        """Tokens and bytes, which no step changes."""
+        return reused_of(canvas, generation.model)
+
+    @override
+    def finish(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> dict[str, Array]:
+        """`Stats.reused_tokens` and `Stats.reused_bytes`."""
+        return dict(zip(("reused_tokens", "reused_bytes"), record[self.name], strict=True))
 
 
 def reuse(

@@ -4,18 +4,19 @@ While a run goes on it is one array of integers, in which a step of a sequence i
 array at scattered places by a kernel of its own, and on CPUs by a loop.
 """
 
-from typing import NamedTuple
+import dataclasses
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.engine.growth import answer_length
-from dllm_jax.policies.base import Policy
-from dllm_jax.state.cache import Cache, Proposal
+from dllm_jax.engine.features.counts import passes_of
+from dllm_jax.engine.features.growth import answer_length
+from dllm_jax.engine.generation import Feature, Generation, StepRecord
+from dllm_jax.engine.stats import Record
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.growing import GrowingCanvas
-from dllm_jax.state.rows import Rows
 
 
 class Trace(NamedTuple):
@@ -67,24 +68,6 @@ Steps = Int[Array, "t_plus_1 everyone _"]
 OF_GROWTH = "length", "inserted", "moved", "end", "removed"  # fields that only answers that grow have
 
 
-def attended(policy: Policy, cache: Cache, canvas: Canvas, rows: Rows) -> Bool[Array, "b l"]:
-    """Marks the positions that a step attends to.
-
-    Args:
-      policy: Cache policy of the run.
-      cache: Cache before the step.
-      canvas: State before the step.
-      rows: Positions that the step computes.
-    """
-    read = policy.reads(cache, canvas) & canvas.valid
-    read &= ~policy._evicted(cache, canvas) | rows.mask()
-    # Masks of blocks and causal ones leave the last position the most.
-    last = jnp.max(jnp.where(rows.real, rows.index, 0), axis=1, keepdims=True)
-    mask = canvas.attends(Rows(last, rows.length), read)
-    assert mask is not None, "of a set"
-    return mask[:, 0, 0]
-
-
 def no_steps(canvas: Canvas, limit: int) -> Steps:
     """Room for `limit` steps after the canvas before the first one."""
     b, length = canvas.tokens.shape
@@ -93,38 +76,24 @@ def no_steps(canvas: Canvas, limit: int) -> Steps:
     return jnp.concatenate([first, jnp.zeros((limit, *first.shape[1:]), jnp.int32)])
 
 
-def add(
-    steps: Steps,
-    sequences: Int[Array, "b"],
-    number: Int[Array, "b"],
-    before: Canvas,
-    after: Canvas,
-    computed: Bool[Array, "b l"],
-    read: Bool[Array, "b l"],
-    widened: Bool[Array, "b n"],
-    proposal: Proposal,
-) -> Steps:
+def add(steps: Steps, number: Int[Array, "b"], taken: StepRecord) -> Steps:
     """The steps and one more of each active sequence, written in place since the loop carries them.
 
     Args:
       steps: Steps recorded so far.
-      sequences: the places of these sequences among those of `steps`.
       number: Number of forward passes that each sequence had taken part in before.
-      before: the canvas before the step.
-      after: the canvas after it.
-      computed: Computed positions of the step (`Trace`).
-      read: Positions attended to (`Trace`).
-      widened: Extra computed positions by layer (`Trace`).
-      proposal: Candidates offered to the sampler.
+      taken: The step.
     """
-    removed = after.growth.removed if isinstance(after, GrowingCanvas) else jnp.zeros_like(read)
-    flagged = proposal.token << 3 | removed << 2 | read << 1 | computed
+    before, after, proposal = taken.before, taken.left, taken.proposal
+    widened = taken.extra >= jnp.sum(before.valid & ~taken.computed, axis=1, keepdims=True)
+    removed = after.growth.removed if isinstance(after, GrowingCanvas) else jnp.zeros_like(taken.computed)
+    flagged = proposal.token << 3 | removed << 2 | taken.attended() << 1 | taken.computed
     score = jax.lax.bitcast_convert_type(proposal.score, jnp.int32)
     layers = widened << 2 | before.causal << 1 | 1
     row = jnp.concatenate([after.tokens, flagged, score, layers, *_lengths(after)], axis=1)
     # Of a sequence that takes no part the step is beyond the trace, and nothing is written.
     step = jnp.where(before.active, number + 1, len(steps))
-    return steps.at[step, sequences].set(row, mode="drop")
+    return steps.at[step, taken.sequences].set(row, mode="drop")
 
 
 def completed(steps: Steps, canvas: Canvas, passes: Int[Array, "b"]) -> Trace:
@@ -185,3 +154,32 @@ def _completed_lengths(
         "end": end,
         "removed": removed & active[..., None],
     }
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RecordedSteps(Feature):
+    """Keeps the trace: every step of every sequence (`engine.features.trace`).
+
+    Attributes:
+      limit: Number of steps that there is room for.
+    """
+
+    limit: int = dataclasses.field(metadata={"static": True})
+
+    name: ClassVar[str] = "trace"
+    axis: ClassVar[int] = 1
+    of_group: ClassVar[bool] = False
+
+    def begin(self, canvas: Canvas, generation: Generation, extra) -> Steps:
+        """Room for all steps."""
+        return no_steps(canvas, self.limit)
+
+    def add(self, record: Record, taken: StepRecord) -> Steps:
+        """Writes the step in place, since the loop carries the trace."""
+        return add(record[self.name], passes_of(record, taken.before), taken)
+
+
+def final_trace(record: Record, canvas: Canvas) -> Trace | None:
+    """The trace of the steps so far; None if none is recorded."""
+    return completed(record["trace"], canvas, passes_of(record, canvas)) if "trace" in record else None

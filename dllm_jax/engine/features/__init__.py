@@ -1,0 +1,1 @@
+"""What requests add to the steps of a run, one feature per file; `assembly` says which ones a run has."""

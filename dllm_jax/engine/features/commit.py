@@ -1,0 +1,57 @@
+"""Early commitment (Prophet): a run that unmasks everything once its answer is settled."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+from typing_extensions import override
+
+from dllm_jax.engine.generation import Feature, Generation, Seen
+from dllm_jax.samplers.candidates import Decision
+from dllm_jax.samplers.early_commit import EarlyCommit
+from dllm_jax.state.canvas import Canvas, end
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class EarlyCommitment(Feature):
+    """Unmasks all masks, and ends the sequence, in the step in which the sampler's rule says so.
+
+    Attributes:
+      rule: Rule of the sampler.
+    """
+
+    rule: EarlyCommit
+
+    name: ClassVar[str] = "commit"
+    scores_response: ClassVar[bool] = True
+    reads_tokens: ClassVar[bool] = True
+
+    @override
+    def scored(self, canvas: Canvas) -> Bool[Array, "b l"]:
+        """The positions whose gaps count."""
+        return self.rule.asked(canvas)
+
+    @override
+    def find(self, generation: Generation, canvas: Canvas, seen: Seen) -> Bool[Array, "b"]:
+        """Sequences that commit to all of their masks now."""
+        index = seen.candidates.index
+        commits = self.rule.commits(seen.logits, index, canvas) & seen.finite
+        return commits & ~jnp.any(seen.waits & seen.candidate & ~seen.holds_token, axis=1)
+
+    @override
+    def after_decision(
+        self, decision: Decision, score: Float[Array, "b c"], finding: Bool[Array, "b"]
+    ) -> Decision:
+        """The decision, in which sequences that commit unmask everything, and remask nothing."""
+        commits = finding[:, None]
+        revoked = jax.tree.map(lambda revoked: revoked & ~commits, decision.revoked)
+        chosen = decision.chosen | (commits & (score > -jnp.inf))
+        return decision._replace(chosen=chosen, revoked=revoked)
+
+    @override
+    def after_writing(self, canvas: Canvas, finding: Bool[Array, "b"]) -> Canvas:
+        """Ends the sequences that commit."""
+        return end(canvas, finding)
