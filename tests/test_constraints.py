@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import itertools
 import re
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.decoding.report import UnfilledWarning
 from dllm_jax.decoding.request import prepare
-from dllm_jax.engine import decide
+from dllm_jax.engine.features.constraints import AllowedTokens
 from dllm_jax.engine.loop import denoise
 from dllm_jax.testing.runs import compilations
 from tests import examples, run_blocks
@@ -233,20 +232,15 @@ def test_choices_that_overlap_and_agree_are_all_kept():
 
 
 def test_a_program_without_constraints_is_the_same():
+    """Empty constraints add no feature to the plan, so that the step folds over nothing of theirs."""
     model = tiny("llada")
     ids, mask = prompts(model, (9, 6))
-
-    def program(**options) -> str:
-        request = prepare(model, ids, prompt_mask=mask, **OPTIONS, **options)
-        return str(denoise.trace(model, request.inputs, request.plan).jaxpr)
-
-    off = program(forbid=(), allow=None, constraints=())
-    assert program(forbid=[3]) != off
-    denoise.clear_cache()
-    unconstrained = lambda generation, canvas, index, logits: (logits, jnp.zeros(index.shape, bool))
-    with mock.patch.object(decide, "constrain_logits", unconstrained):
-        assert program() == off
-    denoise.clear_cache()
+    request = lambda **options: prepare(model, ids, prompt_mask=mask, **OPTIONS, **options)
+    names = lambda request: request.plan.by_name.keys()
+    program = lambda request: str(denoise.trace(model, request.inputs, request.plan).jaxpr)
+    off, plain, on = request(forbid=(), allow=None, constraints=()), request(), request(forbid=[3])
+    assert program(off) == program(plain) != program(on)
+    assert names(on) - names(plain) == {AllowedTokens.name}
 
 
 def test_tokens_one_by_one_and_drafts_keep_to_the_sets():

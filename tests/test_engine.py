@@ -1,6 +1,7 @@
 """The denoising loop as a program: purity, one compilation, stopping, statistics."""
 
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
@@ -8,8 +9,16 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
+from dllm_jax.engine.features.assembly import ORDER, features_of
+from dllm_jax.engine.features.constraints import AllowedTokens
+from dllm_jax.engine.features.counts import Counter
+from dllm_jax.engine.features.logprobs import TokenLogProbs
+from dllm_jax.engine.features.stops import EndOfText, StopIds, Stopping
+from dllm_jax.engine.features.trace import RecordedSteps
+from dllm_jax.engine.generation import Feature
 from dllm_jax.samplers import CertaintyPrior, DreamSchedule, Sequential, Threshold
 from dllm_jax.state.inputs import PositionsWarning
+from dllm_jax.state.layout import Layout
 from dllm_jax.testing.checks import PROGRAM, Subject, traced
 from dllm_jax.testing.runs import assert_same_run, of_sequence
 from tests.models import families, prompts, separate, tiny
@@ -141,3 +150,22 @@ def test_more_positions_than_the_model_was_made_for_are_told_of():
     with pytest.warns(PositionsWarning):
         dj.log_likelihood(model, [3] * 8, [4] * 5, masks=np.ones((1, 1, 5), bool))
     dj.generate(model, [3, 4, 5, 6], length=8)  # as many as it was made for; warnings are errors
+
+
+def test_features_act_in_one_order_whatever_the_order_they_are_asked_for_in():
+    kinds = [kind for base in (Feature, Counter, Stopping) for kind in base.__subclasses__()]
+    kinds = {kind.name for kind in kinds if kind not in (Counter, Stopping)}
+    assert kinds == set(ORDER)
+    assert len(ORDER) == len(set(ORDER))
+    model = tiny("llada")
+    sampler = samplers.Confidence(early_commit=samplers.EarlyCommit())
+    asked = [EndOfText(False), StopIds(((5,),)), TokenLogProbs(1), AllowedTokens(), RecordedSteps(9)]
+    layout = Layout(4, 8, 4, 8)
+    made = {
+        features_of(policies.Policy(), sampler, layout, model.spec, asked=order)
+        for order in itertools.permutations(asked)
+    }
+    assert len(made) == 1
+    names = [feature.name for feature in made.pop()]
+    assert names == sorted(names, key=ORDER.index)
+    assert names.index("allowed") < names.index("commit") < names.index("end_of_text") < names.index("stop")

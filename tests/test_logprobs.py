@@ -11,7 +11,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.decoding.request import prepare
-from dllm_jax.engine import decide, records
+from dllm_jax.engine.features import logprobs
 from dllm_jax.engine.loop import denoise
 from tests.models import WIDE, generated, prompts, tiny
 
@@ -115,11 +115,12 @@ def test_a_program_without_them_computes_none_and_what_is_no_number_is_refused()
     model = tiny("llada")
     ids, mask = prompts(model, (9, 6))
     request = prepare(model, ids, prompt_mask=mask, **OPTIONS)
-    program = lambda: str(denoise.trace(model, request.inputs, request.plan).jaxpr)
-    off = program()
-    denoise.clear_cache()
-    with mock.patch.object(decide, "of_candidates", None), mock.patch.object(records, "LogProbs", None):
-        assert program() == off
+    with_them = prepare(model, ids, prompt_mask=mask, logprobs=0, **OPTIONS)
+    assert with_them.plan.by_name.keys() - request.plan.by_name.keys() == {"logprobs"}
+    with mock.patch.object(logprobs, "of_candidates", None):
+        denoise.trace(model, request.inputs, request.plan)
+        with pytest.raises(TypeError, match="not callable"):
+            denoise.trace(model, with_them.inputs, with_them.plan)
     for value, message in ((-1, "of at least 0"), (True, "whole number"), (62, "must be at most the vocab")):
         with pytest.raises(ValueError, match=f"logprobs={value} .*{message}"):
             dj.generate(model, ids, prompt_mask=mask, logprobs=value, **OPTIONS)

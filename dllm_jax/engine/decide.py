@@ -178,7 +178,7 @@ class Decided(NamedTuple):
         return jax.tree.map(lambda a: a[jnp.arange(len(branch)), branch], self)
 
     def added_to(self, plan: Plan, record: Record, before: Canvas, after: Canvas) -> Record:
-        """What features keep of the sampler's steps, with this one."""
+        """The records of features that keep something of the sampler's steps, with this one."""
         steps = ((f, record[f.name], self.findings[f.name]) for f in plan.features if f.keeps_steps)
         return {f.name: f.keep(kept, before, after, finding) for f, kept, finding in steps}
 

@@ -66,7 +66,7 @@ class Inputs(NamedTuple):
 
 
 class Feature:
-    """What a run adds to its steps: a base of frozen dataclasses, whose members do nothing.
+    """Addition to the steps of a run: a base of frozen dataclasses, whose members do nothing.
 
     A step folds over the features of its plan, so that one which nobody asked for stands nowhere. A feature
     may keep arrays from step to step, in `State.record` by its name, and hand what it finds in a step's
@@ -180,7 +180,7 @@ class Feature:
 
 
 class Seen(NamedTuple):
-    """What features see of a step's candidates.
+    """The candidates of a step, as features see them.
 
     Attributes:
       candidates: Proposal of the sampler, at all entries.

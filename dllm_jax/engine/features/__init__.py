@@ -1,1 +1,1 @@
-"""What requests add to the steps of a run, one feature per file; `assembly` says which ones a run has."""
+"""Features: additions of a request, a sampler or blocks to the steps of a run (`assembly`)."""
