@@ -27,8 +27,8 @@ from dllm_jax.state.layout import Layout
 # before what fills up answers that could have grown.
 ORDER = (
     "counts", "idle", "causal_passes", "accepted_tokens", "reused", "drafted", "allowed", "unfilled_tokens",
-    "masked_tokens", "delimiters", "self_conditioning", "commit", "end_of_text", "stop", "growth", "confidence", "logprobs",
-    "trace",
+    "masked_tokens", "delimiters", "self_conditioning", "commit", "end_of_text", "stop", "growth",
+    "confidence", "logprobs", "trace",
 )  # fmt: skip
 
 
