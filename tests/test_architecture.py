@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import dllm_jax as dj
+from dllm_jax.engine.generation import Plan
 
 ROOT = Path(dj.__file__).parent
 APPLICATIONS = {"check", "commands", "demo", "bundled", "eval", "nnx", "roofline", "tasks", "training"}
@@ -139,6 +140,30 @@ def test_the_policy_interface_has_at_most_16_members():
     }
     sealed = {n for n, m in members.items() if getattr(getattr(m, "fget", m), "__final__", False)}
     assert len(members.keys() - sealed) <= 16, sorted(members.keys() - sealed)
+
+
+def test_samplers_have_at_most_40_members_flags_and_fields():
+    members = {
+        name: member
+        for name, member in vars(dj.samplers.Sampler).items()
+        if not name.startswith("_") and name != "promises"
+    }
+    sealed = {n for n, m in members.items() if getattr(getattr(m, "fget", m), "__final__", False)}
+    assert len(members.keys() - sealed) <= 40, sorted(members.keys() - sealed)
+
+
+def test_a_plan_has_at_most_10_fields():
+    """What a request adds to a step is one of the plan's features (`engine.features`)."""
+    assert len(dataclasses.fields(Plan)) <= 10
+
+
+def test_no_file_of_the_engine_tells_policies_or_samplers_by_their_class():
+    kinds = {*dj.policies.__all__, *dj.samplers.__all__}
+    for path in (ROOT / "engine").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
+                names = {name.id for name in ast.walk(node.args[1]) if isinstance(name, ast.Name)}
+                assert not names & kinds, f"{path}: {names & kinds}"
 
 
 def test_the_canvas_has_at_most_15_fields_of_which_3_are_optional():

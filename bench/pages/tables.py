@@ -137,7 +137,7 @@ def samplers_by_rule() -> str:
     base = {field.name for field in dataclasses.fields(Sampler)}
     lines = []
     for name, kind in sorted(vars(samplers).items()):
-        if isinstance(kind, type) and issubclass(kind, Sampler) and kind not in (Sampler, samplers.UntilDone):
+        if isinstance(kind, type) and issubclass(kind, Sampler) and not inspect.isabstract(kind):
             doc = inspect.getdoc(kind) or ""
             rule = re.sub(r" \([^)]*\)\.$|\.$", "", doc.split("\n")[0])
             own = [field for field in dataclasses.fields(kind) if field.name not in base]

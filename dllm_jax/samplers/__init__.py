@@ -8,7 +8,7 @@ from dllm_jax.samplers.constraint import Constraint, OneOf
 from dllm_jax.samplers.dream import DreamSchedule
 from dllm_jax.samplers.early_commit import EarlyCommit
 from dllm_jax.samplers.free_dave import FreeDave
-from dllm_jax.samplers.growing import DAEDAL, DreamOn
+from dllm_jax.samplers.growing import DAEDAL, DreamOn, GrowingAnswers
 from dllm_jax.samplers.klass import KLASS
 from dllm_jax.samplers.noise import EntropyNoise
 from dllm_jax.samplers.parallel import Dynamic, EBSampler, Factor, LocalLeap, Sequential, Threshold, UntilDone
@@ -20,8 +20,7 @@ from dllm_jax.samplers.s2d2 import S2D2
 __all__ = [
     "DAEDAL", "KLASS", "S2D2", "WINO", "Automaton", "Autoregressive", "Candidates", "CertaintyPrior",
     "Confidence", "Constraint", "Decision", "DreamOn", "DreamSchedule", "Dynamic", "EBSampler",
-    "EarlyCommit", "Edit", "EntropyNoise", "Factor", "FreeDave", "KeyNoise", "LocalLeap", "Noise", "OneOf",
-    "PCSampler",
-    "RandomOrder", "RecordedNoise", "Regex", "Sampler", "SelfSpeculation", "Sequential", "Threshold",
-    "TokenFrequencies", "UntilDone",
+    "EarlyCommit", "Edit", "EntropyNoise", "Factor", "FreeDave", "GrowingAnswers", "KeyNoise",
+    "LocalLeap", "Noise", "OneOf", "PCSampler", "RandomOrder", "RecordedNoise", "Regex", "Sampler",
+    "SelfSpeculation", "Sequential", "Threshold", "TokenFrequencies", "UntilDone",
 ]  # fmt: skip

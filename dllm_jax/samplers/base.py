@@ -4,11 +4,11 @@ import abc
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, final
 
 import jax.numpy as jnp
 from annotated_types import Interval, MinLen
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Int, PyTree
 
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import LARGEST, NoneMeans, NonNegativeInt, Options, PositiveInt, TracedUnlessZero
@@ -17,7 +17,6 @@ from dllm_jax.samplers import scores
 from dllm_jax.samplers.candidates import Candidates, Decision, Ids, Logits, Noise, Scores, require_noise
 from dllm_jax.samplers.early_commit import EarlyCommit
 from dllm_jax.samplers.returns import OF_SAMPLER
-from dllm_jax.state.cache import Proposal
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import gather
@@ -116,7 +115,7 @@ class Sampler(Options, abc.ABC):
     }
 
     grows: ClassVar[bool] = False
-    """Whether answers may become longer (`generate(max_length=)`), by `resize`."""
+    """Whether answers may become longer (`generate(max_length=)`): the sampler is a `GrowingAnswers`."""
 
     shortens: ClassVar[bool] = False
     """Whether answers that grow may become shorter, too; text around them moves along (`infill`)."""
@@ -160,30 +159,6 @@ class Sampler(Options, abc.ABC):
           noise: random numbers; None if the sampler does not draw.
         """
         return Decision(self.transfer(candidates, canvas, noise), memory)
-
-    def end_confidence(
-        self, candidates: Candidates, logits: Logits, unconstrained: Logits, canvas: Canvas, at_end: bool
-    ) -> Float[Array, "b"]:
-        """How sure the model is of the end of each answer, for samplers whose answers grow (`grows`).
-
-        Args:
-          candidates: Candidates of the step.
-          logits: Logits that they were chosen by.
-          unconstrained: Those of the model, before constraints.
-          canvas: State before the step.
-          at_end: Whether steps compute the last positions of the canvas (`PrefixCache`).
-        """
-        raise NotImplementedError
-
-    def resize(self, before: Canvas, after: Canvas, proposal: Proposal) -> Canvas:
-        """The canvas with longer or shorter answers after a step, for samplers whose answers grow (`grows`).
-
-        Args:
-          before: State before the step.
-          after: State with the step's tokens, and its confidences in the ends of answers.
-          proposal: Candidates of the step; score -inf where they were not offered.
-        """
-        raise NotImplementedError
 
     @property
     def criterion(self) -> Alg:
@@ -249,6 +224,7 @@ class Sampler(Options, abc.ABC):
         return True
 
     @property
+    @final
     def revises(self) -> bool:
         """Whether decoded tokens may still change until their block is finished."""
         return self.verifies or self.edits
@@ -320,6 +296,7 @@ class Sampler(Options, abc.ABC):
         score = self.confidence(scored, token, index, canvas, noise)
         return Candidates(index, token, score, scored)
 
+    @final
     def delay(self, candidates: Candidates, canvas: Canvas) -> tuple[Candidates, Bool[Array, "b c"] | None]:
         """Returns the candidates with the scores of the decision, and which ones `delay_eos` delays.
 
@@ -338,6 +315,7 @@ class Sampler(Options, abc.ABC):
         least = smallest_score(self.criterion, canvas.spec.vocab)
         return candidates._replace(score=jnp.where(waits, jnp.minimum(score, least), score)), waits
 
+    @final
     def drawn(self, logits: Logits, canvas: Canvas) -> Logits:
         """Logits of the distribution that tokens are drawn from, after temperature and filters."""
         _, tempered, keep = self._filtered(logits, canvas)

@@ -3,6 +3,7 @@
 DAEDAL goes by how sure the model is of the end, DreamOn's infilling by two tokens of the model.
 """
 
+import abc
 import dataclasses
 from typing import ClassVar, Literal
 
@@ -29,7 +30,38 @@ from dllm_jax.xla.reductions import argmax
 
 
 @dataclasses.dataclass(frozen=True)
-class DAEDAL(UntilDone):
+class GrowingAnswers(UntilDone):
+    """Base of samplers whose answers change their length."""
+
+    grows: ClassVar[bool] = True
+
+    @abc.abstractmethod
+    def end_confidence(
+        self, candidates: Candidates, logits: Logits, unconstrained: Logits, canvas: Canvas, at_end: bool
+    ) -> Float[Array, "b"]:
+        """How sure the model is of the end of each answer.
+
+        Args:
+          candidates: Candidates of the step.
+          logits: Logits that they were chosen by.
+          unconstrained: Those of the model, before constraints.
+          canvas: State before the step.
+          at_end: Whether steps compute the last positions of the canvas (`PrefixCache`).
+        """
+
+    @abc.abstractmethod
+    def resize(self, before: Canvas, after: Canvas, proposal: Proposal) -> Canvas:
+        """The canvas with longer or shorter answers after a step.
+
+        Args:
+          before: State before the step.
+          after: State with the step's tokens, and its confidences in the ends of answers.
+          proposal: Candidates of the step; score -inf where they were not offered.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class DAEDAL(GrowingAnswers):
     """Unmasks every position above a threshold; the answer grows until the model is sure of its end (DAEDAL).
 
     The method is that of arXiv:2508.00819.
@@ -69,7 +101,6 @@ class DAEDAL(UntilDone):
     checked: PositiveInt = 32
     any_end: bool = False
 
-    grows: ClassVar[bool] = True
     scored: ClassVar[Literal["answer"]] = "answer"
 
     def __post_init__(self):
@@ -163,7 +194,7 @@ class DAEDAL(UntilDone):
 
 
 @dataclasses.dataclass(frozen=True)
-class DreamOn(UntilDone):
+class DreamOn(GrowingAnswers):
     """Unmasks the most confident mask of a template; its token may expand the answer or end it (DreamOn).
 
     The method is that of arXiv:2602.01326.
@@ -196,7 +227,6 @@ class DreamOn(UntilDone):
     delete_eos: bool = dataclasses.field(default=True, kw_only=True)
 
     tempered_confidence: ClassVar[bool] = True
-    grows: ClassVar[bool] = True
     shortens: ClassVar[bool] = True
 
     def __post_init__(self):

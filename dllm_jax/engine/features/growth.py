@@ -1,12 +1,12 @@
 """Answers that grow (DAEDAL, DreamOn): the end of each is state, the canvas has the largest length.
 
-A step may change the canvas after its tokens are written, by the rule of the sampler (`Sampler.resize`):
-the end moves, a mask becomes several, positions are removed. What is stored of positions that move is void,
-by the rule of the policy (`Policy.fixed_within_blocks`).
+A step may change the canvas after its tokens are written, by the rule of the sampler
+(`GrowingAnswers.resize`): the end moves, a mask becomes several, positions are removed. What is stored of
+positions that move is void, by the rule of the policy (`Policy.fixed_within_blocks`).
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from typing_extensions import override
 from dllm_jax.engine.block_schedule import advance, offered_positions
 from dllm_jax.engine.generation import Feature, Generation, Plan, Seen
 from dllm_jax.engine.stats import Record
+from dllm_jax.samplers.growing import GrowingAnswers
 from dllm_jax.state.cache import Proposal
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.growing import GrowingCanvas, growing, growth_of, with_ends
@@ -35,7 +36,7 @@ class Growing(Feature):
         """The confidence in the end of each answer."""
         plan, logits = generation.plan, (seen.logits, seen.unconstrained)
         at_end = plan.policy.phases[-1].at_end
-        confidence = plan.sampler.end_confidence(seen.candidates, *logits, canvas, at_end)
+        confidence = growing_sampler(plan).end_confidence(seen.candidates, *logits, canvas, at_end)
         return jnp.where(canvas.active, confidence, growth_of(canvas).confidence)
 
     @override
@@ -54,7 +55,7 @@ class Growing(Feature):
         after = dataclasses.replace(growing(after), growth=counted)
         masks = offered_positions(plan.policy, before) & before.masked & ~after.done[:, None]
         score = jnp.where(masks, proposal.score, -jnp.inf)
-        resized = plan.sampler.resize(before, after, proposal._replace(score=score))
+        resized = growing_sampler(plan).resize(before, after, proposal._replace(score=score))
         # A block may have lost its last masks.
         if not plan.sampler.shortens:
             return resized
@@ -71,6 +72,11 @@ class Growing(Feature):
         growth = growth_of(canvas)
         counts = {name: getattr(growth, name) for name in ("insertions", "growth_steps", "wanted_more")}
         return counts | {"length": answer_length(canvas), "removed_tokens": growth.removals}
+
+
+def growing_sampler(plan: Plan) -> GrowingAnswers:
+    """The sampler of a plan whose answers grow (`Sampler.grows`)."""
+    return cast(GrowingAnswers, plan.sampler)
 
 
 def answer_length(canvas: Canvas) -> Int[Array, "b"]:
