@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dllm_jax.nn.kernels import Kernels
+from dllm_jax.nn.kernels import BY_DEFAULT, Kernels
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.parameters import layer_of
 from dllm_jax.nn.rope import rope_table
@@ -92,6 +92,15 @@ def test_stores_without_scatters_lie_heads_first_on_tpus(scattered, order):
         return written.storage
 
     assert stated_orders("tpu", program) == [order] * 4
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_the_order_of_stored_pairs_is_stated_again(separate):
+    """Of keys and values alone; a stored residual stream has one axis less."""
+    lead = (1,) if separate else (2, 1)
+    layers = {"x": jnp.zeros((*lead, S, 4)), "k": jnp.zeros((*lead, S, 2, 4))}
+    cache = Cache([layers] if separate else layers, ())
+    assert len(stated_orders("cuda", lambda: cache.in_order(BY_DEFAULT))) == 1
 
 
 def test_new_keys_of_a_whole_layer_are_as_named_on_tpus_alone():

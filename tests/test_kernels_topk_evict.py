@@ -81,6 +81,15 @@ def test_every_float_has_its_place(score, count):
         np.testing.assert_array_equal(jitted(name, 8)(score, count), expected, err_msg=name)
 
 
+@pytest.mark.parametrize("backend", ["tpu", "triton"])
+def test_kernels_bisect(backend):
+    """All pairs of 1024 scores do not fit registers: the kernel would take half a minute to compile."""
+    kernel = functools.partial(KERNELS[backend], width=9)
+    text = str(jax.make_jaxpr(kernel)(*abstract(Shape(1, 32, 1024, 9))))
+    assert "1024,1024" not in text
+    assert "scan[" in text
+
+
 @pytest.mark.parametrize("lines", [1, 3])
 def test_many_lines_are_bisected_and_few_compared(lines):
     """XLA's two ways to mark the best give the same."""

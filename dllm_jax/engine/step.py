@@ -303,7 +303,10 @@ class StepLayers:
             return when(jnp.any(needed(carry[1], weights.index)), change, carry, name=REFRESH)
 
         more = jnp.any(needed(cache, self.generation.model.spec.layers - 1))
-        return when(more, lambda carry: self._walk(one, carry), (x, cache), name=REFRESH)
+        # XLA would carry the stored pairs through these loops in another order (jaxlib 0.12).
+        ordered = lambda carry: (carry[0], carry[1].in_order(self.generation.model.kernels))
+        through = lambda carry: ordered(self._walk(one, ordered(carry)))
+        return ordered(when(more, through, ordered((x, cache)), name=REFRESH))
 
     def at(self, index: int) -> Layer:
         """One layer, by itself."""

@@ -138,7 +138,7 @@ def bisected(score: Float[Array, "n l"], count: Int[Array, "n 1"]) -> Bool[Array
 
 def kernel(score_ref, count_ref, keep_ref):
     """The body of the kernels: 1 where `bisected` keeps."""
-    keep_ref[...] = best(score_ref[...], count_ref[...]).astype(jnp.int32)
+    keep_ref[...] = bisected(score_ref[...], count_ref[...]).astype(jnp.int32)
 
 
 def ordered(score: Float[Array, "n l"]) -> Int[Array, "n l"]:
