@@ -127,6 +127,8 @@ LEFT_OUT: dict[str, str] = {
     """,
     "A recording of a method of which another one stays.": """
         test_goldens.py::test_conforms[certainty-prior/dream-*]
+        test_goldens.py::test_conforms[diffusion-gemma-forward/*] but *-p15
+        test_goldens.py::test_conforms[diffusion-gemma-generate/*] but *-p5-*
         test_goldens.py::test_conforms[dsb/*] but dsb/llada-tiny-plain-p13-g32-b8-t0.3
         test_goldens.py::test_conforms[forward/*-bf16-*]
         test_goldens.py::test_conforms[llada-v-preprocess/*] but llada-v-preprocess/anyres_max_4-rgba
@@ -258,6 +260,7 @@ LEFT_OUT: dict[str, str] = {
         test_vision.py::test_neither_batches_nor_the_form_of_layers_nor_a_mesh_change_features
     """,
     "The same code in another combination, which costs another compilation.": """
+        test_diffusion_gemma.py but *options_without* or *a_sampler_of* or *costs_* or *each_kind*
         test_analysis_capture.py::test_single_passes_take_* but llada
         test_analysis_capture.py::test_token_arrays_*
         test_analysis_capture.py::test_chosen_activations_*

@@ -264,3 +264,46 @@ def test_a_model_learns_to_denoise_one_answer():
     assert loss(run.model) < 0.3 * loss(tiny(FAMILY))
     out = dj.generate(run.model, [[1, 2, 3]], length=8, sampler=EntropyNoise(steps=6), key=jax.random.key(0))
     assert np.asarray(out.tokens)[0, 3:].tolist() == [7, 8, 9, 10, 11, 12, 13, 14]
+
+
+# -- caches in the canvas ---------------------------------------------------------------------------------
+
+EXACT = [dj.policies.DLLMCache(response_every=1), dj.policies.DLLMCache(ratio=1.0), dj.policies.D2Cache(p=1)]
+PARTIAL = [dj.policies.DLLMCache(response_every=3, ratio=0.5), dj.policies.D2Cache(k=3)]
+
+
+@pytest.mark.parametrize("policy", EXACT, ids=repr)
+def test_caches_in_the_canvas_equal_exact_decoding_at_their_limits(policy):
+    found = dj.generate(tiny(FAMILY), PROMPTS, key=KEYS, policy=policy, **OPTIONS)
+    np.testing.assert_array_equal(np.asarray(found.tokens)[:, -20:], answers())
+
+
+@pytest.mark.parametrize("policy", PARTIAL, ids=repr)
+def test_partial_steps_in_the_canvas_leave_batch_mates_alone_and_compute_less(policy):
+    sampler = dataclasses.replace(SAMPLER, certainty=0.0)  # as many steps under every policy
+    run = lambda prompts, keys, policy=policy, **more: dj.generate(
+        tiny(FAMILY), prompts, key=keys, policy=policy, **{**OPTIONS, "sampler": sampler, **more}
+    )
+    batch, exact = run(PROMPTS, KEYS), run(PROMPTS, KEYS, dj.policies.Policy())
+    assert np.any(batch.tokens != exact.tokens)
+    for i, prompt in enumerate(PROMPTS):
+        alone = run([prompt], KEYS[i : i + 1], widths=None)
+        np.testing.assert_array_equal(np.asarray(alone.tokens)[0, -20:], np.asarray(batch.tokens)[i, -20:])
+    fewer = np.asarray(batch.stats.computed_tokens < exact.stats.computed_tokens)
+    assert fewer.all() or isinstance(policy, dj.policies.DLLMCache)  # whose layers compute less
+
+
+def test_positions_that_a_step_leaves_out_keep_their_tokens():
+    options = {**OPTIONS, "sampler": dataclasses.replace(SAMPLER, certainty=0.0)}
+    ran = list(states(tiny(FAMILY), [PROMPTS[0]], key=KEYS[:1], policy=PARTIAL[1], **options))
+    left_out = 0
+    for before, after in itertools.pairwise(ran):
+        begins = int(before.canvas.block_start[0])
+        waits = ~np.asarray(before.need)[0, begins : begins + 8]
+        if bool(before.canvas.causal[0, 0]) or before.canvas.block_start != after.canvas.block_start:
+            continue
+        left_out += waits.sum()
+        for name in ("tokens", "entropy", "drawn", "soft"):
+            old, new = (np.asarray(getattr(state.memory, name))[0] for state in (before, after))
+            np.testing.assert_array_equal(new[waits], old[waits])
+    assert left_out

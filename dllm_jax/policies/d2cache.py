@@ -11,7 +11,6 @@ from typing_extensions import override
 
 from dllm_jax.nn.arithmetic import einsum
 from dllm_jax.nn.layer import Layer
-from dllm_jax.nn.mask import require_mask_token
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import LARGEST, NoneMeans, PositiveInt, TracedPositiveInt, TracedWidth
 from dllm_jax.policies.base import Policy
@@ -56,7 +55,8 @@ class D2Cache(Policy):
     Differences: Four slips of the reference are repaired as its comments intend. From its code, unlike the
       paper: the density is normalized, the nucleus stays within p, and M* ends with the block that holds the
       k-th mask. Beyond both: padding is never computed or counted, and negative scores ("entropy") are
-      divided by the density.
+      divided by the density. Without a mask token (DiffusionGemma) M* are the k positions of the canvas with
+      the largest entropy.
     """
 
     k: TracedPositiveInt = MASKS
@@ -142,13 +142,34 @@ class D2Cache(Policy):
 
     @override
     def _in_blocks(self, spec: ModelSpec) -> Policy:
-        require_mask_token(
-            spec,
-            type(self).__name__,
-            "Use Policy()",
-            "it goes by tokens that are decided while their block is denoised",
-        )
-        return self
+        if spec.has_mask_token or isinstance(self, InCanvas):
+            return self
+        return InCanvas(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+
+
+@dataclasses.dataclass(frozen=True)
+class InCanvas(D2Cache):
+    """d2Cache in the canvas of a model without a mask token: M* are the k positions of largest entropy.
+
+    Positions that are certain hardly change from one step to the next, and take part by their influence.
+    """
+
+    @override
+    def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+        known: Salience = cache.shared
+        uncertain = best(jnp.where(canvas.block, -known.confidence, -jnp.inf), self.k)
+        others = canvas.block & ~uncertain
+        return inflated(uncertain | nucleus(known.influence, others, self.p), self.inflate)
+
+    @override
+    def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
+        """A quarter and half of a canvas, which the engine adds."""
+        return tuple(-(-layout.block // part) for part in (4, 2))
+
+    @property
+    @override
+    def scored(self) -> Literal["block", "response"]:
+        return "block"
 
 
 class Salience(NamedTuple):

@@ -69,7 +69,8 @@ class DLLMCache(Policy):
     Equals exact decoding when: prompt_every=1, response_every=1.
     Differences: Prompt outputs are not cached between refreshes, because nothing reads them, except for the
       position that predicts the first response token. Steps are counted per sequence, so the sequences of a
-      batch may refresh at different times.
+      batch may refresh at different times. Without a mask token (DiffusionGemma) a canvas takes the place of
+      the response: the context is exact, and intervals are counted from each canvas's first step.
 
     Attributes:
       prompt_every: Prompt refresh interval Kp, in steps of the whole generation.
@@ -83,6 +84,12 @@ class DLLMCache(Policy):
 
     renews_keys: ClassVar[bool] = False
     """Whether every step renews the keys of the whole response, as it does the values."""
+
+    @override
+    def _in_blocks(self, spec: ModelSpec) -> Policy:
+        if spec.has_mask_token or type(self) is not DLLMCache:
+            return self
+        return InCanvas(self.prompt_every, self.response_every, self.ratio)
 
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
@@ -148,6 +155,10 @@ class DLLMCache(Policy):
         """Those of a set that this layer updates between refreshes; `size` is its own where it is known."""
         return least_similar(similarity, among, self.ratio, size=size)
 
+    def part(self, layout: Layout) -> int:
+        """Number of positions of which `ratio` is a fraction."""
+        return layout.response
+
     def updated(self, phase: str, response: int) -> int | None:
         """Number of response positions that a layer updates in a phase; None if it may be any of them."""
         return int(response * self.ratio) if phase == UPDATE else None
@@ -183,7 +194,7 @@ class DLLMCache(Policy):
         cache = self.renew(layer, x, value, stale, cache, rows, canvas)
 
         # Stale positions go through attention and MLP: in place where a refresh may be due, else gathered.
-        stored, width = cache.read(), self.updated(rows.phase, canvas.layout.response)
+        stored, width = cache.read(), self.updated(rows.phase, self.part(canvas.layout))
         attended, mlp = tail.take(stored.attention), tail.take(stored.mlp)
         places = full_rows(stale) if width is None else compact_rows(stale, width)
         if places.index.size:
@@ -235,6 +246,50 @@ class DLLMCache(Policy):
             cache = cache.write(some.last(cache.read().k.shape[1]), k=k)
         now = cache.read()
         return layer.attention(q, now.k, now.v, cache.attends(some, canvas))[0], cache
+
+
+@dataclasses.dataclass(frozen=True)
+class InCanvas(DLLMCache):
+    """dLLM-Cache in the canvas of a model without a mask token, whose context is stored causally.
+
+    The first denoising step of a canvas computes all of it, and so does every `response_every`-th after it.
+    """
+
+    @override
+    def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
+        return Cache(OutputStore.zeros(spec, layout, batch, layout.length, dtype), shared=())
+
+    @override
+    def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+        """The canvas, of which every position passes through every layer."""
+        return canvas.everything
+
+    @override
+    def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
+        return ()  # a canvas, which the engine adds
+
+    @property
+    @override
+    def phases(self) -> tuple[Phase, ...]:
+        due = lambda cache, canvas: self.refreshes(canvas)[:, 0]
+        return Phase(UPDATE, of_layer=self.updating), Phase(REFRESH, needed=due)
+
+    def refreshes(self, canvas: Canvas) -> Bool[Array, "b 1"]:
+        """Whether the coming step computes everything: a causal pass, or a denoising one that is due."""
+        due = jnp.fmod(canvas.block_step - 1, self.response_every) == 0
+        return canvas.causal | due[:, None]
+
+    @override
+    def part(self, layout: Layout) -> int:
+        return layout.block
+
+    @override
+    def stale(
+        self, layer: Layer, value: Float[Array, "b q k d"], cache: LayerCache, rows: Rows, canvas: Canvas
+    ) -> Bool[Array, "b q"]:
+        similarity = self.similarity(layer, value, cache, rows)
+        changed = self.most_changed(layer, similarity, rows.real & ~canvas.causal, None)
+        return rows.real & (changed | self.refreshes(canvas) | (layer.index == 0))
 
 
 def after_reading(

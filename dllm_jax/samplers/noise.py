@@ -138,8 +138,10 @@ class EntropyNoise(Sampler):
         noisy = jnp.minimum((uniform * canvas.spec.vocab).astype(jnp.int32), canvas.spec.vocab - 1)
         denoises = canvas.active & ~canvas.causal[:, 0]
         accepted = within_bound(entropy, self.bound) & denoises[:, None]
+        # What a step does not compute keeps its token, which its keys and values are of.
+        computed = scatter(jnp.zeros_like(accepted), at, candidates.index >= 0) | ~denoises[:, None]
         after = memory._replace(
-            tokens=jnp.where(accepted, drawn, noisy),
+            tokens=jnp.where(computed, jnp.where(accepted, drawn, noisy), memory.tokens),
             drawn=drawn,
             best=jnp.concatenate([best[:, None], memory.best[:, :-1]], axis=1),
             entropy=entropy,
