@@ -56,6 +56,7 @@ KINDS = (
     Kind("7 steps, 8 letters, among values", "", Chain(8, values=12), 7, options=(32, 4)),
     Kind("16 steps, 20 letters", LINKS, Chain(20), 16),
     Kind("16 steps, 20 letters", "", Chain(20), 16, options=(72, 4)),
+    Kind("16 steps, 16 letters: a ring that closes", "", Chain(), 16, options=(72, 4)),
     Kind("class by most of 5 examples", "`bz:3;Tk:8;bX:3;..;bq:` `3`", FewShot(), 5),
     Kind("16 letters in order", "`qTbz..>` `bqzT..`", Sorting(), 16, options=(24, 4)),
     Kind("digit of a color among 5", "`value r`, a picture: `7`", PICTURE, 5, models=dj.bundled.PICTURED),

@@ -185,6 +185,14 @@ def test_variables_reach_the_template_and_those_that_it_does_not_read_are_warned
     assert [options["enable_thinking"] for options in asked[1:]] == [False, True, True]
 
 
+def test_a_role_that_the_template_does_not_name_is_warned_of(tokenizer):
+    message = [{"role": "robot", "content": "T=211;T="}]
+    with pytest.warns(
+        UserWarning, match="role='robot' is not one that the chat template names: .* Use assistant"
+    ):
+        chat_ids(tokenizer, message)
+
+
 PREFIXES = [
     dict(sampler=dj.samplers.Threshold(0.9)), dict(sampler=dj.samplers.RandomOrder(), key=jax.random.key(1)),
     dict(sampler=dj.samplers.WINO(wide_in=0.1, narrow_out=0.5)), dict(stop=["1"]),

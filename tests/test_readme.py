@@ -45,6 +45,17 @@ def test_the_example_with_a_checkpoint_runs(tmp_path):
     assert isinstance(namespace["answer"], str)
 
 
+def test_ci_runs_the_two_commands():
+    """Setting up with an answer, and the tests, each a line of its own with minutes."""
+    block = re.search(r"## Installation\n.*?```bash\n(.*?)```", TEXT, re.DOTALL)
+    lines = [re.split(" +# ", line) for line in (block[1] if block else "").splitlines()[1:]]
+    assert [command for command, _ in lines] == ['pip install -e ".[test]" && dllm-jax', "pytest"]
+    assert all("minutes" in comment for _, comment in lines)
+    ran = (ROOT / ".ci/run").read_text()
+    for part in ("command_of 'pip install -e \"'", "command_of pytest", 'eval "$setup"', "$tests --full"):
+        assert part in ran
+
+
 def test_every_page_with_an_example_is_run_by_a_test():
     """Blocks that no test runs say why in a comment: they configure the process, or need several."""
     tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
@@ -74,7 +85,9 @@ def test_every_policy_and_sampler_is_named():
 
 
 def test_it_is_short_and_links_to_files_that_exist():
-    assert len(without_tables(TEXT).split()) <= 950
+    assert len(without_tables(TEXT).split()) <= 850
+    counted = re.sub(r"<!--.*?-->", "", TEXT, flags=re.DOTALL).split()
+    assert sum(bool(re.search("[A-Za-z]", word)) for word in counted) <= 1200
     links = re.findall(r"\]\(([^)#]+)", TEXT)
     missing = [link for link in links if "://" not in link and not (ROOT / link).exists()]
     assert not missing

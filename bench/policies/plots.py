@@ -22,6 +22,7 @@ from dllm_jax.eval.run.files import read_json
 from dllm_jax.published.expressions import call
 
 plt.switch_backend("Agg")
+MARKERS = "os^vD<>pX"
 TASK, PROMPTS = "chain-of-16", (512, 1024, 2048, 4096, 8192, 16384, 32768)
 SHOWN = (  # settings, and where their labels stand, in points from the marker
     (EXACT, (-8, -14)),
@@ -48,18 +49,17 @@ def main(out: Path = Path("docs/figures")):
 
 def accuracy(measured: dict[str, Any]) -> Figure:
     """Exact match against computed tokens, means over both models, with the front of what none beats."""
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
     rows = {s: [found(measured[f"{model} {TASK}"], s) for model in dj.bundled.TEXT] for s, _ in SHOWN}
     mean = lambda setting, name: sum(row[name] for row in rows[setting]) / len(rows[setting])
     points = [(mean(setting, "computed"), mean(setting, "accuracy")) for setting, _ in SHOWN]
     best = front(points)
-    line = [*best, (1.0, best[-1][1])]
-    style = {"color": "black", "linewidth": 5, "alpha": 0.15, "drawstyle": "steps-post"}
-    axes.plot(*zip(*line, strict=True), label="Pareto front", **style)
     for point, (setting, offset) in zip(points, SHOWN, strict=True):
-        axes.plot(*point, "o", color="tab:blue")
-        axes.annotate(call(setting.policy), point, offset, textcoords="offset points", fontsize=8)
-    axes.set_xlim(0, 1.05)
+        label = "no setting beats it" if point in best else None
+        color = "tab:orange" if point in best else "tab:blue"
+        axes.plot(*point, "o", color=color, label=label if point == best[0] else None)
+        axes.annotate(call(setting.policy), point, offset, textcoords="offset points", fontsize=9)
+    axes.set_xlim(0, 1.1)
     axes.set_ylim(0.5, 1.02)
     axes.set_xlabel("computed tokens, relative to exact decoding")
     axes.set_ylabel("exact match")
@@ -78,7 +78,7 @@ def growth(prompts: Sequence[int]) -> Figure:
         layouts = [dj.Layout(prompt, speed.LENGTH, 32, speed.LENGTH) for prompt in prompts]
         works = [dj.roofline.work(spec, getattr(p, one.policy)(), layout, 1) for layout in layouts]
         axes.plot(prompts, [work.on(card).ms_per_token for work in works], color=color, label=one.policy)
-        axes.plot(1024, 1000 * one.seconds / speed.LENGTH, "o", color=color)
+        axes.plot(1024, 1000 * one.seconds / speed.LENGTH, MARKERS[i], color=color, markersize=5)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.xaxis.set_major_locator(FixedLocator(list(prompts)))
@@ -89,7 +89,8 @@ def growth(prompts: Sequence[int]) -> Figure:
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("prompt, tokens")
     axes.set_ylabel("milliseconds per token")
-    axes.set_title(f"{speed.CARD}: lines are predicted, points measured", fontsize=10)
+    settings = "LLaDA-8B, bfloat16, batch 1, 256 tokens in blocks of 32"
+    axes.set_title(f"{settings}, {speed.CARD}: lines predicted, points measured", fontsize=9)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     return figure

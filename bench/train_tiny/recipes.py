@@ -191,7 +191,7 @@ _ALL = (
         training(1500, 500),
         training(350, 300),
         history="The one that ships went on (`--begin-with`) from 1200 steps of these stages "
-        "(6.4 M tokens, 0.6 h beside other work, bench/results/judge_pictures_attempts_cpu.json), with "
+        "(6.4 M tokens, 0.6 h beside other work, judge_pictures_attempts_cpu.json of version 0.2.0), with "
         "smaller batches from step 1000 on, the last 200 of which asked for three digits in other words "
         "(`read r` for `value r`); the table is of what followed. That model was not kept, so these very "
         "parameters cannot be made again; a run from nothing has not been seen to its end.",

@@ -42,6 +42,7 @@ Messages = list[Message] | list[list[Message]]
 PARTS = "role", "content"
 PICTURES = {"images", "image", "videos", "video"}  # keys of messages that a processor reads
 LITERALS = re.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\"""")  # words in a template
+ROLES = {"system", "user", "assistant", "tool"}
 WITHOUT_THINKING = "a2d-qwen3", "a2d-qwen2", "a2d-llama"  # an empty think block stands before their answers
 NO_SYSTEM = "system role not supported"  # words by which templates refuse it, in lower case
 RULE = 'must be messages {"role": "user", "content": "..."}, or a list of such conversations'
@@ -209,6 +210,7 @@ def encode_chats(
     pairs = zip(conversations, names, strict=True)
     ids = padded_together([_chat_ids(tokenizer, one, template, name) for one, name in pairs], pad_id)
     warn_of_unread(tokenizer, template)
+    warn_of_roles(tokenizer, conversations)
     return ids
 
 
@@ -231,6 +233,7 @@ def chat_ids(
     """
     ids = _chat_ids(tokenizer, conversation, template, name)
     warn_of_unread(tokenizer, template)
+    warn_of_roles(tokenizer, [conversation])
     return ids
 
 
@@ -388,6 +391,17 @@ def warn_of_unread(tokenizer: Any, template: Mapping[str, Any]):
         warn(
             f"template variables {', '.join(unread)} have no effect: the chat template reads "
             f"{', '.join(sorted(known))}"
+        )
+
+
+def warn_of_roles(tokenizer: Any, conversations: list[list[Message]]):
+    """Warns of roles that are none of the usual ones and that the chat template does not name."""
+    given = {message["role"] for conversation in conversations for message in conversation} - ROLES
+    known = re.findall(r"""["'](\w+)["']""", str(tokenizer.chat_template))
+    if unknown := sorted(given - set(known)):
+        warn(
+            f"role={unknown[0]!r} is not one that the chat template names: the model has not learned it. Use "
+            f"{', '.join(sorted(ROLES))}."
         )
 
 

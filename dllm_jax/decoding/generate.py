@@ -70,7 +70,8 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
       trace: Whether to record tokens, computed positions and scores of every step (`output_history` in
         Dream).
       buckets: Bucket lengths (`dllm_jax.buckets`) to which prompts are padded, so that requests of all
-        lengths share few programs. Changes speed, never tokens. The padding is not part of the output.
+        lengths share few programs. Changes speed, and no tokens up to ties that rounding decides. The padding
+        is not part of the output.
       nonfinite: Action for sequences whose logits hold NaN or infinity: "warn", "raise" or "ignore". They end
         at that step (`Stats.finite`); other sequences continue. "ignore" does not wait for the
         results, unless other warnings may depend on them (constraints, answers that grow, classes of yours).
@@ -78,8 +79,10 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
         are runtime arguments.
       progress: Whether to draw a progress bar on standard error. Results do not change.
       group: Advanced. Maximum number of sequences that run a full step together, per device. Default: enough
-        to saturate the device (`dllm_jax.engine.group`). Changes speed and memory, never tokens.
-      widths: Advanced. Static widths of partial steps. Default: the policy's. Changes speed, never tokens.
+        to saturate the device (`dllm_jax.engine.group`). Changes speed and memory, and no tokens up to ties
+        that rounding decides.
+      widths: Advanced. Static widths of partial steps. Default: the policy's. Changes speed, and no
+        tokens up to ties that rounding decides.
 
     Returns:
       The tokens, the statistics of each sequence, and the trace if one was recorded.
