@@ -209,6 +209,9 @@ def test_every_number_of_a_page_has_a_source():
     )
     found = {page: numbers for page, text in numbered().items() if (numbers := sources.bare(text))}
     assert found == {}
+    for page, text in numbered().items():  # and no source has lost its number
+        given = re.findall(r"<!-- (?:\S+\.json|code|paper): |<!-- tests/", text)
+        assert len(given) == len(list(sources.sources(text))), page
 
 
 def test_sources_that_are_tests_hold_their_number():

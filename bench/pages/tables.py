@@ -103,7 +103,7 @@ def policies_by_use() -> str:
         size = cache_size(policy, blocks).removesuffix(" GB") + (" (SDAR-8B)" if blocks else "")
         # docs/hooks.py turns the link to the source into one to the policy's page, where there is a site.
         link = f"[`{name}`](../../{module(type(policy))})"
-        told = f"{idea(policy)}. {defaults(policy)}".removesuffix(". ")
+        told = f"{idea(policy)}.<br>{defaults(policy)}".removesuffix(".<br>")
         return link, told, size, paper(policy), recorded.of(name)
 
     heads = "policy | what it does, and default options | cache, GB | paper | recorded from"

@@ -29,7 +29,7 @@ SHOWN = (  # settings, and where their labels stand, in points from the marker
     (Setting(p.DualCache()), (8, -12)),
     (Setting(p.D2Cache(k=8)), (-4, -16)),
     (Setting(p.ElasticCache(window=8, gamma=0.5), blocks=1), (-30, 8)),
-    (Setting(p.SparseDLLM(keep=0.75)), (8, -4)),
+    (Setting(p.SparseDLLM(keep=0.75)), (8, 3)),
     (Setting(p.SparseDLLM()), (8, -4)),
     (Setting(p.EvictPrompt(budget=32)), (6, -13)),
     (Setting(p.SuffixDropout(keep=p.NearAndLast(near=4))), (8, -10)),

@@ -78,8 +78,8 @@ def generate_many(
     """Answers many prompts by continuous batching, and yields each answer as soon as it is finished.
 
     Each output equals `generate(model, [prompt], ...)`, up to ties that rounding decides and except for
-    `stats.executed_tokens`, regardless of the other requests. A finished sequence makes room for the next prompt between two steps. While the caller
-    looks at answers, the devices continue.
+    `stats.executed_tokens`, regardless of the other requests. A finished sequence makes room for the next
+    prompt between two steps. While the caller looks at answers, the devices continue.
 
     Prompts are padded to bucket lengths. Requests of one bucket and of the same static options decode
     together, and shorter ones join them when no other request waits. Other buckets follow when the slots are
