@@ -46,7 +46,7 @@ BACKENDS: Mapping[Platform, tuple[Backend, ...]] = {
 # Names under which each implementation of a platform is taken once; "pallas" on GPUs is one of two backends.
 NAMES: Mapping[Platform, tuple[Implementation, ...]] = {
     "cpu": ("xla", "pallas"),
-    "cuda": ("xla", "triton", "mosaic_gpu", "cudnn"),
+    "cuda": ("xla", "triton", "cudnn", "mosaic_gpu"),
     "tpu": ("xla", "pallas"),
 }
 

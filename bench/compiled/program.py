@@ -280,5 +280,6 @@ def _copies(loops: Iterable[traffic.Loop]) -> list[dict[str, Any]]:
 
 
 def _cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+    """CPU seconds of this process and of the assemblers that it has started and that have ended."""
+    usage = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(one.ru_utime + one.ru_stime for one in usage)
