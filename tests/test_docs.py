@@ -93,7 +93,13 @@ def test_the_printed_policy_skips_its_layers_in_partial_steps_alone():
 def test_links_and_pictures_lead_somewhere_in_a_clone():
     """The site is built with --strict; on GitHub there are no pages or pictures that it makes."""
     root, broken = DOCS.parent, []
-    for page in [*root.glob("*.md"), *DOCS.rglob("*.md"), *root.glob("bench/**/*.md")]:
+    pages = (
+        *root.glob("*.md"),
+        *DOCS.rglob("*.md"),
+        *root.glob("bench/**/*.md"),
+        *root.glob("examples/*.ipynb"),
+    )
+    for page in pages:
         prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
         targets = re.findall(r"\]\((?![a-z]+:)([^)#\s]+)", prose)
         broken += [f"{page.name}: {target}" for target in targets if not (page.parent / target).exists()]
