@@ -87,8 +87,8 @@ class Branches:
         """Keys of the canvas that the positions attend to."""
         if self.blind:
             read = canvas.shown(cache.readable)
-            own = self.rows.index[:, None, :, None]
-            seen = own > canvas.position if self.causal else own != canvas.position
+            at = self.rows.index[:, None, :, None]
+            seen = at > canvas.position if self.causal else at != canvas.position
             return read[:, None, None, :] & seen
         mask, others = cache.attends(self.rows, canvas), ~self.rows.mask()[:, None, None]
         mask = others if mask is None else mask & others
@@ -115,14 +115,14 @@ class Branches:
             # Keys and values of the branch itself.
             inside = self.inside(cache, canvas)
             split, value = self.split, weights.value(branch)
-            own = self.joined(*weights.attention(split(q), split(k), split(value), inside))
+            output = self.joined(*weights.attention(split(q), split(k), split(value), inside))
 
             # And those of the canvas, as the step has left them; drafts share none if it computes all. The
             # two disjoint sets are merged by their log-sum-exp.
             if stores or self.blind:
                 now = cache.read() if stores else pairs_of_canvas(weights, x, rows)
-                own = merge_by_lse(weights.attention(q, now.k, now.v, self.shared(cache, canvas)), own)
-            return (after, weights.finish(branch, own[0].astype(q.dtype))), cache
+                output = merge_by_lse(weights.attention(q, now.k, now.v, self.shared(cache, canvas)), output)
+            return (after, weights.finish(branch, output[0].astype(q.dtype))), cache
 
         return both
 

@@ -154,7 +154,7 @@ def _holds_token(sampler: Sampler, canvas: Canvas, index: Int[Array, "b c"]) -> 
     return gather(decoded_in_block(canvas), index) & real if sampler.revises else jnp.zeros_like(real)
 
 
-class Decided(NamedTuple):
+class StepDecision(NamedTuple):
     """Changes of a step to the canvas; of a step with drafts, [b k ..] for k canvases of each sequence.
 
     Attributes:
@@ -173,14 +173,14 @@ class Decided(NamedTuple):
     memory: PyTree
     findings: Findings
 
-    def of_branch(self, branch: Int[Array, "b"]) -> "Decided":
+    def of_branch(self, branch: Int[Array, "b"]) -> "StepDecision":
         """The decision on one of the canvases of each sequence."""
         return jax.tree.map(lambda a: a[jnp.arange(len(branch)), branch], self)
 
     def added_to(self, plan: Plan, record: Record, before: Canvas, after: Canvas) -> Record:
         """The records of features that keep something of the sampler's steps, with this one."""
         steps = ((f, record[f.name], self.findings[f.name]) for f in plan.features if f.keeps_steps)
-        return {f.name: f.keep(kept, before, after, finding) for f, kept, finding in steps}
+        return {f.name: f.keep(entry, before, after, finding) for f, entry, finding in steps}
 
 
 def decide(
@@ -190,7 +190,7 @@ def decide(
     hidden: Float[Array, "streams_b q m"],
     memory: PyTree,
     verifying: Bool[Array, "b"],
-) -> Decided:
+) -> StepDecision:
     """Decides which candidates are unmasked, and what else changes.
 
     Args:
@@ -221,7 +221,7 @@ def decide(
         jax.tree.map(lambda marked: spread(marked, place, False), delayed),
     )
     chosen, changes = on_canvas(decision.chosen), decision.changes(on_canvas)
-    return Decided(chosen, proposal, finite, changes, decision.memory, findings)
+    return StepDecision(chosen, proposal, finite, changes, decision.memory, findings)
 
 
 def marked_on_canvas(
@@ -231,7 +231,7 @@ def marked_on_canvas(
     return spread(marked & finite[:, None], place, False)
 
 
-def apply(plan: Plan, canvas: Canvas, decided: Decided) -> Canvas:
+def apply(plan: Plan, canvas: Canvas, decided: StepDecision) -> Canvas:
     """The canvas after a step: tokens are written, then blocks and sequences end that are finished."""
     for feature in plan.features:
         canvas = feature.before_decision(canvas, decided.findings[feature.name])

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.engine.block_schedule import end_step, offered_positions
 from dllm_jax.engine.branches import Branches, drafted_block, goes_on
-from dllm_jax.engine.decide import Decided, apply, decide
+from dllm_jax.engine.decide import StepDecision, apply, decide
 from dllm_jax.engine.generation import Generation, Plan, State, StepRecord
 from dllm_jax.engine.stats import Record
 from dllm_jax.engine.step import attended, computed_rows, denoise_once, executed_positions, network
@@ -72,20 +72,20 @@ class Drafts(NamedTuple):
         return by_branch(self.canvases.tokens, self.real.shape[1])
 
 
-class Accepted(NamedTuple):
+class DraftResult(NamedTuple):
     """Result of a forward pass: steps of the sampler that its drafts foresaw.
 
     Attributes:
       canvas: Canvas after the steps.
       branch: Branch of the last of them.
       proposal: Candidates of each position in the step that unmasked it, or else in the last step.
-      kept: What features keep so far.
+      record: What features keep so far.
     """
 
     canvas: Canvas
     branch: Int[Array, "b"]
     proposal: Proposal
-    kept: Record
+    record: Record
 
 
 def branch_count(drafting: Drafting, plan: Plan, variant: Variant, spec: ModelSpec) -> int:
@@ -154,10 +154,10 @@ def draft(
         return (after, real), (jax.tree.leaves(after), real)
 
     _, (further, real) = jax.lax.scan(following, (canvas, canvas.active), length=branches - 1)
-    beside = lambda one, more: jnp.concatenate([one[:, None], jnp.moveaxis(more, 0, 1)], axis=1)
-    flat = lambda one, more: beside(one, more).reshape(-1, *one.shape[1:])
-    own, structure = jax.tree.flatten(canvas)
-    canvases = jax.tree.unflatten(structure, map(flat, own, further))
+    beside = lambda array, more: jnp.concatenate([array[:, None], jnp.moveaxis(more, 0, 1)], axis=1)
+    flat = lambda array, more: beside(array, more).reshape(-1, *array.shape[1:])
+    leaves, structure = jax.tree.flatten(canvas)
+    canvases = jax.tree.unflatten(structure, map(flat, leaves, further))
     return Drafts(canvases, beside(canvas.active, real))
 
 
@@ -166,9 +166,9 @@ def accept(
     generation: Generation,
     canvas: Canvas,
     drafts: Drafts,
-    verified: Decided,
-    kept: Record,
-) -> Accepted:
+    verified: StepDecision,
+    record: Record,
+) -> DraftResult:
     """Follows the chain of drafts that are the steps of the sampler.
 
     Args:
@@ -177,7 +177,7 @@ def accept(
       canvas: Canvas before the step.
       drafts: Branches of the step.
       verified: Decisions on them, [b k ..].
-      kept: What features keep so far.
+      record: What features keep so far.
     """
     plan, batch = generation.plan, jnp.arange(len(canvas.step))
     tokens = drafts.tokens()
@@ -189,32 +189,32 @@ def accept(
     follows = branch > branch[:, None] if drafting.skips or drafting.subset else branch == branch[:, None] + 1
     agrees = jnp.all(agrees, axis=3) & follows & drafts.real[:, None]
 
-    def taken(before: Canvas, at: Int[Array, "b"], kept: Record) -> tuple[Canvas, Record]:
+    def take_step(before: Canvas, at: Int[Array, "b"], record: Record) -> tuple[Canvas, Record]:
         decided = verified.of_branch(at)
         after = apply(plan, before, decided)
-        return after, decided.added_to(plan, kept, before, after)
+        return after, decided.added_to(plan, record, before, after)
 
-    def following(chain: Accepted) -> tuple[Int[Array, "b"], Bool[Array, "b"]]:
+    def following(chain: DraftResult) -> tuple[Int[Array, "b"], Bool[Array, "b"]]:
         # A subset may be accepted of a step that has finished the sequence, as in the reference.
         fits = agrees[batch, chain.branch]
         fits = fits if drafting.subset else fits & chain.canvas.active[:, None]
         return jnp.max(jnp.where(fits, branch, 0), axis=1), jnp.any(fits, axis=1)
 
-    def follow(chain: Accepted) -> Accepted:
-        at, some = following(chain)
+    def follow(chain: DraftResult) -> DraftResult:
+        at, continues = following(chain)
         before = chain.canvas
         if drafting.subset:  # what the draft has not is a mask again
             before = jax.tree.map(lambda a: by_branch(a, drafting.branches)[batch, at], drafts.canvases)
-        after, kept = taken(before, at, chain.kept)
+        after, record = take_step(before, at, chain.record)
         earlier = before.tokens != canvas.tokens
         keep = lambda new, old: jnp.where(earlier, old, new)
         proposal = jax.tree.map(keep, verified.of_branch(at).proposal, chain.proposal)
-        choose = lambda new, old: jnp.where(some.reshape(-1, *[1] * (old.ndim - 1)), new, old)
-        return jax.tree.map(choose, Accepted(after, at, proposal, kept), chain)
+        choose = lambda new, old: jnp.where(continues.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+        return jax.tree.map(choose, DraftResult(after, at, proposal, record), chain)
 
     first = jnp.zeros_like(canvas.step)
-    after, kept = taken(canvas, first, kept)
-    chain = Accepted(after, first, verified.of_branch(first).proposal, kept)
+    after, record = take_step(canvas, first, record)
+    chain = DraftResult(after, first, verified.of_branch(first).proposal, record)
     return jax.lax.while_loop(lambda chain: jnp.any(following(chain)[1]), follow, chain)
 
 
@@ -274,9 +274,9 @@ def take_drafted_step(
     """
     count = branch_count(drafting, generation.plan, variant, state.canvas.spec)
     if count == 1:
-        taken, cache, _ = denoise_once(generation, variant, state._replace(memory=()), sequences)
-        proposal = taken.proposal._replace(delayed=None)
-        return taken, cache, Predictions(proposal, jnp.zeros_like(state.canvas.step))
+        step, cache, _ = denoise_once(generation, variant, state._replace(memory=()), sequences)
+        proposal = step.proposal._replace(delayed=None)
+        return step, cache, Predictions(proposal, jnp.zeros_like(state.canvas.step))
     return verify_drafts(drafting, generation, variant, state, sequences, count)
 
 
@@ -301,12 +301,12 @@ def verify_drafts(
 
     # The sampler decides on each; what it would have decided step by step is accepted.
     verified = verify(generation, drafts, rows, others, hidden)
-    kept = {feature.name: state.record[feature.name] for feature in plan.features if feature.keeps_steps}
-    accepted = accept(drafting, generation, canvas, drafts, verified, kept)
+    record = {feature.name: state.record[feature.name] for feature in plan.features if feature.keeps_steps}
+    accepted = accept(drafting, generation, canvas, drafts, verified, record)
     after = stored_eagerly(drafting, canvas, accepted.canvas)
     last = verified.of_branch(accepted.branch)
     positions = executed_positions(variant, canvas)
-    taken = StepRecord(
+    step = StepRecord(
         sequences=sequences,
         before=canvas,
         after=after,
@@ -318,9 +318,9 @@ def verify_drafts(
         finite=last.finite,
         proposal=accepted.proposal,
         branches=jnp.sum(drafts.real, axis=1, dtype=jnp.int32),
-        kept=accepted.kept,
+        record=accepted.record,
     )
-    return taken, cache, Predictions(last.proposal, accepted.branch)
+    return step, cache, Predictions(last.proposal, accepted.branch)
 
 
 def stored_eagerly(drafting: Drafting, before: Canvas, after: Canvas) -> Canvas:
@@ -341,7 +341,7 @@ def branch_rows(rows: Rows, need: Bool[Array, "b l"], drafts: Drafts, width: int
 
 def verify(
     generation: Generation, drafts: Drafts, rows: Rows, of_branches: Rows, hidden: Float[Array, "b q_n_w m"]
-) -> Decided:
+) -> StepDecision:
     """Decisions of the sampler on all branches.
 
     Args:

@@ -160,13 +160,13 @@ class Feature:
         """Returns the canvas in which answers have become longer or shorter."""
         return after
 
-    def keep(self, kept: PyTree, before: Canvas, after: Canvas, finding: PyTree) -> PyTree:
+    def keep(self, entry: PyTree, before: Canvas, after: Canvas, finding: PyTree) -> PyTree:
         """Returns what is kept after a step of the sampler, of which a forward pass may take several."""
-        return kept
+        return entry
 
     # -- what is told of a run ------------------------------------------------------------------------
 
-    def add(self, record: Record, taken: "StepRecord") -> PyTree:
+    def add(self, record: Record, step: "StepRecord") -> PyTree:
         """Returns what is kept after a forward pass, given what all features kept before it."""
         return record[self.name]
 
@@ -216,7 +216,7 @@ class StepRecord(NamedTuple):
       finite: Sequences whose logits were finite.
       proposal: Candidates offered to the sampler.
       branches: Canvases computed of each sequence.
-      kept: What features keep of the sampler's steps, this one included, by name.
+      record: What features keep of the sampler's steps, this one included, by name.
     """
 
     sequences: Int[Array, "b"]
@@ -230,7 +230,7 @@ class StepRecord(NamedTuple):
     finite: Bool[Array, "b"]
     proposal: Proposal
     branches: Int[Array, "b"] | Bool[Array, "b"]
-    kept: Record
+    record: Record
 
 
 @jax.tree_util.register_dataclass

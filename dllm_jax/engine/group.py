@@ -71,8 +71,8 @@ def next_variant(plan: Plan, state: State) -> Int[Array, ""]:
     phase = last_phase(plan.phases, state.cache, streams, taking, plan.policy)
     full = ~jnp.any(partial)
     if full_step_batch(plan, len(active)) < len(active):
-        some = lambda part: jnp.any(part.reshape(plan.shares, -1), axis=1)
-        full |= jnp.all(some(active & whole) | ~some(active))
+        any_of_share = lambda part: jnp.any(part.reshape(plan.shares, -1), axis=1)
+        full |= jnp.all(any_of_share(active & whole) | ~any_of_share(active))
     return jnp.where(full, len(plan.variants) - 1, width * len(plan.phases) + phase)
 
 
@@ -130,7 +130,7 @@ def write_back(
     plan = generation.plan
     places = {1: index, plan.streams: stream_index(index, plan)}
     back = lambda copies, axis, array, part: scatter_sequences(array, part, places[copies], axis, plan.shares)
-    (_, state), (of_all, group_state) = (record_of_all(plan, one) for one in (state, group_state))
+    (_, state), (of_all, group_state) = (record_of_all(plan, part) for part in (state, group_state))
     whole = map_arrays(back, plan, axes, state, group_state)
     return whole._replace(record=whole.record | of_all)
 
@@ -138,8 +138,8 @@ def write_back(
 def record_of_all(plan: Plan, state: State) -> tuple[Record, State]:
     """Takes what recorders keep of all sequences out of a state, in steps of any group."""
     features = plan.by_name
-    of_all = {name: kept for name, kept in state.record.items() if not features[name].of_group}
-    rest = {name: kept for name, kept in state.record.items() if name not in of_all}
+    of_all = {name: entry for name, entry in state.record.items() if not features[name].of_group}
+    rest = {name: entry for name, entry in state.record.items() if name not in of_all}
     return of_all, state._replace(record=rest)
 
 
@@ -153,19 +153,19 @@ def map_arrays(function: Callable[..., Array], plan: Plan, axes: Cache, *states:
       axes: Axes returned by `axes_of_sequences`.
       *states: States of any numbers of sequences.
     """
-    own = lambda *trees, axis=0: jax.tree.map(functools.partial(function, 1, axis), *trees)
+    of_sequences = lambda *trees, axis=0: jax.tree.map(functools.partial(function, 1, axis), *trees)
     of_streams = functools.partial(function, plan.streams)
     features = plan.by_name
     record = {
-        name: own(*(state.record[name] for state in states), axis=features[name].axis)
+        name: of_sequences(*(state.record[name] for state in states), axis=features[name].axis)
         for name in states[0].record
     }
     return State(
-        own(*(state.canvas for state in states)),
+        of_sequences(*(state.canvas for state in states)),
         jax.tree.map(of_streams, axes, *(state.cache for state in states)),
         of_streams(0, *(state.need for state in states)),
         record,
-        own(*(state.memory for state in states)),
+        of_sequences(*(state.memory for state in states)),
     )
 
 
@@ -182,11 +182,11 @@ def gather_sequences(
         several = lambda array, index: jnp.take(array, index, axis=axis, mode="clip")
         return map_shares(several, axis, shares, index, array)
     slices = lambda array, at: jax.lax.dynamic_slice_in_dim(array, jnp.squeeze(at), 1, axis)
-    one = lambda array, at: map_shares(slices, axis, shares, at, array)
+    slice_at = lambda array, at: map_shares(slices, axis, shares, at, array)
     at = index[0] if shares == 1 else index
     if array.ndim < 3:
-        return one(array, at)
-    return apart_on_cpu(one, array, at)
+        return slice_at(array, at)
+    return apart_on_cpu(slice_at, array, at)
 
 
 def scatter_sequences(
@@ -195,8 +195,8 @@ def scatter_sequences(
     """The array with new values of these sequences; a place after the last is none."""
     if len(index) == 1:
         return jax.lax.dynamic_update_slice_in_dim(array, new, index[0], axis)
-    own = lambda array, new, index: array.at[(slice(None),) * axis + (index,)].set(new, mode="drop")
-    return map_shares(own, axis, shares, index, array, new)
+    put = lambda array, new, index: array.at[(slice(None),) * axis + (index,)].set(new, mode="drop")
+    return map_shares(put, axis, shares, index, array, new)
 
 
 def map_shares(
@@ -229,13 +229,13 @@ def axes_of_sequences(model: Model, plan: Plan, batch: int) -> Cache:
     """
     empty = functools.partial(empty_cache, model, plan.policy, plan.layout)
 
-    def grows(one: jax.ShapeDtypeStruct, more: jax.ShapeDtypeStruct) -> int:
-        if one.shape == more.shape:
+    def grows(array: jax.ShapeDtypeStruct, more: jax.ShapeDtypeStruct) -> int:
+        if array.shape == more.shape:
             raise ValueError(
-                f"policy={type(plan.policy).__name__}() stores an array of shape {one.shape} for all "
+                f"policy={type(plan.policy).__name__}() stores an array of shape {array.shape} for all "
                 "sequences together: a step may run a few of them. Give it an axis of length `batch`."
             )
-        return next(i for i, (a, b) in enumerate(zip(one.shape, more.shape, strict=True)) if a != b)
+        return next(i for i, (a, b) in enumerate(zip(array.shape, more.shape, strict=True)) if a != b)
 
     described = (jax.eval_shape(functools.partial(empty, size)) for size in (batch, batch + 1))
     return jax.tree.map(grows, *described)

@@ -100,7 +100,7 @@ def run(
         return next_variant(plan, state) == plan.variants.index(variant)
 
     # Profiles and compiled programs show which step an operation belongs to.
-    def one(variant: Variant, state: State) -> State:
+    def named_step(variant: Variant, state: State) -> State:
         with jax.named_scope(scope(variant)):
             return step(generation, variant, state)
 
@@ -109,7 +109,7 @@ def run(
         for variant in reversed(plan.variants):
             state = jax.lax.while_loop(
                 lambda s, v=variant: running(s) & comes_next(v, s),
-                lambda s, v=variant: one(v, s),
+                lambda s, v=variant: named_step(v, s),
                 state,
             )
         return state
@@ -173,6 +173,8 @@ def take_step(generation: Generation, variant: Variant, state: State, sequences:
     """Takes a step of the active sequences of a state, whose places in the trace are `sequences`."""
     plan = generation.plan
     stages = functools.partial(take_drafted_step, plan.drafting) if plan.drafting else denoise_once
-    taken, cache, memory = stages(generation, variant, state, sequences)
-    record = {feature.name: feature.add(state.record, taken) for feature in plan.features}
-    return State(taken.left, cache, select_positions(generation, cache, taken.left), record, memory)
+    step_record, cache, memory = stages(generation, variant, state, sequences)
+    record = {feature.name: feature.add(state.record, step_record) for feature in plan.features}
+    return State(
+        step_record.left, cache, select_positions(generation, cache, step_record.left), record, memory
+    )

@@ -74,7 +74,7 @@ def run_piece(
     tokens = jnp.where(running, with_ends(canvas, canvas.tokens), tokens) if together else tokens
     # No step decoded the end-of-text at a stop and after it.
     decoded = tokens == canvas.tokens
-    confidence = jax.tree.map(lambda kept: jnp.where(decoded, kept, jnp.inf), record.get("confidence"))
+    confidence = jax.tree.map(lambda scores: jnp.where(decoded, scores, jnp.inf), record.get("confidence"))
     piece = Piece(
         tokens=tokens,
         goes_on=canvas.active,

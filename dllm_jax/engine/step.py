@@ -53,8 +53,8 @@ def denoise_once(
     plan, canvas = generation.plan, state.canvas
     read = plan.sampler.read_as(canvas, state.memory)
     forward = run_forward(generation, variant, state, read)
-    own = own_rows(plan, forward.rows)
-    rows = forward.cache.with_output(own, plan.streams)
+    conditional = own_rows(plan, forward.rows)
+    rows = forward.cache.with_output(conditional, plan.streams)
     decided = decide(generation, canvas, rows, forward.hidden, state.memory, read.verifies)
 
     # The policy sees what was proposed before the canvas moves on.
@@ -69,21 +69,21 @@ def denoise_once(
 
     # What is told of a step is that of the conditional stream alone.
     reads = lambda: attended(plan.policy, state.cache, forward.canvas, forward.rows)
-    taken = StepRecord(
+    step = StepRecord(
         sequences=sequences,
         before=canvas,
         after=after,
         left=left,
-        computed=own.mask(),
+        computed=conditional.mask(),
         executed=executed_positions(variant, canvas),
         attended=lambda: one_stream(reads(), 0, plan.streams),
         extra=extra,
         finite=decided.finite,
         proposal=decided.proposal,
         branches=canvas.active,
-        kept=decided.added_to(plan, state.record, canvas, after),
+        record=decided.added_to(plan, state.record, canvas, after),
     )
-    return taken, cache, decided.memory
+    return step, cache, decided.memory
 
 
 def run_forward(generation: Generation, variant: Variant, state: State, read: Canvas) -> Forward:
@@ -274,14 +274,14 @@ class StepLayers:
         kind_at = lambda index: phase.kind_at(index, spec)
         apart = layers.start == 0 and kind_at(0) != kind_at(None)
 
-        def one(weights: Layer, carry: Carry) -> Carry:
+        def run_layer(weights: Layer, carry: Carry) -> Carry:
             x, cache = carry
             index = weights.index if isinstance(weights.index, int) else None
             here = dataclasses.replace(rows, phase=kind_at(index))
             x, view = self.layer(weights, x, self._view(cache, weights.index), here)
             return x, view.into(cache, weights.index)
 
-        return self._walk(one, (x, cache), first_apart=apart, layers=layers)
+        return self._walk(run_layer, (x, cache), first_apart=apart, layers=layers)
 
     def rerun(
         self,
@@ -294,7 +294,7 @@ class StepLayers:
         """Runs layers again, in which some sequence needs it; none is run if the last one needs no other."""
         again = traced_layer(self.generation, self.canvas, layer)
 
-        def one(weights: Layer, carry: Carry) -> Carry:
+        def run_layer(weights: Layer, carry: Carry) -> Carry:
             def change(carry: Carry) -> Carry:
                 x, cache = carry
                 x, view = again(weights, x, self._view(cache, weights.index), rows)
@@ -305,7 +305,7 @@ class StepLayers:
         more = jnp.any(needed(cache, self.generation.model.spec.layers - 1))
         # XLA would carry the stored pairs through these loops in another order (jaxlib 0.12).
         ordered = lambda carry: (carry[0], carry[1].in_order(self.generation.model.kernels))
-        through = lambda carry: ordered(self._walk(one, ordered(carry)))
+        through = lambda carry: ordered(self._walk(run_layer, ordered(carry)))
         return ordered(when(more, through, ordered((x, cache)), name=REFRESH))
 
     def at(self, index: int) -> Layer:

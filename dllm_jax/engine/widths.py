@@ -87,16 +87,16 @@ def step_widths(
     override = check_argument("widths", override, tuple[PositiveInt, ...] | None)
     if not policy.stores(spec):
         return ()
-    own = own_widths(policy, spec, layout)
+    proposed = own_widths(policy, spec, layout)
 
     # Widths of at least the canvas run no faster than the step over the canvas in place.
     fit = lambda widths: {int(width) for width in widths if width < layout.length}
     if override is None:
         few = layout.compiles_longer_than_it_runs(spec)
-        widths = set(sorted(fit(own))[-1:] if few else fit(own))
+        widths = set(sorted(fit(proposed))[-1:] if few else fit(proposed))
     else:
         widths = fit(override)
-    widest = min(max(own, default=0), layout.length)
+    widest = min(max(proposed, default=0), layout.length)
     if not policy.only_sets and widest > max(widths, default=0):
         widths |= {widest}
     return tuple(sorted(widths))
@@ -104,8 +104,8 @@ def step_widths(
 
 def own_widths(policy: Policy, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
     """The widths that a policy proposes, with those that a block-causal model needs."""
-    own = check_argument("widths", tuple(policy.widths(spec, layout)), tuple[PositiveInt, ...])
-    return layout.fitted(spec).context.widths(own, layout.length, infilled=not layout.prompt)
+    proposed = check_argument("widths", tuple(policy.widths(spec, layout)), tuple[PositiveInt, ...])
+    return layout.fitted(spec).context.widths(proposed, layout.length, infilled=not layout.prompt)
 
 
 def at_end(policy: Policy, canvas: Canvas) -> bool:

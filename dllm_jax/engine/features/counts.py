@@ -41,27 +41,27 @@ class Counts(Feature):
         none = zeros.astype(jnp.float32)
         return Sums(zeros, none, jnp.mean(extra, axis=1), zeros, jnp.ones(zeros.shape, bool))
 
-    def add(self, record: Record, taken: StepRecord) -> Sums:
+    def add(self, record: Record, step: StepRecord) -> Sums:
         """Counts the positions of a step; padding is counted in those that the program runs alone."""
-        kept: Sums = record[self.name]
-        before = taken.before
-        counted = taken.computed & before.valid
+        sums: Sums = record[self.name]
+        before = step.before
+        counted = step.computed & before.valid
         everything = before.active & ~any_marked(counted != before.valid)
-        share = taken.executed / jnp.maximum(jnp.sum(before.active), 1)
+        share = step.executed / jnp.maximum(jnp.sum(before.active), 1)
         return Sums(
-            computed_tokens=kept.computed_tokens + count_marked(counted),
-            executed_tokens=kept.executed_tokens + before.active * share,
-            widened_tokens=kept.widened_tokens + jnp.mean(taken.extra, axis=1),
-            refreshes=kept.refreshes + everything.astype(jnp.int32),
-            finite=kept.finite & taken.finite,
+            computed_tokens=sums.computed_tokens + count_marked(counted),
+            executed_tokens=sums.executed_tokens + before.active * share,
+            widened_tokens=sums.widened_tokens + jnp.mean(step.extra, axis=1),
+            refreshes=sums.refreshes + everything.astype(jnp.int32),
+            finite=sums.finite & step.finite,
         )
 
     def finish(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> dict[str, Array]:
         """The sums, and what follows from them and the last canvas."""
         # Exact decoding would compute all valid positions in every forward.
-        kept: Sums = record["counts"]
+        sums: Sums = record["counts"]
         positions = exact_positions(canvas, passes_of(record, canvas))
-        recomputed = (kept.computed_tokens + kept.widened_tokens) / jnp.maximum(positions, 1)
+        recomputed = (sums.computed_tokens + sums.widened_tokens) / jnp.maximum(positions, 1)
 
         # The answer ends before the first end-of-text, also where positions after it are decoded.
         end = answer_end(canvas)
@@ -70,7 +70,7 @@ class Counts(Feature):
             decoded &= canvas.position < canvas.layout.end
         # What a template holds besides its masks was given.
         generated = decoded if canvas.layout.prompt else decoded & (canvas.decoded_at >= 0)
-        return kept._asdict() | {
+        return sums._asdict() | {
             "nfe": passes_of(record, canvas),
             "cache_ratio": jnp.where(positions > 0, 1.0 - recomputed, 0.0).astype(jnp.float32),
             "decoded_tokens": count_marked(generated),
@@ -85,16 +85,16 @@ class Counter(Feature):
         """None yet."""
         return jnp.zeros_like(canvas.step)
 
-    def add(self, record: Record, taken: StepRecord) -> Int[Array, "b"]:
+    def add(self, record: Record, step: StepRecord) -> Int[Array, "b"]:
         """Adds the count of a step."""
-        kept: Int[Array, b] = record[self.name]
-        return kept + self.count(taken)
+        total: Int[Array, b] = record[self.name]
+        return total + self.count(step)
 
     def finish(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> dict[str, Array]:
         """The sum."""
         return {self.name: record[self.name]}
 
-    def count(self, taken: StepRecord) -> Int[Array, "b"] | Bool[Array, "b"]:
+    def count(self, step: StepRecord) -> Int[Array, "b"] | Bool[Array, "b"]:
         """The count of one step."""
         raise NotImplementedError
 
@@ -112,15 +112,15 @@ class IdleSteps(Counter):
 
     name: ClassVar[str] = "idle"
 
-    def count(self, taken: StepRecord) -> Bool[Array, "b"]:
+    def count(self, step: StepRecord) -> Bool[Array, "b"]:
         """A block with fewer masks than steps, as templates have, is idle under every schedule."""
-        before = taken.before
+        before = step.before
         had_masks = before.schedule_step < before.block_masks
         masks = jnp.any(before.unanswered, axis=1)
         idle = before.active & ~masks & had_masks
         if not self.may_miss:
             return idle
-        missed = masks & ~jnp.any(taken.proposal.score > -jnp.inf, axis=1) & ~before.causal[:, 0]
+        missed = masks & ~jnp.any(step.proposal.score > -jnp.inf, axis=1) & ~before.causal[:, 0]
         return idle | (before.active & missed)
 
 
@@ -131,9 +131,9 @@ class CausalPasses(Counter):
 
     name: ClassVar[str] = "causal_passes"
 
-    def count(self, taken: StepRecord) -> Bool[Array, "b"]:
+    def count(self, step: StepRecord) -> Bool[Array, "b"]:
         """The active sequences whose step was one."""
-        return taken.before.active & taken.before.causal[:, 0]
+        return step.before.active & step.before.causal[:, 0]
 
 
 @jax.tree_util.register_dataclass
@@ -183,10 +183,10 @@ class DraftedSteps(Feature):
         """None yet."""
         return Drafted(jnp.zeros_like(canvas.step), jnp.zeros_like(canvas.step))
 
-    def add(self, record: Record, taken: StepRecord) -> Drafted:
+    def add(self, record: Record, step: StepRecord) -> Drafted:
         """Adds the branches of a step."""
-        kept: Drafted = record[self.name]
-        return Drafted(kept.branches + taken.branches, kept.passes + taken.before.active)
+        totals: Drafted = record[self.name]
+        return Drafted(totals.branches + step.branches, totals.passes + step.before.active)
 
     def finish(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> dict[str, Array]:
         """`Stats.branches` and `Stats.sampler_steps`."""

@@ -84,21 +84,21 @@ def answer_length(canvas: Canvas) -> Int[Array, "b"]:
     return count_marked(canvas.valid & canvas.response)
 
 
-def moved_with(canvas: Canvas, kept: PyTree, otherwise: PyTree) -> PyTree:
+def moved_with(canvas: Canvas, arrays: PyTree, otherwise: PyTree) -> PyTree:
     """Arrays [b l ..] of positions, moved as the last step moved the positions.
 
     Args:
       canvas: Canvas after the step.
-      kept: Arrays of the positions before it.
+      arrays: Arrays of the positions before it.
       otherwise: The same arrays of positions that hold nothing, read where masks were inserted.
     """
     if not isinstance(canvas, GrowingCanvas):
-        return kept
+        return arrays
     new: Bool[Array, "b l"] = canvas.masked | ~canvas.valid
     return jax.tree.map(
         lambda a, none: jnp.where(
             new.reshape(*new.shape, *[1] * (a.ndim - 2)), none, gather(a, canvas.growth.source)
         ),
-        kept,
+        arrays,
         otherwise,
     )

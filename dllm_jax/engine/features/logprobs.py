@@ -104,12 +104,12 @@ class Confidences(Feature):
         """Nothing is unmasked yet."""
         return jnp.full(canvas.tokens.shape, jnp.inf, jnp.float32)
 
-    def add(self, record: Record, taken: StepRecord) -> Float[Array, "b l"]:
+    def add(self, record: Record, step: StepRecord) -> Float[Array, "b l"]:
         """Takes over the scores of what a step unmasked, and forgets those of what it masked again."""
-        kept: Float[Array, "b l"] = record[self.name]
-        new = jnp.where(taken.after.masked, jnp.inf, taken.proposal.score)
-        kept = jnp.where(changed_by(taken.before, taken.after), new, kept)
-        return moved_with(taken.left, kept, jnp.full_like(kept, jnp.inf))
+        confidences: Float[Array, "b l"] = record[self.name]
+        new = jnp.where(step.after.masked, jnp.inf, step.proposal.score)
+        confidences = jnp.where(changed_by(step.before, step.after), new, confidences)
+        return moved_with(step.left, confidences, jnp.full_like(confidences, jnp.inf))
 
 
 @jax.tree_util.register_dataclass
@@ -133,22 +133,22 @@ class TokenLogProbs(Feature):
     def find(self, generation: Generation, canvas: Canvas, seen: Seen) -> LogProbs:
         """Log-probabilities of the candidates' tokens, on the canvas."""
         sampler = generation.plan.sampler
-        found = of_candidates(sampler, seen.candidates, seen.logits, canvas, self.count)
+        logprobs = of_candidates(sampler, seen.candidates, seen.logits, canvas, self.count)
         place = places(seen.candidates.index, canvas.layout.length)
-        return jax.tree.map(lambda values: gather(values, place), found)
+        return jax.tree.map(lambda values: gather(values, place), logprobs)
 
-    def keep(self, kept: LogProbs, before: Canvas, after: Canvas, finding: LogProbs) -> LogProbs:
+    def keep(self, entry: LogProbs, before: Canvas, after: Canvas, finding: LogProbs) -> LogProbs:
         """Takes over what a step of the sampler unmasked."""
-        return kept.add(before, after, finding)
+        return entry.add(before, after, finding)
 
-    def add(self, record: Record, taken: StepRecord) -> LogProbs:
+    def add(self, record: Record, step: StepRecord) -> LogProbs:
         """Those that the pass made of what was kept, moved along."""
-        return moved_with(taken.left, taken.kept[self.name], LogProbs.none(taken.left, self.count))
+        return moved_with(step.left, step.record[self.name], LogProbs.none(step.left, self.count))
 
 
 def final_logprobs(record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> LogProbs | None:
     """The log-probabilities of a finished generation, given its tokens; None if none are recorded."""
     if "logprobs" not in record:
         return None
-    kept: LogProbs = record["logprobs"]
-    return kept.where(tokens != canvas.tokens, LogProbs.none(canvas, kept.top_tokens.shape[2]))
+    logprobs: LogProbs = record["logprobs"]
+    return logprobs.where(tokens != canvas.tokens, LogProbs.none(canvas, logprobs.top_tokens.shape[2]))

@@ -243,16 +243,16 @@ def reuse(
     position = jnp.where(slot < count[:, None], first[:, None] + slot, canvas.layout.length)
 
     def filled(storage: PyTree, new: KV) -> PyTree:
-        own = policy._dense_pairs(storage)
-        assert own is not None, "a policy that `refusal` lets pass"
+        pairs = policy._dense_pairs(storage)
+        assert pairs is not None, "a policy that `refusal` lets pass"
         every = lambda a: jnp.broadcast_to(a[None], (len(first), *a.shape))
         keys = rotate(every(new.k), rope, position, spec.rope_in_f32)
-        now = KV(scatter(own.k, position, keys), scatter(own.v, position, every(new.v)))
-        is_own = lambda part: part is own
-        return jax.tree.map(lambda part: now if is_own(part) else part, storage, is_leaf=is_own)
+        now = KV(scatter(pairs.k, position, keys), scatter(pairs.v, position, every(new.v)))
+        is_pairs = lambda part: part is pairs
+        return jax.tree.map(lambda part: now if is_pairs(part) else part, storage, is_leaf=is_pairs)
 
     if isinstance(stored.kv, list):
-        layers = [filled(own, new) for own, new in zip(cache.layers, stored.kv, strict=True)]
+        layers = [filled(layer, new) for layer, new in zip(cache.layers, stored.kv, strict=True)]
     else:
         layers = jax.lax.map(lambda both: filled(*both), (cache.layers, stored.kv))
     stored_until = first + count + spec.context.begun

@@ -109,8 +109,8 @@ class StopIds(Stopping):
           canvas: State after a step.
           final: Whether the sequence's tokens stay.
         """
-        layout, found = canvas.layout, canvas.stops_at
-        open_ended = found == layout.length
+        layout, stop = canvas.layout, canvas.stops_at
+        open_ended = stop == layout.length
         for rank, ids in enumerate(self.ids):
             # Where all of its ids stand one after the other, as far as the response reaches.
             response = canvas.tokens[:, layout.prompt : layout.end]
@@ -120,9 +120,9 @@ class StopIds(Stopping):
             for i, token in enumerate(ids):
                 hit &= response[:, i : i + places] == token
             where = layout.prompt + first_of(hit, layout.length - layout.prompt)
-            counts = (open_ended & (found == layout.length)) | ((rank == 0) & (where < found))
-            found = jnp.where(counts, where, found).astype(jnp.int32)
-        return dataclasses.replace(canvas, stop=Stop(jnp.where(final, found, canvas.stops_at)))
+            counts = (open_ended & (stop == layout.length)) | ((rank == 0) & (where < stop))
+            stop = jnp.where(counts, where, stop).astype(jnp.int32)
+        return dataclasses.replace(canvas, stop=Stop(jnp.where(final, stop, canvas.stops_at)))
 
 
 @jax.tree_util.register_dataclass

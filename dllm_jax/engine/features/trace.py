@@ -76,24 +76,24 @@ def no_steps(canvas: Canvas, limit: int) -> Steps:
     return jnp.concatenate([first, jnp.zeros((limit, *first.shape[1:]), jnp.int32)])
 
 
-def add(steps: Steps, number: Int[Array, "b"], taken: StepRecord) -> Steps:
+def add(steps: Steps, number: Int[Array, "b"], step: StepRecord) -> Steps:
     """The steps and one more of each active sequence, written in place since the loop carries them.
 
     Args:
       steps: Steps recorded so far.
       number: Number of forward passes that each sequence had taken part in before.
-      taken: The step.
+      step: The step.
     """
-    before, after, proposal = taken.before, taken.left, taken.proposal
-    widened = taken.extra >= jnp.sum(before.valid & ~taken.computed, axis=1, keepdims=True)
-    removed = after.growth.removed if isinstance(after, GrowingCanvas) else jnp.zeros_like(taken.computed)
-    flagged = proposal.token << 3 | removed << 2 | taken.attended() << 1 | taken.computed
+    before, after, proposal = step.before, step.left, step.proposal
+    widened = step.extra >= jnp.sum(before.valid & ~step.computed, axis=1, keepdims=True)
+    removed = after.growth.removed if isinstance(after, GrowingCanvas) else jnp.zeros_like(step.computed)
+    flagged = proposal.token << 3 | removed << 2 | step.attended() << 1 | step.computed
     score = jax.lax.bitcast_convert_type(proposal.score, jnp.int32)
     layers = widened << 2 | before.causal << 1 | 1
     row = jnp.concatenate([after.tokens, flagged, score, layers, *_lengths(after)], axis=1)
     # Of a sequence that takes no part the step is beyond the trace, and nothing is written.
-    step = jnp.where(before.active, number + 1, len(steps))
-    return steps.at[step, taken.sequences].set(row, mode="drop")
+    row_of_each = jnp.where(before.active, number + 1, len(steps))
+    return steps.at[row_of_each, step.sequences].set(row, mode="drop")
 
 
 def completed(steps: Steps, canvas: Canvas, passes: Int[Array, "b"]) -> Trace:
@@ -175,9 +175,9 @@ class RecordedSteps(Feature):
         """Room for all steps."""
         return no_steps(canvas, self.limit)
 
-    def add(self, record: Record, taken: StepRecord) -> Steps:
+    def add(self, record: Record, step: StepRecord) -> Steps:
         """Writes the step in place, since the loop carries the trace."""
-        return add(record[self.name], passes_of(record, taken.before), taken)
+        return add(record[self.name], passes_of(record, step.before), step)
 
 
 def final_trace(record: Record, canvas: Canvas) -> Trace | None:
