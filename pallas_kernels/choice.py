@@ -176,18 +176,18 @@ class Operation:
         xla = functools.partial(self.xla, **options)
         kernels = {}
         for platform in get_args(Platform):
-            found = self._decided(platform, implementation, arrays, options)
-            if found.form is not None and found.reason is None:
-                kernels[platform] = functools.partial(found.form, **options)
-            elif found.form is not None:
-                log.info("%s: on %s XLA instead of a kernel: %s", self.name, platform, found.reason)
+            decided = self._decided(platform, implementation, arrays, options)
+            if decided.form is not None and decided.reason is None:
+                kernels[platform] = functools.partial(decided.form, **options)
+            elif decided.form is not None:
+                log.info("%s: on %s XLA instead of a kernel: %s", self.name, platform, decided.reason)
         if not kernels:
             return xla(*arrays)
         return jax.lax.platform_dependent(*arrays, **kernels, default=xla)
 
     def takes_kernels(self, implementation: Choice, arrays: tuple[Any, ...]) -> bool:
         """Whether any platform takes another form than XLA's where that supports the call."""
-        return any(one.form for p in get_args(Platform) for one in self._asked(p, implementation, arrays))
+        return any(asked.form for p in get_args(Platform) for asked in self._asked(p, implementation, arrays))
 
     def unsupported(
         self,
@@ -197,10 +197,10 @@ class Operation:
         implementation: Implementation = "pallas",
     ) -> str | None:
         """Why what a platform takes does not support these arrays (or their shapes); None if it does."""
-        found = self._decided(platform, implementation, arrays, options)
-        if found.form is None:
+        decided = self._decided(platform, implementation, arrays, options)
+        if decided.form is None:
             return f"no {self.name} by {implementation} on {platform}"
-        return found.reason
+        return decided.reason
 
     def explain(
         self, arrays: tuple[Any, ...], options: Mapping[str, Any], implementation: Choice
@@ -235,10 +235,10 @@ class Operation:
         """Chooses the implementation of a call: the first one asked for that supports it, else the first."""
         first = None
         for asked in self._asked(platform, implementation, arrays):
-            found = asked if asked.form is None else asked.tried(arrays, options)
-            if found.name == "xla" or (found.form is not None and found.reason is None):
-                return found
-            first = first or found
+            decided = asked if asked.form is None else asked.tried(arrays, options)
+            if decided.name == "xla" or (decided.form is not None and decided.reason is None):
+                return decided
+            first = first or decided
         return first or _Decided(None)
 
     def _asked(

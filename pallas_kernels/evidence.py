@@ -118,12 +118,12 @@ def known(device: jax.Device) -> Evidence:
     ours = jax.process_count() == 1 and device in jax.local_devices()
     entries = (*(recorded(user_file()) if ours else ()), *SHIPPED)
     of_device = lambda e: e.platform == platform_of(device) and device.device_kind.startswith(e.device)
-    held = tuple(filter(of_device, entries))
-    if not (held and ours):
-        return held
+    valid = tuple(filter(of_device, entries))
+    if not (valid and ours):
+        return valid
     # In a thread of its own, where neither `jax.set_mesh` nor `jax.default_device` is in force.
     with ThreadPoolExecutor(1) as alone:
-        return tuple(alone.submit(_believed, held).result())
+        return tuple(alone.submit(_believed, valid).result())
 
 
 def platform_of(device: jax.Device) -> Platform | None:
@@ -141,18 +141,18 @@ def recorded(path: Path) -> Evidence:
     if not path.is_file():
         return ()
     try:
-        found = json.loads(path.read_bytes())
-        entries = tuple(Entry.of_fields(fields) for fields in found["entries"])
+        content = json.loads(path.read_bytes())
+        entries = tuple(Entry.of_fields(fields) for fields in content["entries"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} does not hold implementations ({error!r}): remove it") from error
-    return entries if found.get("jax") == jax.__version__ else ()
+    return entries if content.get("jax") == jax.__version__ else ()
 
 
 class Reference(NamedTuple):
     """XLA's results in float32, and the deviation of its own in the operands' dtype."""
 
     exact: Any
-    own: Deviation
+    rounding: Deviation
 
     @staticmethod
     def of(family: Family, case: Operands) -> "Reference":
@@ -183,10 +183,10 @@ def deviation(
       NotImplementedError: it does not support the call, and why.
     """
     if implementation == "xla":
-        return (reference or Reference.of(family, case)).own
+        return (reference or Reference.of(family, case)).rounding
     ours = jax.jit(functools.partial(run, family, case, implementation))(*case.arrays)
-    exact, own = reference or Reference.of(family, case)
-    return Deviation(_most_off(ours, exact), own.allowed)
+    exact, rounding = reference or Reference.of(family, case)
+    return Deviation(_most_off(ours, exact), rounding.allowed)
 
 
 def run(family: Family, case: Operands, implementation: Implementation, *arrays: jax.Array) -> object:
@@ -215,26 +215,27 @@ def fault(operation: str, implementation: Implementation, dtype: str) -> str | N
     for shape in family.small:
         case = family.make(shape, jnp.dtype(dtype))
         try:
-            found = deviation(family, case, implementation)
+            result = deviation(family, case, implementation)
         except NotImplementedError:
             continue
         except Exception as error:  # a missing backend, or any other fault, would come later too
             return str(error).strip().partition("\n")[0] or type(error).__name__
-        return None if found.right else f"{found.error:.2g} off; rounding explains {found.allowed:.2g}"
+        return None if result.right else f"{result.error:.2g} off; rounding explains {result.allowed:.2g}"
     return None
 
 
 def _believed(entries: Evidence) -> list[Entry]:
     """Drops entries that are wrong here, and untried those of Mosaic GPU where Triton's kernel is right."""
-    found: list[Entry] = []
+    trusted: list[Entry] = []
     for entry in entries:
         second = entry.implementation == "mosaic_gpu" and any(
-            one.implementation == "triton" and (one.operation, one.dtypes) == (entry.operation, entry.dtypes)
-            for one in found
+            other.implementation == "triton"
+            and (other.operation, other.dtypes) == (entry.operation, entry.dtypes)
+            for other in trusted
         )
         if not second and _is_right(entry):
-            found.append(entry)
-    return found
+            trusted.append(entry)
+    return trusted
 
 
 def _is_right(entry: Entry) -> bool:

@@ -54,8 +54,8 @@ def _queries(shape: attention_shapes.Shape, dtype: Any) -> tuple[Any, ...]:
     k, v = (_normal(seed, (batch, slots, kv_heads, shape.head), dtype) for seed in (1, 2))
     mask = lengths = None
     if shape.visible in ("keys", "keys per head", "both"):
-        kept = jnp.arange(slots) % 10 != 9
-        mask = jnp.broadcast_to(kept, (batch, 1 if shape.visible == "keys" else kv_heads, 1, slots))
+        visible = jnp.arange(slots) % 10 != 9
+        mask = jnp.broadcast_to(visible, (batch, 1 if shape.visible == "keys" else kv_heads, 1, slots))
     if shape.visible == "keys per query":
         last = slots - shape.queries + jnp.arange(1, shape.queries + 1)
         mask = jnp.broadcast_to(jnp.arange(slots) < last[:, None], (batch, 1, shape.queries, slots))
@@ -85,15 +85,15 @@ _received = functools.partial(_head_mean, weighted=True)
 
 
 def _ragged(shape: ragged_shapes.Shape, dtype: Any) -> Operands:
-    """Runs of different lengths, whose mean is `kept`; one after another, as an eviction stores them."""
+    """Runs of different lengths, whose mean is `run`; one after another, as an eviction stores them."""
     b, t, kv_heads, head = shape.batch, shape.dense, shape.kv_heads, shape.head
-    room = shape.kept * kv_heads
+    room = shape.run * kv_heads
     q = _normal(0, (b, shape.queries, shape.heads, head), dtype)
     k, v = (_normal(seed, (b, t, kv_heads, head), dtype) for seed in (1, 2))
     kept_k, kept_v = (_normal(seed, (b, room, head), dtype) for seed in (3, 4))
     # Every other head gives half of its share to its neighbor, as far as a run may be wide.
-    given = np.minimum(shape.kept // 2, shape.widest - shape.kept)
-    length = shape.kept + given * np.where(np.arange(kv_heads) % 2, 1, -1)
+    given = np.minimum(shape.run // 2, shape.widest - shape.run)
+    length = shape.run + given * np.where(np.arange(kv_heads) % 2, 1, -1)
     start = np.cumsum(length) - length
     runs = (jnp.broadcast_to(jnp.asarray(x, jnp.int32), (b, kv_heads)) for x in (start, length))
     mask = readable = None
@@ -103,18 +103,18 @@ def _ragged(shape: ragged_shapes.Shape, dtype: Any) -> Operands:
     pairs = 2.0 * b * (t * kv_heads + length.sum()) * head
     arrays = q, k, v, kept_k, kept_v, *runs, mask, readable
     flops = 2 * shape.queries * (shape.heads // kv_heads) * pairs
-    options = dict(chunk=min(shape.kept, shape.widest), widest=shape.widest)
+    options = dict(chunk=min(shape.run, shape.widest), widest=shape.widest)
     return Operands(arrays, options, flops, q.nbytes + pairs * k.dtype.itemsize)
 
 
 def _gather(shape: gather_shapes.Shape, dtype: Any) -> Operands:
     pairs = (shape.batch, shape.slots, shape.kv_heads, shape.head)
     k, v = _normal(0, pairs, dtype), _normal(1, pairs, dtype)
-    kept = min(shape.width, shape.slots)
+    count = min(shape.width, shape.slots)
     order = jax.random.uniform(jax.random.key(2), (shape.batch, shape.kv_heads, shape.slots))
-    index = jnp.sort(jnp.argsort(order, axis=-1)[..., :kept], axis=-1).astype(jnp.int32)
-    index = jnp.pad(index, ((0, 0), (0, 0), (0, shape.width - kept)), constant_values=shape.slots)
-    read = index.nbytes + 2.0 * k.dtype.itemsize * index[..., :kept].size * shape.head
+    index = jnp.sort(jnp.argsort(order, axis=-1)[..., :count], axis=-1).astype(jnp.int32)
+    index = jnp.pad(index, ((0, 0), (0, 0), (0, shape.width - count)), constant_values=shape.slots)
+    read = index.nbytes + 2.0 * k.dtype.itemsize * index[..., :count].size * shape.head
     return Operands((k, v, index), read=read)
 
 

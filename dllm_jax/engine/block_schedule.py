@@ -126,7 +126,7 @@ def block_finished(canvas: Canvas, policy: Policy, sampler: Sampler) -> Bool[Arr
     """
     schedule_over = canvas.schedule_step >= canvas.steps_per_block
     nothing_offered = ~any_marked(offered_positions(policy, canvas))
-    return _settled(sampler.finished(canvas) | (schedule_over & nothing_offered), canvas)
+    return _without_edits(sampler.finished(canvas) | (schedule_over & nothing_offered), canvas)
 
 
 def offered_positions(policy: Policy, canvas: Canvas) -> Bool[Array, "b l"]:
@@ -138,10 +138,10 @@ def final(canvas: Canvas, sampler: Sampler) -> Bool[Array, "b"] | bool:
     """Whether decoded tokens stay: those that may be revoked or edited do when their block is finished."""
     if canvas.layout.drafts:
         return ~canvas.drafted
-    return _settled(sampler.finished(canvas), canvas) if sampler.revises else True
+    return _without_edits(sampler.finished(canvas), canvas) if sampler.revises else True
 
 
-def _settled(finished: Bool[Array, "b"], canvas: Canvas) -> Bool[Array, "b"]:
+def _without_edits(finished: Bool[Array, "b"], canvas: Canvas) -> Bool[Array, "b"]:
     """Finished sequences whose sampler edits nothing in the block any more."""
     return finished if canvas.keeps_block is None else finished & ~canvas.keeps_block
 

@@ -202,7 +202,7 @@ def network(
     """
     policy = generation.plan.policy
 
-    # What layers may attend to is settled before the first of them, like the rows.
+    # What layers may attend to is decided before the first of them, like the rows.
     readable = policy.readable(cache, canvas)
     cache = policy.before_layers(cache, canvas, rows)
     layer = branches.over(policy.layer) if branches else policy.layer

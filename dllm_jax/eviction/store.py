@@ -75,8 +75,8 @@ class PairStore(NamedTuple):
         sequence = jnp.arange(len(self.k))[:, None]
         ends = jnp.zeros((len(self.k), self.k.shape[1] + 1), jnp.int32)
         ends = ends.at[sequence, self.start].add(1).at[sequence, self.start + self.length].add(-1)
-        held = jnp.cumsum(ends, axis=1)[:, :-1] > 0
-        return marked(jnp.where(held, self.position, length), length)
+        occupied = jnp.cumsum(ends, axis=1)[:, :-1] > 0
+        return marked(jnp.where(occupied, self.position, length), length)
 
     def allot(
         self,
@@ -96,15 +96,15 @@ class PairStore(NamedTuple):
           where: sequences to assign in; the others keep what they have.
         """
         # The heads' runs lie back to back, each as long as its number of kept positions.
-        kept, head = position < prompt, np.arange(position.shape[1])
-        length = count_marked(kept)
+        retained, head = position < prompt, np.arange(position.shape[1])
+        length = count_marked(retained)
         before = jnp.where(head[:, None] > head, length[:, None], 0)
         start = first[:, None] + jnp.sum(before, axis=2)
         runs = jnp.where(where[..., None], jnp.stack([start, length], axis=2), of_layer(self.runs, layer))
 
         # A kept position's slot is its place in its head's run; padding is written nowhere.
         slot = start[..., None] + jnp.arange(position.shape[-1])
-        slot = jnp.where(kept & where[..., None], slot, self.k.shape[1])
+        slot = jnp.where(retained & where[..., None], slot, self.k.shape[1])
         return self._replace(
             runs=put_of_layer(self.runs, runs.astype(jnp.int32), layer),
             position=self.position.at[_sequence(slot), slot].set(position, mode="drop"),
@@ -129,11 +129,11 @@ class PairStore(NamedTuple):
         """
         # The pairs of the kept positions; other sequences' slots are turned into padding, which writes drop.
         slots, _ = self.slots(layer.index, width)
-        kept = layer.sparse_gather(k, v, self._at(self.position, slots))
+        pairs = layer.sparse_gather(k, v, self._at(self.position, slots))
         slots = jnp.where(where[..., None], slots, self.k.shape[1])
 
         # By head, as the slots are.
-        by_head = [jnp.swapaxes(new, 1, 2) for new in kept]
+        by_head = [jnp.swapaxes(new, 1, 2) for new in pairs]
         put = lambda a, new: a.at[_sequence(slots), slots].set(new.astype(a.dtype), mode="drop")
         return self._replace(k=put(self.k, by_head[0]), v=put(self.v, by_head[1]))
 

@@ -42,8 +42,8 @@ class DelayedCache(Policy):
 
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        """The block's tokens that are not settled; all of them if none is."""
-        open_ = canvas.in_model_block & ~settled(canvas)
+        """The block's tokens that are not reusable; all of them if none is."""
+        open_ = canvas.in_model_block & ~reusable(canvas)
         return open_ | ~jnp.any(open_, axis=1, keepdims=True)
 
     @override
@@ -52,7 +52,7 @@ class DelayedCache(Policy):
         return halvings(max(spec.context.size, 1), smallest=1)[-3:]
 
 
-def settled(canvas: Canvas) -> Bool[Array, "b l"]:
+def reusable(canvas: Canvas) -> Bool[Array, "b l"]:
     """Positions of the model's block that the previous step computed with their last token and neighbor."""
     known = canvas.valid & ~canvas.masked & ~canvas.just_decoded
     last = canvas.position == canvas.model_block_end - 1

@@ -62,7 +62,7 @@ class DKV(Policy):
         settling = (canvas.block_step <= self.delay)[:, None] & (not canvas.spec.shifted)
         return interval(canvas, self.refresh_every) | settling
 
-    def unsettled(self, canvas: Canvas) -> Bool[Array, "b l"]:
+    def pending(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Positions not reused yet: their tokens are masked, or were decoded in the last `delay` steps.
 
         The last position of a shifted head predicts nothing. It is reused after the first `delay` steps of a
@@ -72,12 +72,12 @@ class DKV(Policy):
         if not canvas.spec.shifted:
             return tokens
 
-        # Appendix B: position p is recomputed while the token it predicts, p + 1, is not settled.
+        # Appendix B: position p is recomputed while the token it predicts, p + 1, is pending.
         predictors, last = canvas.predicting_positions(tokens), canvas.position == canvas.layout.length - 1
         if self.shift == "un":
             return predictors | (last & (canvas.block_step <= self.delay)[:, None])
 
-        # "un_right": also while its own token is not settled; the last position goes with its left neighbor.
+        # "un_right": also while its own token is pending; the last position goes with its left neighbor.
         both = predictors | tokens
         return both | (last & jnp.roll(both, 1, axis=1))
 
@@ -112,8 +112,8 @@ class DKVDecode(DKV):
 
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Everything at a refresh, else the positions that are not settled."""
-        return self.refreshes(canvas) | self.unsettled(canvas)
+        """Everything at a refresh, else the positions that are pending."""
+        return self.refreshes(canvas) | self.pending(canvas)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,8 +137,8 @@ class DKVPD(DKV):
 
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Everything in the first step; then the response at a refresh, else the positions not settled."""
-        return canvas.first_step | (self.refreshes(canvas) & canvas.response_inputs) | self.unsettled(canvas)
+        """Everything in the first step; then the response at a refresh, else the pending positions."""
+        return canvas.first_step | (self.refreshes(canvas) & canvas.response_inputs) | self.pending(canvas)
 
 
 def interval(canvas: Canvas, every: Count | None) -> Bool[Array, "b 1"]:

@@ -198,9 +198,9 @@ class DLLMCache(Policy):
         attended, mlp = tail.take(stored.attention), tail.take(stored.mlp)
         places = full_rows(stale) if width is None else compact_rows(stale, width)
         if places.index.size:
-            some = rows.where(stale) if width is None else rows.at(places)
-            here, stream = layer.at(some.index), places.take(x)
-            o, cache = self.attend(here, stream, value, cache, rows, some, canvas)
+            recomputed = rows.where(stale) if width is None else rows.at(places)
+            here, stream = layer.at(recomputed.index), places.take(x)
+            o, cache = self.attend(here, stream, value, cache, rows, recomputed, canvas)
             attention_branch = here.out(o)
             mlp_branch = here.mlp(stream + attention_branch)
             attended, mlp = places.put(attended, attention_branch), places.put(mlp, mlp_branch)
@@ -224,28 +224,28 @@ class DLLMCache(Policy):
         value: Float[Array, "b q k d"],
         cache: LayerCache,
         rows: Rows,
-        some: Rows,
+        recomputed: Rows,
         canvas: Canvas,
     ) -> tuple[Float[Array, "b w h d"], LayerCache]:
         """New keys of the stale positions overwrite stored ones, then their queries attend to everything.
 
         Args:
           layer: this layer's weights.
-          x: the residual stream at `some`.
+          x: the residual stream at `recomputed`.
           value: new values of `rows`; those of the response are stored already.
           cache: this layer's view of the storage.
           rows: all positions that pass through the layer.
-          some: the stale ones among them.
+          recomputed: the stale ones among them.
           canvas: state before the step.
 
         Returns:
-          the attention output at `some`, before the output projection, and the changed cache.
+          the attention output at `recomputed`, before the output projection, and the changed cache.
         """
-        q, k = layer.qk(x, some.positions)
+        q, k = layer.qk(x, recomputed.positions)
         if not self.renews_keys:
-            cache = cache.write(some.last(cache.read().k.shape[1]), k=k)
+            cache = cache.write(recomputed.last(cache.read().k.shape[1]), k=k)
         now = cache.read()
-        return layer.attention(q, now.k, now.v, cache.attends(some, canvas))[0], cache
+        return layer.attention(q, now.k, now.v, cache.attends(recomputed, canvas))[0], cache
 
 
 @dataclasses.dataclass(frozen=True)

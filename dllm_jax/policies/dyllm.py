@@ -98,7 +98,7 @@ class DyLLM(Policy):
     def layer(
         self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
     ) -> tuple[Float[Array, "b q m"], LayerCache]:
-        old, full, some = cache.read(), self._full(canvas), rows.take(cache.shared) & rows.real
+        old, full, salient_rows = cache.read(), self._full(canvas), rows.take(cache.shared) & rows.real
         run = lambda marked, body, carry: run_narrowest(
             marked, widths(rows), rows, body, carry, skips=rows.phase == NARROW
         )
@@ -110,7 +110,7 @@ class DyLLM(Policy):
             return where.put(pairs[0], k), where.put(pairs[1], v)
 
         before = rows.take(old.v)
-        k, v = run(some, renew, (rows.take(old.k), before))
+        k, v = run(salient_rows, renew, (rows.take(old.k), before))
         change = jnp.pad(v - before, ((0, 0), (rows.start, 0), (0, 0), (0, 0)))
         cache = stored(cache, k=k, v=v)
         now, mask = cache.read(), cache.attends(rows, canvas)
@@ -124,7 +124,7 @@ class DyLLM(Policy):
             exact = layer.attention(where.take(q), now.k, now.v, cache.attends(here, canvas))[0]
             return where.put(o, exact)
 
-        o = jnp.where(rows.real[..., None, None], run(some, attend, corrected), last)
+        o = jnp.where(rows.real[..., None, None], run(salient_rows, attend, corrected), last)
         turned = salient(o, last, self.tau, full) & rows.real
         x = x + layer.out(o.astype(x.dtype))
 

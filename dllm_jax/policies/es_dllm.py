@@ -114,8 +114,8 @@ class ESDLLM(Policy):
         """Everything, or after a step that evicts what some layer attends to."""
         if self.evict is None:
             return canvas.valid
-        some = jnp.any(cache.shared.retained, axis=1)
-        return canvas.valid & (some | (canvas.block_step <= self.evict.delay)[:, None])
+        retained = jnp.any(cache.shared.retained, axis=1)
+        return canvas.valid & (retained | (canvas.block_step <= self.evict.delay)[:, None])
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
@@ -217,13 +217,13 @@ class ESDLLM(Policy):
         Returns:
           the stream and the rows that later layers run, of the same width or a smaller one, and the cache.
         """
-        at, found = canvas.spec.layers if layer is None else int(layer.index), cache.shared
+        at, shared = canvas.spec.layers if layer is None else int(layer.index), cache.shared
         ratio, number = self._ratios(canvas.spec)[at], self._exits(canvas.spec).index(at)
         new, old = compared(self.compare, number, layer, x, cache, rows)
-        score = importance(new, old, found.confidence, rows, canvas, self.alpha)
-        goes_on = best(score, quota(ratio, found.entered, canvas)) | self._whole(canvas)
+        score = importance(new, old, shared.confidence, rows, canvas, self.alpha)
+        goes_on = best(score, quota(ratio, shared.entered, canvas)) | self._whole(canvas)
         stays = rows.real & goes_on
-        cache = let_go(cache._replace(shared=found.store(number, new, rows, stays)), rows, stays, at)
+        cache = let_go(cache._replace(shared=shared.store(number, new, rows, stays)), rows, stays, at)
         x, rows = going_on(x, rows, stays, narrow_width(ratio, canvas.layout))
         return x, cache, rows
 
@@ -341,10 +341,10 @@ def narrow_width(ratio: float, layout: Layout) -> int:
 
 def exceeds(ratios: Iterable[float], selected: Bool[Array, "b l"], canvas: Canvas) -> Bool[Array, "b"]:
     """Marks sequences of which more rows go on at some exit than the narrow phase runs."""
-    entered, found = count_marked(selected), jnp.zeros(len(selected), bool)
+    entered, exceeding = count_marked(selected), jnp.zeros(len(selected), bool)
     for ratio in ratios:
-        found |= quota(ratio, entered, canvas) > narrow_width(ratio, canvas.layout)
-    return found
+        exceeding |= quota(ratio, entered, canvas) > narrow_width(ratio, canvas.layout)
+    return exceeding
 
 
 def compared(

@@ -51,7 +51,7 @@ class FOCUS(DelayedCache):
 
     Attributes:
       alpha: Rows that stay per token that a step unmasks on average, at least 1.
-      delayed: Whether settled rows are left out (`DelayedCache`); False computes the whole block.
+      delayed: Whether reusable rows are left out (`DelayedCache`); False computes the whole block.
     """
 
     alpha: Annotated[float, Ge(1)] = 1.5
@@ -92,13 +92,13 @@ class FOCUS(DelayedCache):
         survey = lambda trip, cache: self._survey(layer.in_trip(trip), x, cache, rows, canvas)
         cache = at_most_once(layer.index < LAYERS, survey, cache)
 
-        def run(trip, where, some, carry):
-            (x, cache), of_trip = carry, layer.in_trip(trip).at(some.index)
+        def run(trip, where, here, carry):
+            (x, cache), of_trip = carry, layer.in_trip(trip).at(here.index)
             part = where.take(x)
-            q, k = of_trip.qk(part, some.positions)
-            cache, now = cache.update(some, KV(k, of_trip.value(part)))
-            mask = canvas.attends(some, cache.shared.read)
-            o, _ = of_trip.attention(q, now.k, now.v, mask, canvas.lookahead(some))
+            q, k = of_trip.qk(part, here.positions)
+            cache, now = cache.update(here, KV(k, of_trip.value(part)))
+            mask = canvas.attends(here, cache.shared.read)
+            o, _ = of_trip.attention(q, now.k, now.v, mask, canvas.lookahead(here))
             return where.put(x, of_trip.finish(part, o)), cache
 
         # In the width of the step or, where fewer rows take less time, half a block less.
@@ -185,7 +185,7 @@ def wanted(alpha: float, mean: float) -> int:
     return math.ceil(alpha * max(mean, 1.0))
 
 
-def leaving(found: Focus, canvas: Canvas, alpha: float) -> Bool[Array, "b l"]:
+def leaving(focus: Focus, canvas: Canvas, alpha: float) -> Bool[Array, "b l"]:
     """The masks that leave the step."""
     masks, most = candidate_masks(canvas), target(canvas, alpha)[:, None]
     index = compact(masks, canvas.layout.block)
@@ -193,7 +193,7 @@ def leaving(found: Focus, canvas: Canvas, alpha: float) -> Bool[Array, "b l"]:
     count = jnp.maximum(jnp.sum(real, axis=1, keepdims=True), 1)
 
     # Those whose importance grows by a deviation more than the mean; the best ones if these are too few.
-    delta = jnp.where(real, found.importance[:, 1] - found.importance[:, 0], 0.0)
+    delta = jnp.where(real, focus.importance[:, 1] - focus.importance[:, 0], 0.0)
     mean = jnp.sum(delta, axis=1, keepdims=True) / count
     variance = jnp.sum(jnp.where(real, (delta - mean) ** 2, 0.0), axis=1, keepdims=True) / count
     outliers = real & (delta >= mean + jnp.sqrt(variance))
@@ -205,7 +205,7 @@ def leaving(found: Focus, canvas: Canvas, alpha: float) -> Bool[Array, "b l"]:
     # Their left neighbors, and masks left of them that never stayed: so all that is read was computed.
     stays = chosen | (masks & jnp.pad(chosen[:, 1:], ((0, 0), (0, 1))))
     rightmost = jnp.max(jnp.where(stays, canvas.position, -1), axis=1, keepdims=True)
-    new = (canvas.position > found.progress[:, None]) & (canvas.position < rightmost)
+    new = (canvas.position > focus.progress[:, None]) & (canvas.position < rightmost)
     return masks & ~stays & ~new
 
 

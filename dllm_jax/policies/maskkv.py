@@ -109,23 +109,24 @@ class MaskKV(PromptEviction, DLLMCache):
         value: Float[Array, "b q k d"],
         cache: LayerCache,
         rows: Rows,
-        some: Rows,
+        recomputed: Rows,
         canvas: Canvas,
     ) -> tuple[Float[Array, "b w h d"], LayerCache]:
         """Attention to the kept pairs, or, where the prompt is due, to all of it before the eviction."""
         # The response's own pairs are dense, and read like `DLLMCache`'s.
         layout = canvas.layout
-        q, k = layer.qk(x, some.positions)
-        refresh = some.in_place and not rows.full
+        q, k = layer.qk(x, recomputed.positions)
+        refresh = recomputed.in_place and not rows.full
         new = as_named_on_tpu(k, cache.kernels.rules) if refresh else k
-        cache = cache.write(some.last(layout.response), k=new)
+        cache = cache.write(recomputed.last(layout.response), k=new)
         now = cache.read()
 
         # A step of the response's width alone holds no prompt, and in full steps it is due. Pairs are chosen
         # in the first step, with `reselect` at every prompt refresh.
         widest_response = layout.response_inputs(canvas.spec.shifted)
         holds_prompt = rows.index.shape[1] > widest_response or (rows.full and layout.prompt > 0)
-        step, dense = LayerStep(layer, q, (some, k), (rows, value), canvas, cache.readable), KV(now.k, now.v)
+        step = LayerStep(layer, q, (recomputed, k), (rows, value), canvas, cache.readable)
+        dense = KV(now.k, now.v)
         if not holds_prompt:
             return self.attend_to_kept(step, cache.shared, dense), cache
         due = canvas.every_n_steps(self.prompt_every) & canvas.active[:, None]

@@ -85,9 +85,9 @@ class ValueProxy(Arrays):
 @functools.partial(jax.jit, static_argnames="rank")
 def _directions(model: Model, rank: int) -> Float[Array, "n k d r"]:
     spec = model.spec
-    found = jnp.zeros((spec.layers, spec.kv_heads, spec.head_dim, rank))
+    directions = jnp.zeros((spec.layers, spec.kv_heads, spec.head_dim, rank))
 
-    def run(layer: Layer, found: Any) -> Any:
+    def run(layer: Layer, directions: Any) -> Any:
         # The matrix in any form: its product with the unit vectors.
         units = jnp.eye(spec.width, dtype=model.dtype)[None]
         matrix = einsum("bqm,mhd->bqhd", units, layer.weights["v"])[0].astype(jnp.float32)
@@ -95,9 +95,9 @@ def _directions(model: Model, rank: int) -> Float[Array, "n k d r"]:
 
         # W^T W = U S^2 U^T; eigenvalues ascend.
         vectors = jnp.linalg.eigh(einsum("mi,mj->ij", matrix, matrix))[1][:, ::-1][:, :rank]
-        return found.at[layer.index].set(vectors.reshape(found.shape[1:]))
+        return directions.at[layer.index].set(vectors.reshape(directions.shape[1:]))
 
-    return walk(model.params, spec, rope_of(spec, 1), run, found)
+    return walk(model.params, spec, rope_of(spec, 1), run, directions)
 
 
 HALF = "half_update"  # phase of a layer that updates at most half of the peak's share

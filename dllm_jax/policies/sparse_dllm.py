@@ -100,9 +100,9 @@ class SparseDLLM(Policy):
         # A partial step attends to the stored pairs and, in the last slots, to its own. What it recomputes is
         # no more than a block, and padding comes last.
         else:
-            own = min(rows.index.shape[1], canvas.layout.block)
-            cache, both = cache.write_last(jax.tree.map(lambda a: a[:, :own], new))
-            o, _ = layer.attention(q, both.k, both.v, self._attends(rows, canvas, both.k.shape[1], own))
+            width = min(rows.index.shape[1], canvas.layout.block)
+            cache, both = cache.write_last(jax.tree.map(lambda a: a[:, :width], new))
+            o, _ = layer.attention(q, both.k, both.v, self._attends(rows, canvas, both.k.shape[1], width))
         return layer.finish(x, o), cache
 
     @override
@@ -188,17 +188,17 @@ class SparseDLLM(Policy):
         """The sequences whose coming step fills the cache."""
         return canvas.active & (canvas.block_step == self.delay)
 
-    def _attends(self, rows: Rows, canvas: Canvas, slots: int, own: int) -> Mask | None:
+    def _attends(self, rows: Rows, canvas: Canvas, slots: int, width: int) -> Mask | None:
         """Keys that a partial step attends to: filled slots, and its own in the last ones but for padding."""
         # Of whole blocks and prompts without padding all slots are filled: so no mask is made, for which some
         # implementations copy what it hides.
         layout, uneven = canvas.layout, canvas.spec.shifted or self.side == "prefix"
         uneven = uneven or layout.shorter_last
-        if not (uneven or layout.padded or layout.tail or layout.suffix) and own == layout.block:
+        if not (uneven or layout.padded or layout.tail or layout.suffix) and width == layout.block:
             return None
-        stored = jnp.arange(slots - own) < self._filled(canvas)[:, None]
+        stored = jnp.arange(slots - width) < self._filled(canvas)[:, None]
         computed = rows.take(canvas.valid) & rows.real
-        return key_mask(jnp.concatenate([stored, computed[:, :own]], axis=1))
+        return key_mask(jnp.concatenate([stored, computed[:, :width]], axis=1))
 
 
 # -- Sparse-dLLM on block-causal models ------------------------------------------------------------

@@ -213,10 +213,10 @@ class SuffixDropout(Policy):
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
         """Returns the policy's widths, a block's, and those at a quarter, a half, .. of the response."""
-        kept = self.keep.size(layout) + int(spec.shifted)
-        reached = (layout.prompt + -(-layout.response * quarter // 4) + kept for quarter in (1, 2, 3, 4))
-        own = self.policy.widths(spec, layout) if self.policy.reuses else ()
-        return tuple(sorted({*own, layout.block + kept, *reached}))
+        retained = self.keep.size(layout) + int(spec.shifted)
+        reached = (layout.prompt + -(-layout.response * quarter // 4) + retained for quarter in (1, 2, 3, 4))
+        of_policy = self.policy.widths(spec, layout) if self.policy.reuses else ()
+        return tuple(sorted({*of_policy, layout.block + retained, *reached}))
 
     # -- the policy's own, which finds in the cache what it has put there ----------------------------------
 

@@ -88,11 +88,11 @@ class OneOf(Constraint):
         position = index - first
         alone = jnp.sum(agrees, axis=1, keepdims=True) == 1
         may = alone | (position == jnp.argmax(masked, axis=1, keepdims=True))
-        own = (position >= 0) & (position < width)
+        inside = (position >= 0) & (position < width)
         ids = table.T[jnp.clip(position, 0, width - 1)]  # [b c choices]
-        known = (agrees[:, None] & may[..., None]) | ~own[..., None]
+        known = (agrees[:, None] & may[..., None]) | ~inside[..., None]
         one_hot = ids[..., None] == jnp.arange(canvas.spec.vocab)
-        return jnp.any(one_hot & known[..., None], axis=2) | ~own[..., None]
+        return jnp.any(one_hot & known[..., None], axis=2) | ~inside[..., None]
 
     def table(self, spec: ModelSpec) -> Int[np.ndarray, "choices width"]:
         """The choices, filled up to the longest one."""

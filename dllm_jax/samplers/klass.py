@@ -83,9 +83,9 @@ class KLASS(UntilDone):
         divergences = jnp.concatenate([newest[..., None], earlier], axis=-1)
 
         # -inf, no candidate, reaches no threshold.
-        settled = jnp.all(divergences < self.divergence, axis=-1) & (score >= self.confidence_threshold)
+        stable = jnp.all(divergences < self.divergence, axis=-1) & (score >= self.confidence_threshold)
         surest = self.transfer(candidates, canvas, noise)
-        chosen = jnp.where(jnp.any(settled, axis=1, keepdims=True), settled, surest)
+        chosen = jnp.where(jnp.any(stable, axis=1, keepdims=True), stable, surest)
 
         # XLA must finish reading the last distributions before they are overwritten in place.
         slot = read_before_write(before, slot)

@@ -146,7 +146,7 @@ class EntropyNoise(Sampler):
             best=jnp.concatenate([best[:, None], memory.best[:, :-1]], axis=1),
             entropy=entropy,
         )
-        kept = lambda new, old: jnp.where(canvas.active.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+        of_active = lambda new, old: jnp.where(canvas.active.reshape(-1, *[1] * (old.ndim - 1)), new, old)
 
         # A canvas ends when its most likely tokens have stayed and are certain, or with its last step.
         mean = jnp.mean(entropy, axis=1)
@@ -154,7 +154,7 @@ class EntropyNoise(Sampler):
         over = (stays & (mean < self.certainty)) | (canvas.block_step >= self.steps)
         ends = denoises & over & jnp.isfinite(mean)
         nothing = self.transfer(candidates, canvas, noise)
-        return Decision(nothing, jax.tree.map(kept, after, memory), filled=(ends, best))
+        return Decision(nothing, jax.tree.map(of_active, after, memory), filled=(ends, best))
 
     @override
     def finished(self, canvas: Canvas) -> Bool[Array, "b"]:

@@ -60,14 +60,14 @@ def of_whole_text(pattern: str) -> str:
 
 
 def _parts(pattern: str) -> Iterable[Part]:
-    for found in PART.finditer(pattern):
-        kind, text = str(found.lastgroup), found[0]
-        kind = "repeat" if found["repeat"] else kind
+    for match in PART.finditer(pattern):
+        kind, text = str(match.lastgroup), match[0]
+        kind = "repeat" if match["repeat"] else kind
         if text == "[":
             _refuse(pattern, "unterminated character set")
         if kind in UNSUPPORTED:
             _refuse(pattern, f"{UNSUPPORTED[kind]} not supported ({text})")
-        if found["mode"] == "+":
+        if match["mode"] == "+":
             _refuse(pattern, f"possessive repetition is not supported ({text})")
         if "x" in text and (kind == "flags" or (kind == "open" and text[1:2] == "?" and "<" not in text)):
             _refuse(pattern, f"the flag x is not supported ({text})")
@@ -94,11 +94,11 @@ def _at_edge(
     parts: list[Part], partner: dict[int, int], order: Iterable[int], enter: str, leave: str
 ) -> set[int]:
     """The parts between which and an end of the text is nothing, coming from that end."""
-    found, edge, groups = set[int](), True, [True]
+    indices, edge, groups = set[int](), True, [True]
     for i in order:
         kind = parts[i].kind
         if edge:
-            found.add(i)
+            indices.add(i)
         if kind == enter:
             after = max(i, partner[i]) + 1
             # A group that is repeated lies between itself and the end.
@@ -112,7 +112,7 @@ def _at_edge(
             edge = groups[-1]
         elif kind == "atom":
             edge = False
-    return found
+    return indices
 
 
 def _refuse(pattern: str, reason: str):

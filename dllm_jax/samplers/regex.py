@@ -197,10 +197,10 @@ class Regex(Constraint):
         """Tokens of accepted texts that agree with what is unmasked; anything in front of `start`."""
         first = canvas.first_block[:, None] + self.start
         place = first + jnp.arange(canvas.layout.end - canvas.layout.prompt - self.start)
-        own = place < canvas.layout.end
-        masked = gather(canvas.masked, place) & own
+        in_text = place < canvas.layout.end
+        masked = gather(canvas.masked, place) & in_text
         kinds = jnp.asarray(self.automaton.kinds)[gather(canvas.tokens, place)]
-        may, waits = jax.vmap(self.possible)(kinds, masked, own)
+        may, waits = jax.vmap(self.possible)(kinds, masked, in_text)
 
         offset = index - first
         inside = (offset >= 0) & (index < canvas.layout.end)
@@ -209,14 +209,14 @@ class Regex(Constraint):
         return jnp.take(of_kind, jnp.asarray(self.automaton.kinds), axis=2) | ~inside[..., None]
 
     def possible(
-        self, kinds: Int[Array, "r"], masked: Bool[Array, "r"], own: Bool[Array, "r"]
+        self, kinds: Int[Array, "r"], masked: Bool[Array, "r"], in_text: Bool[Array, "r"]
     ) -> tuple[Bool[Array, "r k"], Bool[Array, "r"]]:
         """Returns the possible classes of tokens of each position of a text, and which masks wait.
 
         Args:
           kinds: Class of the token at each position.
           masked: Positions without a token.
-          own: Positions of the text; others, at its end, are no part of it.
+          in_text: Positions of the text; others, at its end, are no part of it.
         """
         following, accepting = jnp.asarray(self.automaton.following), jnp.asarray(self.automaton.accepting)
         states = len(accepting)
@@ -234,7 +234,7 @@ class Regex(Constraint):
             before = jnp.where(mask, jnp.any(links & ending, axis=1), ending[following[:, kind]])
             return jnp.where(mine, before, ending), ending
 
-        text = kinds, masked, own
+        text = kinds, masked, in_text
         _, reached = jax.lax.scan(forward, jnp.arange(states) == 0, text)  # before each position
         _, ending = jax.lax.scan(backward, accepting, text, reverse=True)  # after each position
         may = jax.lax.map(lambda at: jnp.any(at[0][:, None] & at[1][following], axis=0), (reached, ending))
@@ -274,6 +274,6 @@ def _reason(pattern: str, error: ValueError) -> str:
     """Why an expression is not supported, by Python's own parser if that does not take it either."""
     try:
         re.compile(pattern)
-    except re.error as found:
-        return str(found)
+    except re.error as python_error:
+        return str(python_error)
     return "Rust's crate regex does not take it" if "building NFA" in str(error) else str(error)[:200]

@@ -173,16 +173,16 @@ class S2D2(UntilDone):
         draft = candidates._replace(token=gather(memory.token, index), score=gather(memory.score, index))
         accepted, instead = self.verify(draft, memory.log_p, candidates, canvas, noise)
         before = jnp.pad(jnp.cumprod(accepted | ~span, axis=1), ((0, 0), (1, 0)), constant_values=1)
-        kept = span & (before[:, :-1] > 0)
-        renewed = kept & ~accepted
-        missing = scheduled(now) - jnp.sum(kept, axis=1)
-        left = jnp.where(offered & ~kept, draft.score, -jnp.inf)
+        prefix = span & (before[:, :-1] > 0)
+        renewed = prefix & ~accepted
+        missing = scheduled(now) - jnp.sum(prefix, axis=1)
+        left = jnp.where(offered & ~prefix, draft.score, -jnp.inf)
         more = sure_or_best(left, self.threshold, missing) & (missing > 0)[:, None]
-        held = jnp.where(renewed, instead, draft.token)
+        revised = jnp.where(renewed, instead, draft.token)
 
         verifying = memory.verifying[:, None]
-        chosen = jnp.where(verifying, kept | more, drafted)
-        token = jnp.where(verifying, held, token)
+        chosen = jnp.where(verifying, prefix | more, drafted)
+        token = jnp.where(verifying, revised, token)
         place = places(index, canvas.layout.length)
         after = Draft(
             verify & ~memory.verifying,

@@ -77,7 +77,7 @@ class Cache(NamedTuple):
         """The same with a list of layers, as `Policy.layer` finds it in a model with separate layers."""
         leaves, structure = jax.tree.flatten(self.layers)
         # A policy that stores nothing has no array to count the layers by.
-        layers = [jax.tree.unflatten(structure, one) for one in zip(*leaves, strict=True)] if leaves else []
+        layers = [jax.tree.unflatten(structure, part) for part in zip(*leaves, strict=True)] if leaves else []
         return self._replace(layers=layers)
 
 
@@ -136,8 +136,8 @@ class Stacked(NamedTuple):
         index = self.index + ahead
         if rows.in_place and rows.start <= 0:
             stored = of_layer(array, index)
-            kept = jnp.where(index < len(array), rows.put(stored, new), stored)
-            return put_of_layer(array, kept, index)
+            renewed = jnp.where(index < len(array), rows.put(stored, new), stored)
+            return put_of_layer(array, renewed, index)
         # At padding, and at a layer beyond the last, there is no such index: nothing is written.
         return put_slots(array, new, index, rows.index)
 
@@ -163,7 +163,7 @@ class Separate(NamedTuple):
 
     def changed(self, change: Callable[[PyTree], PyTree], ahead: int) -> "Separate":
         """The storage after a change of the layer `ahead` of the one that runs."""
-        return Separate([change(one) if i == ahead else one for i, one in enumerate(self.layers)])
+        return Separate([change(layer) if i == ahead else layer for i, layer in enumerate(self.layers)])
 
     def put(
         self, array: Shaped[Array, "b s *d"], rows: Rows, new: Shaped[Array, "b q *d"], ahead: int
@@ -241,7 +241,7 @@ class LayerCache(NamedTuple):
             return self, new
 
         # What was written is read back: a read before the write would need `read_before_write`.
-        cache = self._changed(lambda own, write: jax.tree.map(write, own, new), rows)
+        cache = self._changed(lambda arrays, write: jax.tree.map(write, arrays, new), rows)
         return cache, cache.read()
 
     def replace(self, where: Bool[Array, "b"], new: PyTree, part: str | None = None) -> "LayerCache":
@@ -318,16 +318,16 @@ class LayerCache(NamedTuple):
             kernels = self.kernels
             return same_in_all_loops(written, kernels.pairs_as_named_on_cuda, scattered, kernels.rules)
 
-        return self._replace(storage=self.storage.changed(lambda own: change(own, write), ahead))
+        return self._replace(storage=self.storage.changed(lambda layer: change(layer, write), ahead))
 
 
 def _writes(new: PyTree, part: str | None) -> Callable[[PyTree, Callable[[Array, Array], Array]], PyTree]:
     """A change of a layer's storage, or of one of its fields, that writes new values of every array."""
 
-    def change(own: PyTree, write: Callable[[Array, Array], Array]) -> PyTree:
+    def change(layer: PyTree, write: Callable[[Array, Array], Array]) -> PyTree:
         if part is None:
-            return jax.tree.map(write, own, new)
-        return own._replace(**{part: jax.tree.map(write, getattr(own, part), new)})
+            return jax.tree.map(write, layer, new)
+        return layer._replace(**{part: jax.tree.map(write, getattr(layer, part), new)})
 
     return change
 

@@ -165,10 +165,10 @@ def remove(canvas: Canvas, gone: Bool[Array, "b l"]) -> Canvas:
         end=growth.end - count, source=source, removed=gone, removals=growth.removals + count
     )
     absent = removes[:, None] & ~changed.exist(position)
-    own = jnp.where(removes[:, None], source, position)
+    origin = jnp.where(removes[:, None], source, position)
     moved = dataclasses.replace(
         canvas,
-        tokens=jnp.where(absent, canvas.spec.mask_id, gather(canvas.tokens, own)),
-        decoded_at=jnp.where(absent, -1, gather(canvas.decoded_at, own)),
+        tokens=jnp.where(absent, canvas.spec.mask_id, gather(canvas.tokens, origin)),
+        decoded_at=jnp.where(absent, -1, gather(canvas.decoded_at, origin)),
     )
     return with_growth(moved, changed, removes)

@@ -91,14 +91,14 @@ def put(array: ArrayLike, dtype: DTypeLike, where: Sharding | None = None) -> Ar
     """
     if stays_on_devices(array):
         return array.astype(dtype)
-    held = np.asarray(values(array), dtype)
+    on_host = np.asarray(values(array), dtype)
     if where is None:
-        return jax.device_put(held)
+        return jax.device_put(on_host)
     if where.is_fully_addressable:
-        return jax.device_put(held, where)
+        return jax.device_put(on_host, where)
 
     # On devices of several processes, each process puts the parts that it holds.
-    return jax.make_array_from_callback(held.shape, where, lambda index: held[index])
+    return jax.make_array_from_callback(on_host.shape, where, lambda index: on_host[index])
 
 
 def module(*arrays: Any) -> Any:

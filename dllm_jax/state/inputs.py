@@ -126,13 +126,13 @@ def padded_ids(
 def _encoded(tokens: Any, mask: Any, name: str) -> tuple[Any, Any]:
     """Takes ids and mask out of a tokenizer's `BatchEncoding`; raises ValueError for text and messages."""
     several = tokens if isinstance(tokens, list | tuple) else [tokens]
-    if any(isinstance(one, str) for one in several):
+    if any(isinstance(item, str) for item in several):
         raise ValueError(
             f"{name}={shown(tokens)} is text: pass token ids, such as tokenizer(text)['input_ids'], or call "
             "dj.chat(model, tokenizer, messages)"
         )
-    first = (*several, *(one[0] for one in several if isinstance(one, list) and one))
-    if any(isinstance(one, Mapping) and "role" in one for one in first):
+    first = (*several, *(item[0] for item in several if isinstance(item, list) and item))
+    if any(isinstance(item, Mapping) and "role" in item for item in first):
         raise ValueError(
             f"{name}={shown(tokens)} is a conversation. Call dj.chat(model, tokenizer, messages)."
         )
@@ -224,9 +224,9 @@ def check_ids(name: str, tokens: Int[AnyArray, "b p"], spec: ModelSpec | None, l
     vocab = 2**31 if spec is None else spec.vocab
     outside = (known < least) | (known >= vocab)
     if outside.any():
-        found = known[outside][0]
-        hint = HINTS.get(int(found), "")
-        raise ValueError(f"{name} holds id {found}, outside the vocabulary [0, {vocab}){hint}")
+        token = known[outside][0]
+        hint = HINTS.get(int(token), "")
+        raise ValueError(f"{name} holds id {token}, outside the vocabulary [0, {vocab}){hint}")
 
 
 def no_masks(

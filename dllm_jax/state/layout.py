@@ -102,11 +102,11 @@ class Layout(Options):
             whole = prompt, length + suffix, block.block, steps, padded, suffix, sliding
             return cls(*whole, adaptive=adaptive)
         size: int = length if block is None else check_argument("block", block, PositiveInt)
-        kept = whole_blocks or tail or cut_short
-        size = size if kept else min(size, length)
+        fixed_size = whole_blocks or tail or cut_short
+        size = size if fixed_size else min(size, length)
         if length % size and whole_blocks and not (tail or cut_short):  # by the name that callers know
             raise ValueError(f"length={length} must be a multiple of block={size}")
-        blocks, shorter_last = -(-length // size), cut_short or bool(length % size and not kept)
+        blocks, shorter_last = -(-length // size), cut_short or bool(length % size and not fixed_size)
         # By default a step per position; the last block may be longer than what is left of the answer.
         whole = blocks * size if tail or cut_short or not whole_blocks else length
         count: int = whole if steps is None else check_argument("steps", steps, PositiveInt)

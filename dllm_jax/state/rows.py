@@ -100,8 +100,8 @@ class Rows:
         # In place a position's place is known, if it is computed.
         q = self.index.shape[1]
         if self.in_place:
-            own = gather(self.mask(), position) & (position < self.length)
-            return jnp.where(own, position - self.start, q)
+            computed = gather(self.mask(), position) & (position < self.length)
+            return jnp.where(computed, position - self.start, q)
         if q <= FEW:
             return jnp.where(position < self.length, place_by_comparison(self.index, position), q)
         return jnp.where(position < self.length, gather(places(self.index, self.length), position), q)
@@ -172,8 +172,8 @@ def places(index: Int[Array, "b q"], length: int) -> Int[Array, "b {length}"]:
     b, q = index.shape
     if q <= FEW:
         return place_by_comparison(index, jnp.arange(length, dtype=jnp.int32)[None])
-    own = jnp.broadcast_to(jnp.arange(q, dtype=jnp.int32), index.shape)
-    return scatter(jnp.full((b, length), q, jnp.int32), index, own)
+    place = jnp.broadcast_to(jnp.arange(q, dtype=jnp.int32), index.shape)
+    return scatter(jnp.full((b, length), q, jnp.int32), index, place)
 
 
 def marked(position: Int[Array, "b ..."], length: int) -> Bool[Array, "b {length}"]:

@@ -73,7 +73,7 @@ def fraction_of(
     Of several ratios, one after the other. Looked up in a table, because devices have no doubles.
     """
     of = lambda ratio: [int(n * ratio) for n in range(upper + 1)]
-    table = [of(one) for one in ratio] if isinstance(ratio, tuple) else of(ratio)
+    table = [of(share) for share in ratio] if isinstance(ratio, tuple) else of(ratio)
     return jnp.asarray(table, jnp.int32)[..., size]
 
 

@@ -49,14 +49,14 @@ class Rendered(NamedTuple):
         Raises:
           ValueError: the string is one of `refusal`; with its message.
         """
-        if (found := re.match(rf"<<chat [0-9a-f]{{32}} ({REFUSED}|[0-9 -]*)>>", string)) is None:
+        if (match := re.match(rf"<<chat [0-9a-f]{{32}} ({REFUSED}|[0-9 -]*)>>", string)) is None:
             return None
-        text = string[found.end() :]
-        if string != _written(found[1], text):
+        text = string[match.end() :]
+        if string != _written(match[1], text):
             return None
-        if found[1] == REFUSED:
+        if match[1] == REFUSED:
             raise ValueError(text)
-        pairs = (stretch.split("-") for stretch in found[1].split())
+        pairs = (stretch.split("-") for stretch in match[1].split())
         return cls(text, tuple((int(start), int(end)) for start, end in pairs))
 
     @staticmethod
@@ -109,14 +109,14 @@ class Disguise:
         """The text with all disguised but these words, a template's, where they are in no special token."""
         known = "|".join(map(re.escape, sorted(words, key=len, reverse=True))) or r"(?!)"
         special, parts, start = self.hide_special(text), list[str](), 0
-        for found in re.finditer(known, special):
-            parts += [self.hide(special[start : found.start()]), found[0]]
-            start = found.end()
+        for match in re.finditer(known, special):
+            parts += [self.hide(special[start : match.start()]), match[0]]
+            start = match.end()
         return "".join([*parts, self.hide(special[start:])])
 
     def hide_special(self, text: str) -> str:
         """The text with its special tokens disguised, and what may become one at its beginning or end."""
-        spans = [found.span() for found in self.pattern.finditer(text)]
+        spans = [match.span() for match in self.pattern.finditer(text)]
         inner, start = text.strip(), len(text) - len(text.lstrip())
         for token in self.special:
             sizes = range(min(len(token) - 1, len(inner)), 0, -1)
@@ -150,15 +150,15 @@ class Disguise:
           text: Text that the template made of messages.
           traced: The same text, with the messages' part in it disguised.
         """
-        ends = [(0, 0), *(found.span() for found in self.pattern.finditer(traced)), (len(text), len(text))]
+        ends = [(0, 0), *(match.span() for match in self.pattern.finditer(traced)), (len(text), len(text))]
         between = [(a[1], b[0]) for a, b in itertools.pairwise(ends)]
         return Rendered(text, tuple(s for s in between if self.pattern.search(text, *s)))
 
 
 def special_tokens(tokenizer: Any) -> tuple[str, ...]:
     """Texts of a tokenizer's special tokens, the longest first."""
-    found = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} - {""}
-    return tuple(sorted(found, key=lambda token: (-len(token), token)))
+    tokens = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} - {""}
+    return tuple(sorted(tokens, key=lambda token: (-len(token), token)))
 
 
 def _pattern(special: Iterable[str]) -> re.Pattern[str]:
@@ -167,16 +167,16 @@ def _pattern(special: Iterable[str]) -> re.Pattern[str]:
 
 def mark_plain(tokenizer: Any, text: str) -> Rendered:
     """A text in which special tokens are plain text."""
-    found = any(token in text for token in special_tokens(tokenizer))
-    return Rendered(text, ((0, len(text)),) if found else ())
+    has_special = any(token in text for token in special_tokens(tokenizer))
+    return Rendered(text, ((0, len(text)),) if has_special else ())
 
 
 def continued(tokenizer: Any, rendered: Rendered, more: str) -> Rendered:
     """The text with more text after it, in which special tokens are plain text."""
     pattern = _pattern(special_tokens(tokenizer))
     plain = lambda place: any(a <= place < b for a, b in rendered.plain)
-    found = [m.end() for m in pattern.finditer(rendered.text) if not plain(m.start())]
-    text, start = rendered.text + more, max(found, default=0)  # after the last special token
+    ends = [m.end() for m in pattern.finditer(rendered.text) if not plain(m.start())]
+    text, start = rendered.text + more, max(ends, default=0)  # after the last special token
     before = tuple((a, b) for a, b in rendered.plain if b <= start)
     return Rendered(text, (*before, (start, len(text))) if pattern.search(text, start) else before)
 
@@ -278,8 +278,8 @@ def check_members(tokenizer: Any, *needed: str):
 
 def check_text(name: str, text: str):
     """Raises ValueError if a text holds a surrogate without its other half, which no tokenizer can read."""
-    if found := re.search("[\ud800-\udfff]", text):
-        point, at = ord(found[0]), found.start()
+    if surrogate := re.search("[\ud800-\udfff]", text):
+        point, at = ord(surrogate[0]), surrogate.start()
         byte = 0xDC80 <= point <= 0xDCFF  # how Python writes a byte that it could not decode
         what = f"or the byte 0x{point - 0xDC00:02X}, which is no UTF-8" if byte else "half of a character"
         raise ValueError(

@@ -22,8 +22,8 @@ def place_by_comparison(index: Int[Array, "b q"], position: Int[Array, "#b c"]) 
     Cost: Compiling one list, before 0.11 CPU seconds, after 0.04; `DualCache` has 17 kernels fewer.
     Test: test_xla.py::test_short_lists_are_inverted_without_a_scatter
     """
-    own = jnp.arange(index.shape[1], dtype=jnp.int32)[:, None]
-    return jnp.min(jnp.where(index[:, :, None] == position[:, None], own, index.shape[1]), axis=1)
+    place = jnp.arange(index.shape[1], dtype=jnp.int32)[:, None]
+    return jnp.min(jnp.where(index[:, :, None] == position[:, None], place, index.shape[1]), axis=1)
 
 
 def argmax(x: Float[Array, "*b v"]) -> Int[Array, "*b"]:

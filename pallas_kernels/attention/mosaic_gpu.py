@@ -89,8 +89,8 @@ def attend(
     interpret: bool,
 ) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
     """Attention to the dense pairs and the runs, and its log-sum-exp; errors of `attention`."""
-    kept = {} if runs is None else {"kept_k": runs.k, "kept_v": runs.v}
-    check_supported(WIDTHS, k, mask, lengths, MASKED_QUERIES, q=q, v=v, **kept)
+    of_runs = {} if runs is None else {"kept_k": runs.k, "kept_v": runs.v}
+    check_supported(WIDTHS, k, mask, lengths, MASKED_QUERIES, q=q, v=v, **of_runs)
     if k.dtype != DTYPE:
         raise NotImplementedError(f"{k.dtype}: bfloat16")
     interpreter = interpreted(interpret)
@@ -151,7 +151,7 @@ def received(
     sent = [_filled(x, x.ndim - 1, QUERIES) for x in columns]
     shown = [] if visible is None else [_filled(visible[:, :, 0].astype(jnp.int32), 2, TILE)]
     tiles = pl.cdiv(slots, TILE)
-    found = plgpu.kernel(
+    sums = plgpu.kernel(
         named("received", _received, interpret=interpret),
         out_type=jax.ShapeDtypeStruct((batch, kv_heads, tiles * TILE), jnp.float32),
         grid=(batch, kv_heads, tiles),
@@ -166,7 +166,7 @@ def received(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpreter,
     )(_filled(by_kv_head(q, kv_heads), 2, QUERIES), k, ends, *sent, *shown)
-    return found[..., :slots]
+    return sums[..., :slots]
 
 
 def _received(q_ref, k_ref, ends_ref, lse_ref, weight_ref, *rest, interpret):
@@ -239,21 +239,21 @@ def _operands(
     """The arrays, none with fewer slots than a tile, and how many tiles there are of pairs and of a run."""
     ends, visible = extent(k, mask, lengths)
     slots = lambda x, axis=1: x if x.shape[axis] >= TILE else _filled(x, axis, TILE)
-    found = _Operands(grouped, slots(k), slots(v), ends)
+    operands = _Operands(grouped, slots(k), slots(v), ends)
     if visible is not None:
         shown = visible.astype(jnp.int32)
         seen = slots(jnp.max(shown, axis=2), 2)
         if shown.shape[2] > 1:
             shown = _filled(jnp.tile(shown, (1, 1, count // shown.shape[2], 1)), 2, QUERIES)
-        found = dataclasses.replace(found, mask=slots(shown, 3), seen=seen)
+        operands = dataclasses.replace(operands, mask=slots(shown, 3), seen=seen)
     if runs is None:
-        return found, (pl.cdiv(k.shape[1], TILE),)
+        return operands, (pl.cdiv(k.shape[1], TILE),)
     start, length = (x.astype(jnp.int32) for x in (runs.start, runs.length))
     readable = None if runs.readable is None else slots(runs.readable.astype(jnp.int32))
-    found = dataclasses.replace(
-        found, kept_k=slots(runs.k), kept_v=slots(runs.v), start=start, length=length, readable=readable
+    operands = dataclasses.replace(
+        operands, kept_k=slots(runs.k), kept_v=slots(runs.v), start=start, length=length, readable=readable
     )
-    return found, (pl.cdiv(k.shape[1], TILE), pl.cdiv(runs.chunk, TILE))
+    return operands, (pl.cdiv(k.shape[1], TILE), pl.cdiv(runs.chunk, TILE))
 
 
 def _filled(x: Array, axis: int, multiple: int) -> Array:
@@ -385,12 +385,12 @@ def _visible(within: tuple, shown: Any) -> Bool[Array, "n t"]:
 def _scores(left: Any, right: Any, interpret: bool) -> Float[Array, "n t"]:
     """Scaled products of the rows of two tiles in shared memory."""
     (_, head), size = left.shape, (left.shape[0], right.shape[0])
-    found = plgpu.layout_cast(jnp.zeros(size, jnp.float32), SUMS)
+    scores = plgpu.layout_cast(jnp.zeros(size, jnp.float32), SUMS)
     for first in range(0, head, min(head, COLUMNS)):
         part = pl.ds(first, min(head, COLUMNS))
         turned = plgpu.load(right.at[:, part].transpose((1, 0)), layout=RIGHT)
-        found = _product(found, plgpu.load(left.at[:, part], layout=LEFT), turned, interpret)
-    return found * head**-0.5
+        scores = _product(scores, plgpu.load(left.at[:, part], layout=LEFT), turned, interpret)
+    return scores * head**-0.5
 
 
 def _weighted(

@@ -35,8 +35,8 @@ def check_supported(
     arrays = {**others, "k": k}
     dtypes = {x.dtype for x in arrays.values()}
     if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}:
-        found = ", ".join(f"{name} {x.dtype}" for name, x in arrays.items())
-        raise NotImplementedError(f"{found}: all float32 or all bfloat16")
+        described = ", ".join(f"{name} {x.dtype}" for name, x in arrays.items())
+        raise NotImplementedError(f"{described}: all float32 or all bfloat16")
     if k.shape[3] not in widths:
         raise NotImplementedError(f"head width {k.shape[3]} is not in {widths}")
     if not k.shape[1]:
@@ -160,9 +160,9 @@ class OnlineSoftmax(NamedTuple):
 
     def result(self) -> tuple[Float[Array, "*b n d"], Float[Array, "*b n 1"]]:
         """Attention and log-sum-exp after the last tile; 0 and -inf for queries that saw nothing."""
-        some = self.total > 0
-        safe = jnp.where(some, self.total, 1.0)
-        return self.out / safe, jnp.where(some, self.top + jnp.log(safe), -jnp.inf)
+        seen = self.total > 0
+        safe = jnp.where(seen, self.total, 1.0)
+        return self.out / safe, jnp.where(seen, self.top + jnp.log(safe), -jnp.inf)
 
 
 def _product(x: Float[Array, "n c"], y: Float[Array, "y z"], axis: int) -> Float[Array, "n t"]:

@@ -76,8 +76,8 @@ def attention(
     operands = [grouped, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)]
     if visible is not None:
         # Which of these slots are visible, as a line of lanes; one line for all kv heads, or one for each.
-        own = int(visible.shape[1] > 1)
-        line = lambda b, h, i, j, _, loaded: (b, h * own, 0, loaded[at(b, h, j)])
+        stride = int(visible.shape[1] > 1)
+        line = lambda b, h, i, j, _, loaded: (b, h * stride, 0, loaded[at(b, h, j)])
         specs.append(pl.BlockSpec((1, 1, 1, tile), line))
         operands.append(visible.astype(jnp.int32))
     sums = jax.eval_shape(functools.partial(OnlineSoftmax.empty, (query_tile, head)))
@@ -186,10 +186,10 @@ def received(
     operands = [grouped, jnp.swapaxes(k, 1, 2), lse_column(lse, kv_heads), weight]
     if visible is not None:
         # Which of these slots are visible, as a line of lanes; one line for all kv heads, or one for each.
-        own = int(visible.shape[1] > 1)
-        specs.append(block((1, 1, 1, tile), lambda b, h, j, i: (b, h * own, 0, j)))
+        stride = int(visible.shape[1] > 1)
+        specs.append(block((1, 1, 1, tile), lambda b, h, j, i: (b, h * stride, 0, j)))
         operands.append(visible.astype(jnp.int32))
-    found = pl.pallas_call(
+    sums = pl.pallas_call(
         functools.partial(_received, tile=tile),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -204,7 +204,7 @@ def received(
         interpret=interpret,
         name="received",
     )(ends, *operands)
-    return found[:, :, 0]
+    return sums[:, :, 0]
 
 
 def _received(ends_ref, q_ref, k_ref, lse_ref, weight_ref, *rest, tile):
@@ -257,8 +257,8 @@ def head_mean(
     operands = [apart(by_kv_head(q, kv_heads)), jnp.swapaxes(k, 1, 2), apart(lse)]
     if visible is not None:
         # Which of these slots are visible, as a line of lanes; one line for all kv heads, or one for each.
-        own = int(visible.shape[1] > 1)
-        specs.append(block((1, 1, 1, tile), lambda b, i, j, h: (b, h * own, 0, j)))
+        stride = int(visible.shape[1] > 1)
+        specs.append(block((1, 1, 1, tile), lambda b, i, j, h: (b, h * stride, 0, j)))
         operands.append(visible.astype(jnp.int32))
     return pl.pallas_call(
         functools.partial(_head_mean, tile=tile, heads=q.shape[2]),

@@ -218,7 +218,7 @@ def received(
         # Their weights as a column, which all kv heads share.
         pl.BlockSpec((1, 1, count, 1), lambda b, h, j: (b, 0, 0, 0)),
     ]
-    found = pl.pallas_call(
+    sums = pl.pallas_call(
         functools.partial(_received, query_tile=query_tile),
         grid=(batch, kv_heads, tiles),
         in_specs=[*specs, *[WHOLE] * len(others)],
@@ -229,7 +229,7 @@ def received(
         interpret=interpret,
         name="received",
     )(*operands, *others)
-    return found[..., :slots]
+    return sums[..., :slots]
 
 
 def _received(q_ref, lse_ref, weight_ref, k_ref, ends_ref, *rest, query_tile):
@@ -273,7 +273,7 @@ def head_mean(
     # Queries of the i-th tile of positions, of all heads, and their log-sum-exp as a column.
     of_queries = lambda width: pl.BlockSpec((1, heads, query_tile, width), lambda b, i, j: (b, 0, i, 0))
     others = [k, ends] + ([] if visible is None else [visible.astype(jnp.int8)])
-    found = pl.pallas_call(
+    means = pl.pallas_call(
         functools.partial(_head_mean, kv_heads=kv_heads),
         grid=(batch, count // query_tile, tiles),
         in_specs=[of_queries(head), of_queries(1), *[WHOLE] * len(others)],
@@ -284,7 +284,7 @@ def head_mean(
         interpret=interpret,
         name="head_mean",
     )(*operands, *others)
-    return found[:, :queries, :slots]
+    return means[:, :queries, :slots]
 
 
 def _head_mean(q_ref, lse_ref, k_ref, ends_ref, *rest, kv_heads):
@@ -312,10 +312,10 @@ def _visible(b, h, j, ends_ref, mask_ref, position):
     slots = j * TILE + jax.lax.broadcasted_iota(jnp.int32, (1, TILE), 1)
     visible = slots < ends_ref[b, h]
     for ref in mask_ref:
-        own = h * int(ref.shape[1] > 1)  # one mask for all kv heads, or one for each
+        line = h * int(ref.shape[1] > 1)  # one mask for all kv heads, or one for each
         row = position if ref.shape[2] > 1 else 0
         asked = jnp.broadcast_to(visible, jnp.broadcast_shapes(jnp.shape(row), visible.shape))
-        visible = asked & (plt.load(ref.at[b, own, row, slots], mask=asked, other=0) != 0)
+        visible = asked & (plt.load(ref.at[b, line, row, slots], mask=asked, other=0) != 0)
     return visible
 
 

@@ -108,13 +108,13 @@ def _as_they_are(
 ) -> tuple[Array, ...]:
     """`attended(*pairs)` if its first result is finite, else that of `zeroed(*pairs)`."""
     # The others stay out of the branch: who reads a log-sum-exp alone computes no weighted mean.
-    found, *others = attended(*pairs)
+    output, *others = attended(*pairs)
 
     def again():
         with jax.named_scope(AGAIN):
             return zeroed(*pairs)[0]
 
-    return jax.lax.cond(jnp.all(jnp.isfinite(found)), lambda: found, again), *others
+    return jax.lax.cond(jnp.all(jnp.isfinite(output)), lambda: output, again), *others
 
 
 def attention_by_sequence(
@@ -145,8 +145,8 @@ def _in_turn(*arrays: Array, chunk: int) -> tuple[Float[Array, "b q h d"], Float
     batch, queries = arrays[0].shape[:2]
     if queries > chunk:
         attend = functools.partial(attention, chunk=chunk)
-        one = lambda of_one: tuple(x[0] for x in attend(*[x[None] for x in of_one]))
-        return jax.lax.map(one, arrays)
+        of_sequence = lambda of_one: tuple(x[0] for x in attend(*[x[None] for x in of_one]))
+        return jax.lax.map(of_sequence, arrays)
 
     # A few queries: their pairs are read straight out of the stacked cache, if nothing makes XLA take those
     # of all sequences out of it at once. So each turn waits for the one before it.
@@ -249,7 +249,7 @@ def check_shapes(
     if mask is not None and (
         len(mask.shape) != 4
         or mask.shape[3] != slots
-        or any(found not in (1, wanted) for found, wanted in zip(mask.shape, full, strict=True))
+        or any(size not in (1, wanted) for size, wanted in zip(mask.shape, full, strict=True))
     ):
         raise ValueError(f"mask {mask.shape} must be {full}, or 1 along any axis but the last")
     if lengths is not None and lengths.shape != (batch, kv_heads):

@@ -108,17 +108,17 @@ def _product(
     columns = min(COLUMNS // len(matrices), pl.next_power_of_2(max(width, 16)))
     deep = min(bytes_deep // x.dtype.itemsize, pl.next_power_of_2(max(depth, 16)))
     block = Block(rows, columns, deep)
-    held = [scale for scale in scales if scale is not None]
+    given = [scale for scale in scales if scale is not None]
     return pl.pallas_call(
         functools.partial(_kernel, block=block, choices=choices, matrices=len(matrices), gelu=gelu),
         grid=(pl.cdiv(width, columns), len(tiles.expert)),
-        in_specs=[WHOLE] * (5 + len(matrices) + len(held)),
+        in_specs=[WHOLE] * (5 + len(matrices) + len(given)),
         out_specs=WHOLE,
         out_shape=jax.ShapeDtypeStruct((len(tiles.order), width), x.dtype),
         compiler_params=plt.CompilerParams(num_warps=8 if rows == MOST_ROWS else 4, num_stages=3),
         interpret=interpret,
         name=name,
-    )(*tiles, x, *matrices, *held)
+    )(*tiles, x, *matrices, *given)
 
 
 def _kernel(order_ref, expert_ref, first_ref, end_ref, x_ref, *rest, block, choices, matrices, gelu):

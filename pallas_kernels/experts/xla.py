@@ -106,8 +106,8 @@ def check_shapes(
         raise ValueError(f"choices {chosen.shape} and weights {weight.shape} must be of {len(tokens)} tokens")
     count, width, hidden = gate.shape
     if width != tokens.shape[1] or up.shape != gate.shape or down.shape != (count, hidden, width):
-        found = f"gate {gate.shape}, up {up.shape} and down {down.shape}"
-        raise ValueError(f"{found} must be [e m i], [e m i] and [e i m] for tokens {tokens.shape}")
+        shapes = f"gate {gate.shape}, up {up.shape} and down {down.shape}"
+        raise ValueError(f"{shapes} must be [e m i], [e m i] and [e i m] for tokens {tokens.shape}")
     for matrix, scale in zip((gate, up, down), scales or (None,) * 3, strict=True):
         if (matrix.dtype == jnp.int8) != (scale is not None):
             raise ValueError(f"a matrix in {matrix.dtype}: int8 ones have a scale, others none")
@@ -177,7 +177,7 @@ def by_tiles(
     token = jnp.pad(tiles.order // chosen.shape[1], (0, rows))
     matrices = (gate, gate_scale), (up, up_scale), (down, down_scale)
 
-    def one(tile: Int[Array, ""], out: Float[Array, "r m"]) -> Float[Array, "r m"]:
+    def of_tile(tile: Int[Array, ""], out: Float[Array, "r m"]) -> Float[Array, "r m"]:
         first = tiles.first[tile]
         of_expert = lambda array: jax.lax.dynamic_index_in_dim(array, tiles.expert[tile], keepdims=False)
         into, through, back = jax.tree.map(of_expert, matrices)
@@ -188,7 +188,7 @@ def by_tiles(
         return jax.lax.dynamic_update_slice_in_dim(out, made, first, axis=0)
 
     out = jnp.zeros((len(token), tokens.shape[1]), tokens.dtype)
-    out = jax.lax.fori_loop(0, jnp.sum(tiles.first < tiles.end), one, out)
+    out = jax.lax.fori_loop(0, jnp.sum(tiles.first < tiles.end), of_tile, out)
     # One choice after the other: CPUs take three times as long to gather all and reduce over the choices. The
     # barrier is for the router's top-k, whose results XLA would cut out of those of a sort.
     back, here = jax.lax.optimization_barrier((_back(tiles.order).reshape(chosen.shape), chosen < count))
@@ -224,7 +224,7 @@ def by_all_experts(
     # XLA would make one product of a shared expert's and of all others', and copy these for it.
     tokens = jax.lax.optimization_barrier(tokens)
 
-    def some(tokens: Float[Array, "t m"], share: Float[Array, "t e"]) -> Float[Array, "t m"]:
+    def of_chunk(tokens: Float[Array, "t m"], share: Float[Array, "t e"]) -> Float[Array, "t m"]:
         wide = activated(_product("ti,eio->eto", tokens, gate, gate_scale), gelu)
         wide = wide * _product("ti,eio->eto", tokens, up, up_scale)
         if down_scale is not None:  # each expert's sums have scales of their own
@@ -240,10 +240,10 @@ def by_all_experts(
     chunks = max(1, -(-rows * count * hidden * tokens.dtype.itemsize // wide_bytes))
     each = -(-rows // chunks)
     if each == rows:
-        return some(tokens, share)
+        return of_chunk(tokens, share)
     chunks = -(-rows // each)
     split = lambda x: jnp.pad(x, ((0, chunks * each - rows), (0, 0))).reshape(chunks, each, -1)
-    out = jax.lax.map(lambda parts: some(*parts), (split(tokens), split(share)))
+    out = jax.lax.map(lambda parts: of_chunk(*parts), (split(tokens), split(share)))
     return out.reshape(chunks * each, -1)[:rows]
 
 

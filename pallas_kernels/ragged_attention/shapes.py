@@ -9,7 +9,7 @@ class Shape(NamedTuple):
     Attributes:
       batch, queries, heads, kv_heads, head: Sizes of the queries [b q h d].
       dense: Number of dense pairs of each head.
-      kept: Number of kept pairs of a head, on average.
+      run: Number of kept pairs of a head, on average.
       widest: Upper bound of the kept pairs of a head.
       masked: Whether masks hide every tenth pair, dense or kept.
     """
@@ -20,7 +20,7 @@ class Shape(NamedTuple):
     kv_heads: int
     head: int
     dense: int
-    kept: int
+    run: int
     widest: int
     masked: bool = False
 

@@ -82,7 +82,7 @@ def read_runs(
 
 
 def merge_by_lse(
-    one: tuple[Float[Array, "b q h d"], Float[Array, "b h q"]],
+    first: tuple[Float[Array, "b q h d"], Float[Array, "b h q"]],
     other: tuple[Float[Array, "b q h d"], Float[Array, "b h q"]],
 ) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
     """Output and log-sum-exp of attention to the union of two disjoint sets of pairs.
@@ -90,12 +90,12 @@ def merge_by_lse(
     o = (e^lse1 o1 + e^lse2 o2) / (e^lse1 + e^lse2), as FlashAttention merges its tiles of keys; 0 and -inf
     where both sets are empty.
     """
-    lse = jnp.logaddexp(one[1], other[1])
+    lse = jnp.logaddexp(first[1], other[1])
 
     # exp(-inf - -inf) would be NaN where neither set holds a pair.
     safe = jnp.where(jnp.isfinite(lse), lse, 0.0)
     weight = lambda part: jnp.swapaxes(jnp.exp(part - safe), 1, 2)[..., None]
-    return one[0] * weight(one[1]) + other[0] * weight(other[1]), lse
+    return first[0] * weight(first[1]) + other[0] * weight(other[1]), lse
 
 
 def check_shapes(

@@ -43,7 +43,7 @@ def sparse_gather(
     index = jnp.pad(index, ((0, 0), (0, 0), (0, -width % TILE)), constant_values=slots)
     copies = jax.ShapeDtypeStruct((batch, index.shape[2], kv_heads, head), k.dtype)
     tile = plgpu.SMEM((TILE, head), k.dtype)
-    found = plgpu.kernel(
+    copied = plgpu.kernel(
         named("sparse_gather", _kernel, slots=slots),
         out_type=(copies, copies),
         grid=(batch, kv_heads, index.shape[2] // TILE),
@@ -57,15 +57,15 @@ def sparse_gather(
         ),
         interpret=interpreted(interpret),
     )(index.astype(jnp.int32), k, v)
-    return found[0][:, :width], found[1][:, :width]
+    return copied[0][:, :width], copied[1][:, :width]
 
 
 def _kernel(index_ref, k_ref, v_ref, out_k_ref, out_v_ref, places, keys, values, listed, arrived, *, slots):
     """Copies 64 slots from wherever they lie, by their indices; zeros where there is none."""
     b, h, j = (jax.lax.axis_index(name) for name in ("sequence", "head", "tile"))
-    own = h if index_ref.shape[1] > 1 else 0
+    line = h if index_ref.shape[1] > 1 else 0
     here = pl.ds(j * TILE, TILE)
-    plgpu.copy_gmem_to_smem(index_ref.at[b, own, here], places, listed)
+    plgpu.copy_gmem_to_smem(index_ref.at[b, line, here], places, listed)
     for tile in (keys, values):
         tile[...] = jnp.zeros(tile.shape, tile.dtype)
     plgpu.commit_smem()  # zeros first, copies after them

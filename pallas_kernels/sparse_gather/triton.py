@@ -44,10 +44,10 @@ def sparse_gather(
     copies = jax.ShapeDtypeStruct((batch, index.shape[2], kv_heads, head), k.dtype)
     # The j-th tile of head h: which slots to copy (one list may serve all heads), and where the copies go. K
     # and V are whole; programs load from them.
-    own = index.shape[1] > 1
-    slots_to_copy = pl.BlockSpec((1, 1, TILE), lambda b, h, j: (b, h if own else 0, j))
+    per_head = index.shape[1] > 1
+    slots_to_copy = pl.BlockSpec((1, 1, TILE), lambda b, h, j: (b, h if per_head else 0, j))
     of_copies = pl.BlockSpec((1, TILE, 1, head), lambda b, h, j: (b, j, h, 0))
-    found = pl.pallas_call(
+    copied = pl.pallas_call(
         functools.partial(_kernel, slots=slots),
         grid=(batch, kv_heads, index.shape[2] // TILE),
         in_specs=[slots_to_copy, pl.BlockSpec(), pl.BlockSpec()],
@@ -57,7 +57,7 @@ def sparse_gather(
         interpret=interpret,
         name="sparse_gather",
     )(index.astype(jnp.int32), k, v)
-    return found[0][:, :width], found[1][:, :width]
+    return copied[0][:, :width], copied[1][:, :width]
 
 
 def _kernel(index_ref, k_ref, v_ref, *out_refs, slots):

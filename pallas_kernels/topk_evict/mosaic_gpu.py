@@ -59,8 +59,8 @@ def _kernel(score_ref, count_ref, keep_ref, scores, loaded, *, part):
     index = lambda axis: plgpu.broadcasted_iota(jnp.int32, size, axis, layout=layout)
 
     def keys(j):
-        found = scores[pl.ds(j * part, part)]
-        return xla.ordered(jnp.where(found > -jnp.inf, found, -jnp.inf))
+        values = scores[pl.ds(j * part, part)]
+        return xla.ordered(jnp.where(values > -jnp.inf, values, -jnp.inf))
 
     def position(j):
         return (j * part + index(0)) * LANES + index(1)
@@ -86,6 +86,6 @@ def _kernel(score_ref, count_ref, keep_ref, scores, loaded, *, part):
 
     @pl.loop(0, parts)
     def _(j):
-        found, key = scores[pl.ds(j * part, part)], keys(j)
-        kept = (key > threshold) | ((key == threshold) & (position(j) < end))
-        keep_ref[head, pl.ds(j * part, part)] = (kept & (found > -jnp.inf)).astype(jnp.int32)
+        values, key = scores[pl.ds(j * part, part)], keys(j)
+        chosen = (key > threshold) | ((key == threshold) & (position(j) < end))
+        keep_ref[head, pl.ds(j * part, part)] = (chosen & (values > -jnp.inf)).astype(jnp.int32)

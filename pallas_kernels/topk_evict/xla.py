@@ -102,8 +102,8 @@ def ranks(priority: Float[Array, "*b c"]) -> Int[Array, "*b c"]:
     # itself: XLA may compute the two sides apart, and round them differently.
     mine, other = priority[..., :, None], priority[..., None, :]
     index = jnp.arange(priority.shape[-1])
-    own = index[None, :] == index[:, None]
-    ahead = ~own & ((other > mine) | ((other == mine) & (index[None, :] < index[:, None])))
+    itself = index[None, :] == index[:, None]
+    ahead = ~itself & ((other > mine) | ((other == mine) & (index[None, :] < index[:, None])))
     return count_marked(ahead, FEW)
 
 

@@ -38,7 +38,7 @@ def queries_of_block(
     k: Float[Array, "b s k d"],
     lse: Float[Array, "b h q"],
     rows: Rows,
-    own: Rows,
+    block: Rows,
     mask: Bool[Array, "#b #k #w s"],
 ) -> tuple[Float[Array, "b w h d"], Float[Array, "b h w"]]:
     """Takes the queries of the model's block, and their attention's log-sum-exp, out of a step's rows.
@@ -49,10 +49,10 @@ def queries_of_block(
       k: rotated keys.
       lse: log-sum-exp of the rows' attention.
       rows: Positions of the step.
-      own: Positions of the block (`rows_of_block`).
+      block: Positions of the block (`rows_of_block`).
       mask: Keys that the block attends to.
     """
-    place = rows.slot(own.index)
+    place = rows.slot(block.index)
     queries = gather(q, place)
     if rows.full and q.shape[1] > SEGMENT:
         # cuDNN returns no log-sum-exp: XLA would compute the scores of the whole prompt again.

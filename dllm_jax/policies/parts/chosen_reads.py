@@ -110,8 +110,8 @@ class ChosenReads(Policy, abc.ABC):
     @override
     def reads(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         """Everything in exact steps, then the block and what any head of any layer has chosen."""
-        own = canvas.in_model_block | cache.shared.read
-        return jnp.where(self.exact(cache.shared, canvas), canvas.valid, own)
+        readable = canvas.in_model_block | cache.shared.read
+        return jnp.where(self.exact(cache.shared, canvas), canvas.valid, readable)
 
     @override
     def before_layers(self, cache: Cache, canvas: Canvas, rows: Rows) -> Cache:
@@ -152,8 +152,8 @@ class ChosenReads(Policy, abc.ABC):
         if not rows.in_one_block or rows.phase == EXACT:
             exact_o, cache = exactly((None, cache))
         elif canvas.spec.shifted and not rows.phase:
-            some = jnp.any(exact & canvas.active[:, None])
-            exact_o, cache = when(some, exactly, (jnp.zeros_like(q), cache), REFRESH)
+            needed = jnp.any(exact & canvas.active[:, None])
+            exact_o, cache = when(needed, exactly, (jnp.zeros_like(q), cache), REFRESH)
         o, cache = self._sparsely(layer, q, new, cache, rows, canvas)
         if exact_o is not None:
             o = jnp.where(exact[..., None, None], exact_o, o)
@@ -182,19 +182,19 @@ class ChosenReads(Policy, abc.ABC):
     ) -> tuple[Float[Array, "b q h d"], LayerCache]:
         """Attention to the chosen pairs and to the block's own, which come first among the rows."""
         context = canvas.spec.context
-        own = min(rows.index.shape[1], context.size)
-        cache, both = cache.write_last(jax.tree.map(lambda a: a[:, :own], new), part="chosen")
+        width = min(rows.index.shape[1], context.size)
+        cache, both = cache.write_last(jax.tree.map(lambda a: a[:, :width], new), part="chosen")
         pairs, layout = both.chosen, canvas.layout
-        slots = pairs.k.shape[1] - own
+        slots = pairs.k.shape[1] - width
 
         # Without a mask where all slots are filled from the first block on.
         whole = layout.prompt // context.size * context.size
         least = 0 if layout.padded or context.from_response else whole
-        if own == context.size and self._most(least) == slots:
+        if width == context.size and self._most(least) == slots:
             mask = None
         else:
             filled = jnp.arange(slots) < self._count(canvas)[:, None]
-            mask = key_mask(jnp.concatenate([filled, rows.real[:, :own]], axis=1))
+            mask = key_mask(jnp.concatenate([filled, rows.real[:, :width]], axis=1))
         o, _ = layer.attention(q, pairs.k, pairs.v, mask)
         return o, cache
 
@@ -255,9 +255,9 @@ class ChosenReads(Policy, abc.ABC):
         """Scores of the stored pairs, -inf elsewhere; arguments as for `scores`, but of all computed rows."""
         # The block's rows score; its own pairs are read in any case, and do not count.
         stored, block = canvas.before_model_block, canvas.in_model_block
-        own, mask = rows_of_block(canvas), key_mask(stored | block)
-        q, lse = queries_of_block(layer, q, k, lse, rows, own, mask)
-        score = self.scores(layer, q, k, lse, mask, own, canvas)
+        of_block, mask = rows_of_block(canvas), key_mask(stored | block)
+        q, lse = queries_of_block(layer, q, k, lse, rows, of_block, mask)
+        score = self.scores(layer, q, k, lse, mask, of_block, canvas)
         return jnp.where(stored[:, None], score, -jnp.inf)
 
 

@@ -98,9 +98,9 @@ def gaussian_ratios(
       least: Minimum share of any layer.
     """
     # As a power: ratio (start / ratio)^x^2, x from 1 at the start to 0 at the peak, and so on the right.
-    found = []
+    shares = []
     for depth in (layer / layers for layer in range(layers)):
         side, whole = (start, peak) if depth < peak else (end, 1 - peak)
         x = abs(depth - peak) / whole if whole else 0.0
-        found.append(max(ratio * (side / ratio) ** (x * x) if ratio else 0.0, least))
-    return tuple(found)
+        shares.append(max(ratio * (side / ratio) ** (x * x) if ratio else 0.0, least))
+    return tuple(shares)

@@ -212,11 +212,11 @@ class PromptEviction(Policy):
         o, lse = layer.attention(q, new.k, new.v, mask, canvas.lookahead(rows))
         block, size = canvas.in_model_block, canvas.spec.context.size
         if not self.votes.of_prompt and size < rows.index.shape[1]:
-            own = rows_of_block(canvas)
-            mask = canvas.attends(own, readable)
+            of_block = rows_of_block(canvas)
+            mask = canvas.attends(of_block, readable)
             assert mask is not None, "block-causal"
-            q, lse = queries_of_block(layer, q, new.k, lse, rows, own, mask)
-            rows = own
+            q, lse = queries_of_block(layer, q, new.k, lse, rows, of_block, mask)
+            rows = of_block
         seen = eviction.evidence(self.votes, layer, q, new.k, lse, mask, rows, canvas, block)
         candidate = evictable[:, None, : layout.prompt]
         seen = seen._replace(votes=jnp.where(candidate, seen.votes, -jnp.inf))

@@ -52,7 +52,7 @@ class PlacedPairs(NamedTuple):
 
     def first(self, slots: int, then: "PlacedPairs") -> "PlacedPairs":
         """The pairs of the first slots, and others after them."""
-        return jax.tree.map(lambda own, new: jnp.concatenate([own[:, :slots], new], axis=1), self, then)
+        return jax.tree.map(lambda stored, new: jnp.concatenate([stored[:, :slots], new], axis=1), self, then)
 
     def best(
         self, layer: Layer, score: Float[Array, "b k s"], count: Int[Array, "b"], slots: int, length: int
@@ -78,12 +78,12 @@ def attend_to_kept(
     new: KV,
     cache: LayerCache,
     rows: Rows,
-    kept: Bool[Array, "b s"],
+    occupied: Bool[Array, "b s"],
 ) -> tuple[Float[Array, "b q h d"], LayerCache]:
     """Attention within a block: the kept pairs lie in front of its own, which take the last slots."""
     cache, both = cache.write_last(new, part="pairs")
     pairs, real = both.pairs, rows.real
-    filled = jnp.pad(kept, ((0, 0), (0, pairs.k.shape[1] - kept.shape[1] - real.shape[1])))
+    filled = jnp.pad(occupied, ((0, 0), (0, pairs.k.shape[1] - occupied.shape[1] - real.shape[1])))
     o, _ = layer.attention(q, pairs.k, pairs.v, key_mask(jnp.concatenate([filled, real], axis=1)))
     return o, cache
 
@@ -153,18 +153,18 @@ class RollingEviction(Policy):
         # Some sequences enter a block, and compute the finished one in front of it, which does not see it.
         else:
             finished = rows.take(stored) & rows.real
-            kept = self._kept(canvas, room, jnp.sum(finished, axis=1))
+            occupied = self._kept(canvas, room, jnp.sum(finished, axis=1))
             placed, inside = cache.read().first(room, PlacedPairs.of_rows(new, rows)), rows.keys(mask)
-            before = jnp.broadcast_to(kept[:, None, None], (*inside.shape[:3], room))
+            before = jnp.broadcast_to(occupied[:, None, None], (*inside.shape[:3], room))
             mask = jnp.concatenate([before, inside], axis=3)
-            seen, candidates = (jnp.concatenate([kept, some], axis=1) for some in (rows.real, finished))
+            seen, candidates = (jnp.concatenate([occupied, part], axis=1) for part in (rows.real, finished))
 
         # The best candidates stay where a block is entered, and room for its own pairs after them.
         keys, values = placed.pairs
         o, lse = layer.attention(q, keys, values, mask, canvas.lookahead(rows))
-        own, mask = rows_of_block(canvas), key_mask(seen)
-        queries, lse = queries_of_block(layer, q, keys, lse, rows, own, mask)
-        score = mean_attention(self.votes, layer, queries, keys, lse, mask, own, canvas)
+        of_block, mask = rows_of_block(canvas), key_mask(seen)
+        queries, lse = queries_of_block(layer, q, keys, lse, rows, of_block, mask)
+        score = mean_attention(self.votes, layer, queries, keys, lse, mask, of_block, canvas)
         score = jnp.where(candidates[:, None], score, -jnp.inf)
         count = jnp.minimum(jnp.sum(candidates, axis=1), self.budget)
         best, enters = placed.best(layer, score, count, slots, length), _enters(canvas)
