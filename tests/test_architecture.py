@@ -157,6 +157,19 @@ def test_a_plan_has_at_most_10_fields():
     assert len(dataclasses.fields(Plan)) <= 10
 
 
+def test_a_plain_call_enters_two_modules_of_features_at_most():
+    code = (
+        "import sys, dllm_jax as dj; files = set()\n"
+        "model = dj.load(dj.bundled.path('tiny-llada'))\n"
+        "sys.setprofile(lambda frame, *_: files.add(frame.f_code.co_filename))\n"
+        "dj.generate(model, [[40, 41]], length=4, block=4, policy=dj.policies.DualCache())\n"
+        "sys.setprofile(None)\n"
+        "print(*sorted(f.rsplit('/', 1)[1] for f in files if '/engine/features/' in f.replace('\\\\', '/')))"
+    )
+    entered = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert entered.stdout.split() == ["assembly.py", "counts.py"]
+
+
 def test_no_file_of_the_engine_tells_policies_or_samplers_by_their_class():
     kinds = {*dj.policies.__all__, *dj.samplers.__all__}
     for path in (ROOT / "engine").rglob("*.py"):

@@ -16,7 +16,7 @@ from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.placement import collect, not_split, place, runs_on, with_auto_axes
 from dllm_jax.decoding.request import Request, repeated
 from dllm_jax.engine.beginning import initial_state, split_cache
-from dllm_jax.engine.features.trace import Trace, final_trace
+from dllm_jax.engine.features.trace import Trace
 from dllm_jax.engine.generation import Generation, Inputs, Plan, State
 from dllm_jax.engine.group import (
     axes_of_sequences,
@@ -25,6 +25,7 @@ from dllm_jax.engine.group import (
     scatter_sequences,
     stream_index,
 )
+from dllm_jax.engine.loop import final_outputs
 from dllm_jax.engine.pieces import Piece, run_piece
 from dllm_jax.nn.mesh import constrain, over_mesh
 from dllm_jax.nn.model import Model
@@ -181,7 +182,7 @@ def traced(model: Model, plan: Plan, state: State, slot: Int[Array, "1"]) -> Tra
         of_one = lambda copies, axis, array: constrain(gather_sequences(array, slot, axis), model.rules, "")
         small = state._replace(cache=NOTHING, need=state.canvas.valid, memory=())  # which are not looked at
         one = map_arrays(of_one, plan, NOTHING, small)
-        return final_trace(one.record, one.canvas)
+        return final_outputs(plan, one, one.canvas.tokens).get("trace")
 
     return over_mesh(of_slot, model, plan, state, slot, out=None)
 

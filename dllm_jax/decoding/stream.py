@@ -137,7 +137,7 @@ def _snapshots(placed: Placed, every: int) -> Generator[Snapshot, None, None]:
         if not running:
             # A finished generation takes no more steps: the trace after the next piece is that of this one.
             with runs_on(run):
-                trace = recorded_steps(state)
+                trace = recorded_steps(run.plan, state)
             results = on_mesh((piece.tokens, piece.stats, trace, piece.logprobs), placed.mesh)
             snapshot = snapshot._replace(output=collect(placed, *results))
         yield snapshot

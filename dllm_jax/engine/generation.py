@@ -174,6 +174,10 @@ class Feature:
         """Returns the tokens of a run that is finished; `finite` marks sequences whose logits were."""
         return tokens
 
+    def output(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> PyTree:
+        """Returns what `Output` holds of the feature under its name, given the arguments of `finish`."""
+        return None
+
     def finish(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> dict[str, Array]:
         """Returns fields of `Stats`, given what all features keep, the last canvas and the final tokens."""
         return {}

@@ -21,8 +21,8 @@ from jaxtyping import Array, Bool, Int
 
 from dllm_jax.engine.beginning import initial_state
 from dllm_jax.engine.drafts import take_drafted_step
-from dllm_jax.engine.features.logprobs import LogProbs, final_logprobs
-from dllm_jax.engine.features.trace import OF_GROWTH, Trace, final_trace
+from dllm_jax.engine.features.logprobs import LogProbs
+from dllm_jax.engine.features.trace import OF_GROWTH, Trace
 from dllm_jax.engine.generation import Generation, Inputs, Plan, State
 from dllm_jax.engine.group import (
     axes_of_sequences,
@@ -73,10 +73,9 @@ def _denoise(
 ) -> tuple[Int[Array, "b l"], Stats, Trace | None, LogProbs | None]:
     generation = Generation.of(model, inputs, plan)
     state = run(generation, initial_state(generation, inputs))
-    canvas, record = state.canvas, state.record
     tokens = final_tokens(plan, state)
-    stats, logprobs = final_stats(plan, state, tokens), final_logprobs(record, canvas, tokens)
-    return tokens[:, : plan.layout.shown], stats, final_trace(record, canvas), logprobs
+    stats, outputs = final_stats(plan, state, tokens), final_outputs(plan, state, tokens)
+    return tokens[:, : plan.layout.shown], stats, outputs.get("trace"), outputs.get("logprobs")
 
 
 def run(
@@ -130,6 +129,11 @@ def final_stats(plan: Plan, state: State, tokens: Int[Array, "b l"]) -> Stats:
     """The statistics of a generation that is finished, given its tokens."""
     fields = (feature.finish(state.record, state.canvas, tokens) for feature in plan.features)
     return Stats(**{name: value for several in fields for name, value in several.items()})
+
+
+def final_outputs(plan: Plan, state: State, tokens: Int[Array, "b l"]) -> dict[str, Any]:
+    """The additions of features to the output of a generation that is finished, by their names."""
+    return {feature.name: feature.output(state.record, state.canvas, tokens) for feature in plan.features}
 
 
 def scope(variant: Variant) -> str:

@@ -16,10 +16,10 @@ from jaxtyping import Array, Bool, Float, Int
 from dllm_jax.engine.beginning import initial_state, split_cache
 from dllm_jax.engine.block_schedule import final, slowest
 from dllm_jax.engine.features.counts import passes_of
-from dllm_jax.engine.features.logprobs import LogProbs, final_logprobs
-from dllm_jax.engine.features.trace import Trace, final_trace
+from dllm_jax.engine.features.logprobs import LogProbs
+from dllm_jax.engine.features.trace import Trace
 from dllm_jax.engine.generation import Generation, Inputs, Plan, State
-from dllm_jax.engine.loop import final_stats, final_tokens, run
+from dllm_jax.engine.loop import final_outputs, final_stats, final_tokens, run
 from dllm_jax.engine.stats import Stats
 from dllm_jax.nn.mesh import over_mesh
 from dllm_jax.nn.model import Model
@@ -83,7 +83,7 @@ def run_piece(
         # A block that a prompt's end shares is the first one too.
         block=jnp.maximum(-(-start // plan.layout.block), 0),
         settled=jnp.where(running, settled_positions(plan, canvas), plan.layout.length),
-        logprobs=final_logprobs(record, canvas, tokens),
+        logprobs=final_outputs(plan, after, tokens).get("logprobs"),
         confidence=confidence,
     )
     return after, piece
@@ -142,6 +142,6 @@ def resume(
 
 
 @jax.jit
-def recorded_steps(state: State) -> Trace | None:
+def recorded_steps(plan: Plan, state: State) -> Trace | None:
     """The trace of a state's steps so far; None if none is recorded."""
-    return final_trace(state.record, state.canvas)
+    return final_outputs(plan, state, state.canvas.tokens).get("trace")

@@ -12,11 +12,11 @@ from jaxtyping import Array, Bool, Float
 
 import dllm_jax as dj
 from dllm_jax.decoding.request import prepare, prepare_infill
-from dllm_jax.engine.features.trace import Trace
+from dllm_jax.engine.features.trace import RecordedSteps, Trace
 from dllm_jax.engine.generation import Generation, Inputs, Plan, State
 from dllm_jax.engine.group import next_variant
 from dllm_jax.engine.loop import step
-from dllm_jax.engine.pieces import begin_pieces, recorded_steps
+from dllm_jax.engine.pieces import begin_pieces
 from dllm_jax.engine.step import computed_rows, network
 from dllm_jax.engine.widths import Variant
 from dllm_jax.nn.arithmetic import cosine
@@ -107,9 +107,14 @@ def states(model: dj.Model, prompt, **options) -> Iterator[State]:
         yield state
 
 
+@jax.jit
+def _recorded(state: State) -> Trace:
+    return RecordedSteps(limit=0).output(state.record, state.canvas, state.canvas.tokens)
+
+
 def trace_of(ran: list[State]) -> Trace:
     """The trace of all states of a run, which `states` was asked for, as `generate` returns it."""
-    trace, shown = jax.tree.map(np.asarray, recorded_steps(ran[-1])), ran[-1].canvas.layout.shown
+    trace, shown = jax.tree.map(np.asarray, _recorded(ran[-1])), ran[-1].canvas.layout.shown
     steps = int(trace.steps)
     cut = {
         name: getattr(trace, name)[:steps, :, :shown] for name in ("computed", "read", "proposed", "score")

@@ -145,10 +145,7 @@ class TokenLogProbs(Feature):
         """Those that the pass made of what was kept, moved along."""
         return moved_with(step.left, step.record[self.name], LogProbs.none(step.left, self.count))
 
-
-def final_logprobs(record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> LogProbs | None:
-    """The log-probabilities of a finished generation, given its tokens; None if none are recorded."""
-    if "logprobs" not in record:
-        return None
-    logprobs: LogProbs = record["logprobs"]
-    return logprobs.where(tokens != canvas.tokens, LogProbs.none(canvas, logprobs.top_tokens.shape[2]))
+    def output(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> LogProbs:
+        """The log-probabilities, without those of tokens that no step decoded."""
+        recorded: LogProbs = record[self.name]
+        return recorded.where(tokens != canvas.tokens, LogProbs.none(canvas, self.count))

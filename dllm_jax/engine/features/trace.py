@@ -179,7 +179,6 @@ class RecordedSteps(Feature):
         """Writes the step in place, since the loop carries the trace."""
         return add(record[self.name], passes_of(record, step.before), step)
 
-
-def final_trace(record: Record, canvas: Canvas) -> Trace | None:
-    """The trace of the steps so far; None if none is recorded."""
-    return completed(record["trace"], canvas, passes_of(record, canvas)) if "trace" in record else None
+    def output(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> Trace:
+        """The trace of the steps so far."""
+        return completed(record[self.name], canvas, passes_of(record, canvas))
