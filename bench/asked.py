@@ -93,9 +93,9 @@ def main(json: Path | None = None, questions: int = 64):
 
 def table() -> str:
     """Makes a row for each kind of question and length, with the accuracy of each model."""
-    found = read_json(RESULT)
+    content = read_json(RESULT)
     key = lambda row: (row["model"], row["kind"], row["options"] and tuple(row["options"]))
-    known = {key(row): row["accuracy"] for row in found["rows"]}
+    known = {key(row): row["accuracy"] for row in content["rows"]}
     lines = []
     for kind in KINDS:
         cells = [known.get((name, kind.title, kind.options)) for name in dj.bundled.NAMES]
@@ -104,8 +104,8 @@ def table() -> str:
         lines.append([kind.title, kind.asked, given, *shares])
     names = [f"`{name}`" for name in dj.bundled.NAMES]
     shown = runner.table(["question", "example", "options", *names], "lll" + "r" * len(names), lines)
-    when = f"{found['date'][:10]}, dllm_jax {found['dllm_jax']}, CPU, float32"
-    return f"{shown}\n\n*Exact match on {found['questions']} held-out questions each; {when}.*"
+    when = f"{content['date'][:10]}, dllm_jax {content['dllm_jax']}, CPU, float32"
+    return f"{shown}\n\n*Exact match on {content['questions']} held-out questions each; {when}.*"
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def measure(model: dj.Model, row: Row, scale: int, roof: Hardware | None) -> run
     few = not policy.reuses and row.prompt >= LONG
     length, steps = (32, 4) if few else (row.length, row.length)
     ran = Run(prompt, row.batch, length, BLOCK, steps, policy, dj.samplers.Confidence())
-    found = dataclasses.asdict(row) | {"prompt": prompt, "length": length, "steps": steps, "block": BLOCK}
+    result = dataclasses.asdict(row) | {"prompt": prompt, "length": length, "steps": steps, "block": BLOCK}
     times: list[float] = []
     stats: dict[str, float] = {}
     for _ in range(RUNS):
@@ -101,11 +101,14 @@ def measure(model: dj.Model, row: Row, scale: int, roof: Hardware | None) -> run
         stats = _many(model, ran, row.many) if row.many else _batch(model, ran)
         times.append(time.perf_counter() - begun)
     tokens = length * (row.many or row.batch)
-    found |= {"first_s": times[0], "seconds": min(times[1:]), "tokens_per_s": tokens / min(times[1:])}
-    found |= stats | {"seconds_per_forward": min(times[1:]) / stats["nfe"], "peak_bytes": timing.peak_bytes()}
+    result |= {"first_s": times[0], "seconds": min(times[1:]), "tokens_per_s": tokens / min(times[1:])}
+    result |= stats | {
+        "seconds_per_forward": min(times[1:]) / stats["nfe"],
+        "peak_bytes": timing.peak_bytes(),
+    }
     if roof is not None and not row.many:
-        found["predicted_s"] = predicted(model, ran, stats, roof)
-    return found
+        result["predicted_s"] = predicted(model, ran, stats, roof)
+    return result
 
 
 def _batch(model: dj.Model, ran: Run) -> dict[str, float]:
@@ -133,7 +136,7 @@ def _many(model: dj.Model, ran: Run, count: int) -> dict[str, float]:
 def counts(stats: list[Any]) -> dict[str, float]:
     """Means over sequences of what was computed."""
     names = ("nfe", "refreshes", "computed_tokens", "widened_tokens", "executed_tokens")
-    of = lambda name: np.concatenate([np.asarray(getattr(one, name), float) for one in stats])
+    of = lambda name: np.concatenate([np.asarray(getattr(stat, name), float) for stat in stats])
     return {name: float(of(name).mean()) for name in names}
 
 
@@ -141,19 +144,19 @@ def predicted(model: dj.Model, ran: Run, stats: dict[str, float], roof: Hardware
     """The roofline's seconds, and a full step for each canvas of positions that layers added (drift)."""
     layout = ran.request(model).plan.layout
     work = roofline.work(model.spec, ran.policy, layout, ran.batch, model.dtype)
-    full = max(one.cost.seconds(roof) for one in work.steps if one.step.full)
+    full = max(step.cost.seconds(roof) for step in work.steps if step.step.full)
     return work.on(roof).seconds + max(stats["widened_tokens"], 0) / layout.length * full
 
 
 def missing(document: dict[str, Any], where: dict[str, Any]) -> Iterator[Row]:
     """The rows of the queue that a file does not hold for this card, commit and flags."""
-    same = lambda found: all(found.get(name) == where[name] for name in ("device", "commit", "flags"))
-    done = {found["row"] for found in document.get("rows", []) if same(found) and "error" not in found}
+    same = lambda row: all(row.get(name) == where[name] for name in ("device", "commit", "flags"))
+    done = {row["row"] for row in document.get("rows", []) if same(row) and "error" not in row}
     yield from (row for row in QUEUE if str(row) not in done)
 
 
 def rows(
-    todo: Iterator[Row], one: Callable[[Row], runner.Row], until: float, where: dict[str, Any]
+    todo: Iterator[Row], measure: Callable[[Row], runner.Row], until: float, where: dict[str, Any]
 ) -> Iterator[runner.Row]:
     """Measures rows until the time is over; a row that fails is a result, and the others follow."""
     for row in todo:
@@ -161,7 +164,7 @@ def rows(
             return
         about = {"row": str(row)} | where
         try:
-            yield about | one(row)
+            yield about | measure(row)
         except Exception as error:  # out of memory, a compiler that fails: what a card does is the result
             yield about | {"policy": row.policy, "error": f"{type(error).__name__}: {str(error)[:300]}"}
         finally:
@@ -171,8 +174,8 @@ def rows(
 def commit() -> str | None:
     """The commit that is measured: of this clone, or `COMMIT` where there is no repository."""
     asked = ["git", "rev-parse", "--short", "HEAD"]
-    found = subprocess.run(asked, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or os.environ.get("COMMIT")
+    process = subprocess.run(asked, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return process.stdout.strip() or os.environ.get("COMMIT")
 
 
 def over_exact(document: list[runner.Row], row: runner.Row) -> str:
@@ -208,8 +211,8 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
         measured.append({"row": str(row)} | where | measure(model, row, options.scale, roof))
         return measured[-1]
 
-    found = rows(todo, noted, until, where)
-    runner.run(found, columns, options.json, lambda rows: about | {"rows": [*before, *rows]})
+    pending = rows(todo, noted, until, where)
+    runner.run(pending, columns, options.json, lambda rows: about | {"rows": [*before, *rows]})
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ def compared(ways: dict[str, Callable[[], list[Any]]], turns: int) -> dict[str, 
             start = time.perf_counter()
             way()
             times[name].append(time.perf_counter() - start)
-    middle = {name: statistics.median(found) for name, found in times.items()}
+    middle = {name: statistics.median(seconds) for name, seconds in times.items()}
     speed = {name: middle["lockstep"] / time for name, time in middle.items()}
     return {"executed": executed, "speed": speed, "seconds": times}
 
@@ -152,7 +152,7 @@ def main(turns: int = 5, json: runner.JsonFile = None):
     """
     specs = {"tiny-llada": dj.load(dj.bundled.path("tiny-llada")).spec, "wider": spec("llada", **WIDER)}
     where = measured_on("float32") | {"specs": {n: dataclasses.asdict(s) for n, s in specs.items()}}
-    done = runner.run(rows(turns), COLUMNS, json, lambda found: where | {"rows": found})
+    done = runner.run(rows(turns), COLUMNS, json, lambda lines: where | {"rows": lines})
     forecast = predicted()
     print(runner.table(tuple(forecast[0]), "llrrr", [[str(v)[:5] for v in row.values()] for row in forecast]))
     runner.write(json, where | {"rows": done, "predicted": forecast})

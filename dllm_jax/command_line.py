@@ -110,9 +110,9 @@ def _unfinished(where: Path) -> list[Path]:
 
 def kept_programs(where: Path) -> str:
     """Says where compiled programs are kept, and how large they are."""
-    kept = sum(file.stat().st_size for file in where.glob("*")) if where.is_dir() else 0
+    size = sum(file.stat().st_size for file in where.glob("*")) if where.is_dir() else 0
     shown = f"~/{where.relative_to(Path.home())}" if where.is_relative_to(Path.home()) else where
-    return f"Compiled programs are kept in {shown} ({kept / 1e6:.0f} MB), where later runs find them."
+    return f"Compiled programs are kept in {shown} ({size / 1e6:.0f} MB), where later runs find them."
 
 
 def with_new_names(args: list[str], renamed: Mapping[str, str]) -> list[str]:
@@ -122,14 +122,14 @@ def with_new_names(args: list[str], renamed: Mapping[str, str]) -> list[str]:
       args: Words of a command line.
       renamed: New names by old ones, with their dashes.
     """
-    found = []
+    words = []
     for word in args:
         name, equals, value = word.partition("=")
         new = renamed.get(name.replace("_", "-"), name)
         if new != name:
             print(f"{name} is deprecated: use {new}", file=sys.stderr)
-        found.append(f"{new}{equals}{value}")
-    return found
+        words.append(f"{new}{equals}{value}")
+    return words
 
 
 @contextlib.contextmanager
@@ -148,7 +148,7 @@ def wrapped_help() -> Iterator[None]:
         text.seek(0)
         # A default of None, or of no values, is told by the help text; boxes keep their width.
         hint = r"\(default:(?:\s*│\n│\s*)?(?: ?None)?\s?\)"
-        shown = re.sub(hint, lambda found: re.sub(r"[^\s│]", " ", found[0]), text.read())
+        shown = re.sub(hint, lambda match: re.sub(r"[^\s│]", " ", match[0]), text.read())
         shown = re.sub(METAVAR, _named, re.sub(r"\{None,([^}]*\})", r"{\1     ", shown))
         shown = re.sub(r"^│ +│\n", "", shown, flags=re.MULTILINE)
         for line in re.sub(r"\n{3,}", "\n\n", shown).splitlines():
@@ -159,12 +159,12 @@ def wrapped_help() -> Iterator[None]:
             print(wrapper.fill(line) if len(line) > width else line)
 
 
-def _named(found: re.Match) -> str:
+def _named(match: re.Match) -> str:
     """Names an option's value after the option, as in `--policy POLICY...`, in the width of tyro's name."""
-    kind = re.findall(r"[A-Z]{3,}", found[2])[0]
-    word = found[1].rpartition("-")[2].upper() if kind == "STR" else kind
-    named = f"--{found[1]} {word}{'...' if found[2].startswith('[') else ''}"
-    return named.ljust(len(found[0])) if len(named) < len(found[0]) else found[0]
+    kind = re.findall(r"[A-Z]{3,}", match[2])[0]
+    word = match[1].rpartition("-")[2].upper() if kind == "STR" else kind
+    named = f"--{match[1]} {word}{'...' if match[2].startswith('[') else ''}"
+    return named.ljust(len(match[0])) if len(named) < len(match[0]) else match[0]
 
 
 def run_subcommand(

@@ -75,8 +75,8 @@ def driver(platform: str) -> str | None:
 
 def _found(path: str, pattern: str) -> str | None:
     """The first group of a pattern in a file; None without the file or a match."""
-    found = re.search(pattern, Path(path).read_text(), re.MULTILINE) if os.path.exists(path) else None
-    return found[1] if found else None
+    match = re.search(pattern, Path(path).read_text(), re.MULTILINE) if os.path.exists(path) else None
+    return match[1] if match else None
 
 
 def _version(name: str) -> str:

@@ -47,9 +47,9 @@ def main(model: str = "tiny-llada", figures: Path | None = None):
     out = dj.generate(net, clean, length=LENGTH, trace=True)
     print(f"asked {QUESTIONS[0]} it answers {words(out.tokens[0])}")
     seen = dj.capture(net, out, ("attention", "k"), layers=(0, net.spec.layers - 1))
-    found = step_similarity(net, out)
+    similarity = step_similarity(net, out)
     report_attention(seen, tokenizer)
-    report_similarity(found)
+    report_similarity(similarity)
 
     # The value's positions hold other tokens in the other prompt, and nothing else does.
     value = np.flatnonzero(clean[0] != other[0])
@@ -58,7 +58,7 @@ def main(model: str = "tiny-llada", figures: Path | None = None):
         print(f"with the other value's residual stream at layer {layer}: {words(tokens[0])}")
 
     if figures is not None:
-        draw(figures, seen, found)
+        draw(figures, seen, similarity)
 
 
 def report_attention(seen: dj.Capture, tokenizer):
@@ -74,9 +74,9 @@ def report_attention(seen: dj.Capture, tokenizer):
         print(f"layer {layer}: the first mask attends most to {shown}")
 
 
-def report_similarity(found: Similarity):
+def report_similarity(similarity: Similarity):
     """How alike keys are to those of the step before, by layer and kind of position."""
-    for layer, means in zip(found.layers, found.by_kind().k, strict=True):
+    for layer, means in zip(similarity.layers, similarity.by_kind().k, strict=True):
         shown = ", ".join(f"{kind} {mean:.3f}" for kind, mean in zip(KINDS, means, strict=True))
         print(f"layer {layer}: similarity of keys to the step before: {shown}")
 
@@ -98,16 +98,16 @@ def patched_by_layer(net: dj.Model, clean: np.ndarray, other: np.ndarray, at: np
     return np.asarray(jax.jit(jax.vmap(at_layer))(layers, jnp.asarray(source.residual[0])))
 
 
-def draw(directory: Path, seen: dj.Capture, found: Similarity):
+def draw(directory: Path, seen: dj.Capture, similarity: Similarity):
     """Saves the figures with which papers on cache policies argue."""
     from examples import figures
 
     assert seen.k is not None, "keys were asked for"
     directory.mkdir(parents=True, exist_ok=True)
     drawn = {
-        "similarity-by-kind": figures.similarity_by_kind(found),
-        "similarity-by-step": figures.similarity_by_step(found, "masked"),
-        "similarity-around-decoding": figures.similarity_around_decoding(found, window=3),
+        "similarity-by-kind": figures.similarity_by_kind(similarity),
+        "similarity-by-step": figures.similarity_by_step(similarity, "masked"),
+        "similarity-around-decoding": figures.similarity_around_decoding(similarity, window=3),
         "similarity-between-steps": figures.similarity_between_steps(
             pairwise_similarity(seen.k)[-1], seen.steps
         ),

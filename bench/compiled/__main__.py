@@ -93,8 +93,8 @@ def compiled(case: Case, hlo: Path | None) -> runner.Row:
 def provenance(dtype: str) -> runner.Row:
     """With what results were made: versions, date, and the commit that is compiled (None outside a clone)."""
     command, here = ["git", "rev-parse", "--short", "HEAD"], Path(__file__).parent
-    found = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
-    made = {"device": "none: described targets", "commit": found.stdout.strip() or None}
+    process = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
+    made = {"device": "none: described targets", "commit": process.stdout.strip() or None}
     return measured_on(dtype) | made
 
 

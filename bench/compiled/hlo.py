@@ -64,8 +64,8 @@ def parse(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
                 entry = current if head.group(1) else entry
         elif line.startswith("}"):
             current = None
-        elif found := _instruction(line.strip()):
-            computations[current][found.name] = found
+        elif instruction := _instruction(line.strip()):
+            computations[current][instruction.name] = instruction
     return computations, entry
 
 
@@ -82,8 +82,8 @@ def _instruction(line: str) -> Instruction | None:
     inside, attributes = rest[op.end() : end], rest[end + 1 :]
 
     def one(pattern: str) -> str | None:
-        found = re.search(pattern, attributes)
-        return found.group(1) if found else None
+        match = re.search(pattern, attributes)
+        return match.group(1) if match else None
 
     trips = one(r'"known_trip_count":\{"n":"(\d+)"')
     branches = re.findall(r"(?:true_computation|false_computation|to_apply)=(%[\w.\-]+)", attributes)
@@ -117,11 +117,11 @@ def _closing(text: str, start: int) -> int:
 
 def lengths(type_: str) -> tuple[int, ...]:
     """The axes' lengths of the first array of a type."""
-    found = ARRAY.search(type_)
-    return tuple(int(d) for d in found.group(2).split(",") if d) if found else ()
+    match = ARRAY.search(type_)
+    return tuple(int(d) for d in match.group(2).split(",") if d) if match else ()
 
 
 def _leaves(type_: str) -> tuple[Leaf, ...]:
     size = lambda kind, dims: BYTES[kind] * math.prod(int(d) for d in dims.split(",") if d)
-    found = ARRAY.findall(re.sub(r"/\*.*?\*/", "", type_))
-    return tuple(Leaf(size(kind, dims), any(s in layout for s in ON_CHIP)) for kind, dims, layout in found)
+    leaves = ARRAY.findall(re.sub(r"/\*.*?\*/", "", type_))
+    return tuple(Leaf(size(kind, dims), any(s in layout for s in ON_CHIP)) for kind, dims, layout in leaves)

@@ -124,8 +124,8 @@ def compile_case(case: Case) -> tuple[dict[str, Any], str]:
             step = row[f"{kind}_step"]
             left_out = lambda loop, kind=kind: bool(scope_of(loop, skipped(kind)))
             steps = (_loop_of(entry, step["variant"]) for entry in (program, more))
-            one, other = (Launches.of(loop, left_out) for loop in steps)
-            step |= other.by_layer(one, case.spec.layers)
+            first, other = (Launches.of(loop, left_out) for loop in steps)
+            step |= other.by_layer(first, case.spec.layers)
     return row, text
 
 
@@ -168,22 +168,22 @@ def _memory(case: Case, compiled: jax.stages.Compiled) -> dict[str, Any]:
     """Bytes per chip, by the compiler's account."""
     m = compiled.memory_analysis()
     assert m is not None, "compilers for described devices say what a program takes"
-    found = {"arguments": m.argument_size_in_bytes, "temporaries": m.temp_size_in_bytes, "peak": held(m)}
-    return found | {"fits": found["peak"] <= case.on.hardware.capacity}
+    sizes = {"arguments": m.argument_size_in_bytes, "temporaries": m.temp_size_in_bytes, "peak": held(m)}
+    return sizes | {"fits": sizes["peak"] <= case.on.hardware.capacity}
 
 
 def _traffic(case: Case, entry: traffic.Loop, placed: Placed | None) -> dict[str, Any]:
     """Copies of at least `COPY` bytes, and bytes per step compared with the roofline's."""
     loops = list(entry.walk())
-    found: dict[str, Any] = {"entry_copies": _copies([entry]), "loop_copies": _copies(loops[1:])}
+    copies: dict[str, Any] = {"entry_copies": _copies([entry]), "loop_copies": _copies(loops[1:])}
     if placed is None:
-        return found
+        return copies
     # The floor is the roofline's, of one chip: those that share a layer move equal parts of its bytes.
-    found["step_variants"] = len(placed.plan.variants)
+    copies["step_variants"] = len(placed.plan.variants)
     for kind, (variant, cost) in _steps(case, placed).items():
         loop = _loop_of(entry, scope(variant))
         total, floor = step_totals(loop, skipped(kind)), cost.bytes / case.tp
-        found[f"{kind}_step"] = {
+        copies[f"{kind}_step"] = {
             "variant": scope(variant), "bytes": total.bytes, "cached_bytes": total.cached,
             "estimated_cycles": total.cycles, "roofline_bytes": round(floor),
             "roofline_flops": round(cost.flops / case.tp),
@@ -191,7 +191,7 @@ def _traffic(case: Case, entry: traffic.Loop, placed: Placed | None) -> dict[str
             "ratio_beyond_cache": round((total.bytes - total.cached) / floor, 3),
             "collectives_per_layer": round(_collectives(loop) / case.spec.layers, 2),
         }  # fmt: skip
-    return found
+    return copies
 
 
 def _steps(case: Case, placed: Placed) -> dict[str, tuple[Variant, roofline.Cost]]:
@@ -201,7 +201,7 @@ def _steps(case: Case, placed: Placed) -> dict[str, tuple[Variant, roofline.Cost
     the finished one too. Cost of the chips that share a part of the batch; the parts have all weights each.
     """
     plan, batch = placed.plan, -(-case.batch // case.dp)
-    spec, found = plan.layout.fitted(case.spec), dict[str, tuple[Variant, roofline.Cost]]()
+    spec, costs = plan.layout.fitted(case.spec), dict[str, tuple[Variant, roofline.Cost]]()
     most = math.inf if spec.causal_context or not spec.block_size else spec.block_size
 
     def kind(step: roofline.Step) -> str:
@@ -210,14 +210,14 @@ def _steps(case: Case, placed: Placed) -> dict[str, tuple[Variant, roofline.Cost
     # A full step runs a group of few sequences, other steps all.
     for name, sequences in (("full", full_step_batch(plan, batch)), ("reuse", batch), ("enter", batch)):
         work = roofline.work(case.spec, plan.policy, plan.layout, sequences, case.dtype)
-        if of_kind := [one for one in work.steps if kind(one.step) == name]:
-            one = max(of_kind, key=lambda one: one.count)
-            selected = math.ceil(one.step.rows)
+        if of_kind := [row for row in work.steps if kind(row.step) == name]:
+            row = max(of_kind, key=lambda row: row.count)
+            selected = math.ceil(row.step.rows)
             narrowest = Variant(None)
-            if not one.step.full:
+            if not row.step.full:
                 narrowest = next(v for v in plan.variants if v.width is None or v.width >= selected)
-            found[name] = narrowest, one.cost
-    return found
+            costs[name] = narrowest, row.cost
+    return costs
 
 
 def _loop_of(entry: traffic.Loop, name: str) -> traffic.Loop:
@@ -225,9 +225,9 @@ def _loop_of(entry: traffic.Loop, name: str) -> traffic.Loop:
     # Operations that compilers have moved out of it keep their names, so one operation proves nothing.
     inside = [step for outer in entry.inner for step in outer.inner]
     mentions = lambda loop: sum(f"/{name}/" in f"{m.instruction.source}/" for m in loop.moves)
-    found = max(inside, key=mentions)
-    assert mentions(found), f"no loop has operations of {name}"
-    return found
+    largest = max(inside, key=mentions)
+    assert mentions(largest), f"no loop has operations of {name}"
+    return largest
 
 
 class Totals(NamedTuple):
@@ -252,31 +252,31 @@ def step_totals(loop: traffic.Loop, left_out: str) -> Totals:
     for inner, width in zip(loop.inner, widths, strict=True):
         if width in (0, max(widths)) and not scope_of(inner, left_out):
             trips, each = 1 if inner.trips is None else inner.trips, step_totals(inner, left_out)
-            total = Totals(*(sum_ + trips * one for sum_, one in zip(total, each, strict=True)))
+            total = Totals(*(sum_ + trips * number for sum_, number in zip(total, each, strict=True)))
     return total
 
 
 def scope_of(loop: traffic.Loop, pattern: str) -> str | None:
     """Finds a pattern in the sources of most of a loop's own operations; some come from other loops."""
     sources = [move.instruction.source for move in loop.moves if move.instruction.source]
-    found = [match.group() for source in sources if (match := re.search(pattern, source))]
-    return max(found, key=found.count) if 2 * len(found) > len(sources) else None
+    names = [match.group() for source in sources if (match := re.search(pattern, source))]
+    return max(names, key=names.count) if 2 * len(names) > len(sources) else None
 
 
 def _collectives(loop: traffic.Loop) -> int:
-    own = sum(loop.collectives.values())
-    return own + sum((1 if i.trips is None else i.trips) * _collectives(i) for i in loop.inner)
+    here = sum(loop.collectives.values())
+    return here + sum((1 if i.trips is None else i.trips) * _collectives(i) for i in loop.inner)
 
 
 def _copies(loops: Iterable[traffic.Loop]) -> list[dict[str, Any]]:
     """Every instruction that only moves at least `COPY` bytes of main memory, per trip of its loop."""
-    found = []
+    moves = []
     for loop in loops:
         for move in (move for move in loop.moves if move.copies and move.written >= COPY):
             array = hlo.ARRAY.search(move.instruction.type)
             about = {"array": array.group(0) if array else move.instruction.type, "bytes": move.written}
-            found.append(about | {"in": loop.source or loop.what, "of": move.instruction.source})
-    return found
+            moves.append(about | {"in": loop.source or loop.what, "of": move.instruction.source})
+    return moves
 
 
 def _cpu_seconds() -> float:

@@ -76,11 +76,11 @@ def of_steps(rows: Iterable[runner.Row]) -> str:
     """A line per policy: what the roofline predicts of its reuse and full steps, and what targets move."""
     rows = [row for row in rows if "error" not in row]
     targets = dict.fromkeys(row["target"] for row in rows)
-    found = {(row["policy"], row["target"], kind): row.get(f"{kind}_step") for row in rows for kind in KINDS}
+    costs = {(row["policy"], row["target"], kind): row.get(f"{kind}_step") for row in rows for kind in KINDS}
     heads = ["policy", *(f"{kind} {of}" for kind in KINDS for of in ("GFLOP", "GB", *targets))]
 
     def cells(policy: str, kind: str) -> list[str]:
-        steps = [found.get((policy, target, kind)) for target in targets]
+        steps = [costs.get((policy, target, kind)) for target in targets]
         if not (predicted := next(filter(None, steps), None)):
             return ["-"] * (2 + len(steps))
         first = [f"{predicted['roofline_flops'] / 1e9:.0f}", f"{predicted['roofline_bytes'] / 1e9:.2f}"]

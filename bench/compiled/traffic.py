@@ -155,9 +155,9 @@ class _Reader:
         operands = [self._operand(i, k, body) for k in range(len(i.args))] if i.op not in FREE else []
         read, written = self._moved(i, body)
         # Operands that this body has computed, and results that it reads itself, if small enough.
-        own = {name for name, size in operands if size and self._fits(body[name])}
+        fitting = {name for name, size in operands if size and self._fits(body[name])}
         used = any(i.name in user.args for user in body.values() if user.op not in FREE)
-        cached = sum(size for name, size in operands if name in own) if read else 0
+        cached = sum(size for name, size in operands if name in fitting) if read else 0
         return Move(i, read, written, min(cached, read) + written * (used and self._fits(i)), self._copies(i))
 
     def _fits(self, i: Instruction) -> bool:

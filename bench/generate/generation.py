@@ -51,18 +51,18 @@ class Generation:
 
     def stepwise(self, roof: Hardware) -> dict[str, Any]:
         """Steps by kind: measured, predicted at the device's own rates, and the fraction of those reached."""
-        found: dict[str, Any] = {"width": self.steps.width}
+        columns: dict[str, Any] = {"width": self.steps.width}
         for name, time in (("whole", self.steps.full), ("part", self.steps.partial)):
             price = next((c for s, _, c in self.predicted.steps if s.full is (name == "whole")), None)
             if time is None or price is None:
-                found |= {f"{name}_ms": None}
+                columns |= {f"{name}_ms": None}
                 continue
             milliseconds, predicted = dataclasses.asdict(time.scaled(1e3)), 1e3 * price.seconds(roof)
-            found |= {f"{name}_ms": milliseconds, f"{name}_predicted_ms": predicted}
-            found[f"{name}_bandwidth"] = price.moving(roof) / time.median
-            found[f"{name}_arithmetic"] = price.computing(roof) / time.median
+            columns |= {f"{name}_ms": milliseconds, f"{name}_predicted_ms": predicted}
+            columns[f"{name}_bandwidth"] = price.moving(roof) / time.median
+            columns[f"{name}_arithmetic"] = price.computing(roof) / time.median
         fixed = self.run.fixed_steps
-        return found | {"predicted_s": self.predicted.on(roof).seconds if fixed else None}
+        return columns | {"predicted_s": self.predicted.on(roof).seconds if fixed else None}
 
     def statistics(self, time: Time, out: Any) -> dict[str, Any]:
         """Counts and rates."""

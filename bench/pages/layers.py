@@ -64,28 +64,28 @@ class Watcher:
         fields = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
         self.policy = type(kind.__name__, (kind,), methods)(**fields)
         plain = (dj.Intervention.steer(place, 0.0) for place in PLACES)
-        of = lambda one: {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
-        self.interventions = tuple(Watch(**of(one), report=self.add) for one in plain)
+        of = lambda watch: {field.name: getattr(watch, field.name) for field in dataclasses.fields(watch)}
+        self.interventions = tuple(Watch(**of(watch), report=self.add) for watch in plain)
 
     def add(self, place: str, layer: Any, step: Any, position: Any):
         """Adds positions at which a layer computed a place."""
-        self.computed[place] |= {(int(step), int(layer), int(one)) for one in position}
+        self.computed[place] |= {(int(step), int(layer), int(place_)) for place_ in position}
 
     def layers(self, run: Recording, spec: dj.ModelSpec) -> Layers:
         """The reports as arrays over the steps of a recording."""
         jax.effects_barrier()
         steps, length = run.computed.shape
         marks = np.zeros((len(PLACES), steps, spec.layers, length + 1), bool)
-        for place, found in zip(marks, self.computed.values(), strict=True):
-            at, layer, position = np.array(sorted(found)).T
+        for place, computed in zip(marks, self.computed.values(), strict=True):
+            at, layer, position = np.array(sorted(computed)).T
             place[at, layer, np.minimum(position, length)] = True
         updated, whole = marks[..., :length]
         step = np.arange(steps)[:, None, None]
         last = np.maximum.accumulate(np.where(whole, step, -1), axis=0)
         attended = np.repeat(run.read[:, None].astype(float), spec.layers, axis=1)
         for t, n in np.ndindex(steps, spec.layers):
-            if (held := self._retained_by(t, n)) is not None:
-                share = np.minimum(np.bincount(held, minlength=length + 1)[:length] / spec.kv_heads, 1)
+            if (slots := self._retained_by(t, n)) is not None:
+                share = np.minimum(np.bincount(slots, minlength=length + 1)[:length] / spec.kv_heads, 1)
                 attended[t, n] = np.where(self._may_evict(run, t), share, attended[t, n])
         return Layers(whole, updated, np.where(last < 0, -1, step - last), attended)
 
@@ -116,8 +116,8 @@ def _reporting_pairs(kind: type, watcher: Watcher) -> Callable | None:
         return x, cache
 
     def report(index, step, runs, position):
-        held = [int(p) for start, size in runs[index] for p in position[start : start + size]]
-        watcher.retained[int(step), int(index)] = held
+        positions = [int(p) for start, size in runs[index] for p in position[start : start + size]]
+        watcher.retained[int(step), int(index)] = positions
 
     return layer
 
@@ -128,15 +128,15 @@ def _reporting_retained(kind: type, watcher: Watcher) -> Callable | None:
         return None
 
     def retained(self, layer, q, k, canvas, slots):
-        found = kind.retained(self, layer, q, k, canvas, slots)
+        retained = kind.retained(self, layer, q, k, canvas, slots)
         jax.debug.callback(
-            report, layer.index, canvas.step[0], self._fills(canvas)[0], found[0, 0], layer.spec.kv_heads
+            report, layer.index, canvas.step[0], self._fills(canvas)[0], retained[0, 0], layer.spec.kv_heads
         )
-        return found
+        return retained
 
-    def report(index, step, fills, found, heads):
+    def report(index, step, fills, retained, heads):
         if fills:
-            watcher.retained[int(step), int(index)] = [int(p) for p in found for _ in range(heads)]
+            watcher.retained[int(step), int(index)] = [int(p) for p in retained for _ in range(heads)]
 
     return retained
 
@@ -147,14 +147,14 @@ def _reporting_choice(kind: type, watcher: Watcher) -> Callable | None:
         return None
 
     def choice(self, layer, score, canvas, slots):
-        found = kind.choice(self, layer, score, canvas, slots)
+        choice = kind.choice(self, layer, score, canvas, slots)
         enters = canvas.enters_model_block[0, 0]
-        jax.debug.callback(report, layer.index, canvas.step[0], enters, found[0])
-        return found
+        jax.debug.callback(report, layer.index, canvas.step[0], enters, choice[0])
+        return choice
 
-    def report(index, step, enters, found):
+    def report(index, step, enters, choice):
         if enters:
-            watcher.retained[int(step), int(index)] = [int(p) for p in found.flatten()]
+            watcher.retained[int(step), int(index)] = [int(p) for p in choice.flatten()]
 
     return choice
 

@@ -23,19 +23,21 @@ def name_of(policy: Policy) -> str:
 
 def methods() -> dict[str, list[Policy]]:
     """Pages by name: policies of one method share one, the others have their own."""
-    found: dict[str, list[Policy]] = {}
+    pages: dict[str, list[Policy]] = {}
     for policy in POLICIES:
         name = name_of(policy)
         page = next((method for method, names in SHARED.items() if name in names), name)
-        found.setdefault(page, []).append(policy)
-    return found
+        pages.setdefault(page, []).append(policy)
+    return pages
 
 
 def page_of_method(name: str, policies: list[Policy]) -> str:
     """Makes the page of a method: that of its policy, or a section for each of them and one citation."""
     if len(policies) == 1:
         return page_of(policies[0])
-    sections = [re.sub(r"^## Cite\n.*?(?=^## )", "", page_of(one), flags=re.M | re.S) for one in policies]
+    sections = [
+        re.sub(r"^## Cite\n.*?(?=^## )", "", page_of(policy), flags=re.M | re.S) for policy in policies
+    ]
     deeper = [re.sub(r"^(?=#+ [A-Z])", "#", section, flags=re.MULTILINE) for section in sections]
     title, cite = f"# {name}: {', '.join(map(name_of, policies))}\n", f"## Cite\n\n{citation(*policies)}\n"
     return _once("\n".join([title, *deeper, cite]))
@@ -58,15 +60,15 @@ def source(name: str) -> str:
 
 def address(kind: str) -> str:
     """The page and heading of a policy, in docs/policies."""
-    page = next(name for name, found in methods().items() if kind in map(name_of, found))
+    page = next(name for name, policies in methods().items() if kind in map(name_of, policies))
     return f"{page}.md" if page not in SHARED else f"{page}.md#{kind.lower()}"
 
 
 def by_kind() -> dict[str, list[str]]:
     """Pages by what a step does: it selects tokens, changes its layers, or is of a block-causal model."""
-    found: dict[str, list[str]] = {}
+    lines: dict[str, list[str]] = {}
     for name, (policy, *_) in methods().items():
         sets = "Sets of tokens" if policy.only_sets else "Layers of their own"
         kind = "For block-causal models" if policy in BLOCK_CAUSAL else sets
-        found.setdefault(kind, []).append(name)
-    return found
+        lines.setdefault(kind, []).append(name)
+    return lines

@@ -111,18 +111,20 @@ def rows(model: dj.Model, theirs: Twin, run: Run, repeats: int, stores: bool = F
     start = torch.tensor(np.asarray(tokens), dtype=torch.long, device=theirs.network.device)
     if not policy.stores(model.spec):
         block = slice(prompt, prompt + run.block)
-        own = jax.jit(lambda model, ids: unembed(model.params, model.spec, encode(model, ids)[:, block]))
+        logits_of = jax.jit(
+            lambda model, ids: unembed(model.params, model.spec, encode(model, ids)[:, block])
+        )
         forwards = {
             "theirs": lambda: theirs.run(lambda: theirs.logits(theirs.full(start)[:, block])),
-            "ours": lambda: own(model, tokens),
+            "ours": lambda: logits_of(model, tokens),
         }
         yield case | {"of": "forward"} | beside(forwards, repeats)[0]
 
     # Both generate once before they are timed, and their tokens are compared.
     runs = {"theirs": lambda: theirs.run(lambda: decoder.generate(start.clone(), run)), "ours": ours}
     times, out = beside(runs, repeats)
-    (found, stats, *_), length = out["ours"], prompt + run.length
-    same = np.asarray(found)[:, :length] == out["theirs"].cpu().numpy()[:, :length]
+    (tokens_ours, stats, *_), length = out["ours"], prompt + run.length
+    same = np.asarray(tokens_ours)[:, :length] == out["theirs"].cpu().numpy()[:, :length]
     agreement = {"same_tokens": bool(same.all()), "agreeing": int(same[:, prompt:].sum())}
     counts = {"tokens": run.batch * run.length, "steps": int(stats.nfe.max())}
     yield case | {"of": "generation"} | times | agreement | counts
@@ -144,8 +146,8 @@ def measure(options: Options, dtype: str) -> Iterator[runner.Row]:
         if theirs.network.device.type == "cpu":
             theirs.torch.set_num_threads(len(os.sched_getaffinity(0)))  # as many as XLA takes
         fixed = {"shape": shape, "their_device": str(theirs.network.device), "how": theirs.how}
-        for one in runs_of(options, model.spec):
-            yield from (fixed | row for row in rows(model, theirs, one, options.repeats, options.stores))
+        for case in runs_of(options, model.spec):
+            yield from (fixed | row for row in rows(model, theirs, case, options.repeats, options.stores))
 
 
 COLUMNS: runner.Columns = {

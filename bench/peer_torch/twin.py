@@ -145,8 +145,8 @@ def twin(model: dj.Model, compiled: bool | None = None) -> Twin:
     with torch.device("cuda" if on_gpu else "cpu"):
         made = network(model.spec, getattr(torch, jnp.dtype(model.dtype).name), attn_implementation="sdpa")
     _load(made, model, torch)
-    found = Twin(torch, made, model.spec)
-    return _through_compiler(found) if (on_gpu if compiled is None else compiled) else found
+    twin = Twin(torch, made, model.spec)
+    return _through_compiler(twin) if (on_gpu if compiled is None else compiled) else twin
 
 
 def _load(made: Any, model: dj.Model, torch: Any) -> None:
@@ -157,9 +157,9 @@ def _load(made: Any, model: dj.Model, torch: Any) -> None:
     theirs, loaded = made.state_dict(), {"lm_head.weight"} if model.spec.tied else set()
     for unit in units(model.spec, family.LLAMA_NAMES):
         arrays = model.params if unit.layer is None else layer_of(model.params, unit.layer)
-        for found in tensors_of(model.spec, unit):
-            array = jax.block_until_ready(jnp.asarray(to_hf(model.spec, found, arrays)))
-            name, part = _place(found.name, model.spec)
+        for tensor in tensors_of(model.spec, unit):
+            array = jax.block_until_ready(jnp.asarray(to_hf(model.spec, tensor, arrays)))
+            name, part = _place(tensor.name, model.spec)
             theirs[name][part].copy_(torch.from_dlpack(array))
             if made.device.type == "cuda":
                 torch.cuda.synchronize()  # before jax may use the memory of `array` again
@@ -171,10 +171,10 @@ def _load(made: Any, model: dj.Model, torch: Any) -> None:
 def _place(name: str, spec: dj.ModelSpec) -> tuple[str, Any]:
     """Their tensor that holds one of ours, and its part: theirs is of all experts, gate and up in one."""
     name = name.replace("gate.expert_bias", "gate.e_score_correction_bias")
-    found = re.fullmatch(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
-    if found is None or spec.experts is None:
+    match = re.fullmatch(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+    if match is None or spec.experts is None:
         return name, ...
-    layer, expert, which = found.groups()
+    layer, expert, which = match.groups()
     if which == "down":
         return f"{layer}.down_proj", int(expert)
     rows = slice(spec.experts.mlp_width) if which == "gate" else slice(spec.experts.mlp_width, None)
@@ -184,11 +184,11 @@ def _place(name: str, spec: dj.ModelSpec) -> tuple[str, Any]:
 def _through_compiler(eager: Twin) -> Twin:
     """Uses torch.compile for full forwards if it works; otherwise `how` says why not."""
     torch = eager.torch
-    found = dataclasses.replace(eager, compiled=torch.compile(eager.full), how="torch.compile")
+    twin = dataclasses.replace(eager, compiled=torch.compile(eager.full), how="torch.compile")
     tokens = torch.zeros((1, 8), dtype=torch.long, device=eager.network.device)
     try:
         with torch.inference_mode():
-            found.full(tokens)
+            twin.full(tokens)
     except Exception as error:  # many causes: no compiler, an old GPU, unsupported operations
         return dataclasses.replace(eager, how=f"eager (torch.compile: {type(error).__name__})")
-    return found
+    return twin

@@ -40,11 +40,11 @@ def main(only: tuple[str, ...] = (), prompts: int = 256, json: runner.JsonFile =
     where, every = measured_on("float32"), workloads(prompts)
     for name in chosen(only, every):
         # Runs of different workloads may share the file.
-        found = read_json(json)["models"] if json and json.exists() else {}
-        for done in stages(every[name](), found.get(name, {})):
-            found |= {name: done}
-            runner.write(json, where | {"models": {key: found[key] for key in every if key in found}})
-        print(f"\n{name}\n\n{table(found[name])}")
+        results = read_json(json)["models"] if json and json.exists() else {}
+        for done in stages(every[name](), results.get(name, {})):
+            results |= {name: done}
+            runner.write(json, where | {"models": {key: results[key] for key in every if key in results}})
+        print(f"\n{name}\n\n{table(results[name])}")
 
 
 if __name__ == "__main__":

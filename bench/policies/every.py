@@ -53,7 +53,7 @@ def table(workload: dict[str, Any]) -> str:
 
 def tables(measured: dict[str, Any]) -> str:
     """Markdown: a section per workload, and one of all claims on them."""
-    shown = [f"## {name}\n\n{title(found)}.\n\n{table(found)}" for name, found in measured.items()]
+    shown = [f"## {name}\n\n{title(result)}.\n\n{table(result)}" for name, result in measured.items()]
     return "\n\n".join([*shown, f"## Every comparison\n\n{orderings.table(measured)}"])
 
 

@@ -201,7 +201,7 @@ LATER: tuple[Setting, ...] = (  # of 2026, one setting of each; to be compared w
     Setting(p.SuffixDropout(keep=p.NearAndLast(near=4))),
     dataclasses.replace(SLIDING, policy=p.SlidingCache(window=4)),
 )
-_in_parallel = tuple(dataclasses.replace(one, sampler=THRESHOLD.sampler) for one in (SLIDING, *LATER))
+_in_parallel = tuple(dataclasses.replace(setting, sampler=THRESHOLD.sampler) for setting in (SLIDING, *LATER))
 _committed = (s.EarlyCommit(), *(s.EarlyCommit(early=gap, middle=gap, late=gap) for gap in (10.0, 20.0)))
 EARLY = tuple(
     Setting(sampler=s.Confidence(early_commit=rule), variant="early commitment") for rule in _committed
@@ -212,7 +212,7 @@ DELIMITED = Setting(
     sampler=THRESHOLD.sampler, blocks=AdaBlock(8, delimiters=(40,)), variant="delimited blocks"
 )
 ENDS = (
-    LEAP, DELIMITED, *(dataclasses.replace(one, policy=p.DualCache()) for one in (LEAP, DELIMITED)),
+    LEAP, DELIMITED, *(dataclasses.replace(setting, policy=p.DualCache()) for setting in (LEAP, DELIMITED)),
     dataclasses.replace(LEAP, policy=p.SparseDLLM(keep=0.5)),
     *_each(p.Policy(), p.DualCache(), sampler=s.DAEDAL(checked=4), begins=8, variant="growing answers"),
 )  # fmt: skip

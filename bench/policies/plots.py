@@ -72,8 +72,8 @@ def growth(prompts: Sequence[int]) -> Figure:
     """Predicted milliseconds per token by prompt length, and the generations that were measured."""
     figure, axes = plt.subplots(figsize=(7, 4.4), layout="constrained")
     spec, card = dj.presets.model_spec("llada-8b"), dj.roofline.HARDWARE[speed.CARD.lower()]
-    ran = [one for one in speed.generations() if one.card == speed.CARD]
-    for i, one in enumerate(ran):
+    ran = [made for made in speed.generations() if made.card == speed.CARD]
+    for i, made in enumerate(ran):
         color = f"C{i}"
         layouts = [dj.Layout(prompt, speed.LENGTH, 32, speed.LENGTH) for prompt in prompts]
         works = [dj.roofline.work(spec, getattr(p, one.policy)(), layout, 1) for layout in layouts]

@@ -151,8 +151,8 @@ def pictured(measured: dict[str, Any], model: str) -> str:
 
     cells = []
     for setting in grid.PICTURED:
-        found = (find(measured[f"{model} {task}"], setting) for task in ASKED_OF_PICTURES)
-        rows = [row for row in found if row is not None]
+        measures = (find(measured[f"{model} {task}"], setting) for task in ASKED_OF_PICTURES)
+        rows = [row for row in measures if row is not None]
         if len(rows) == len(ASKED_OF_PICTURES):
             cells.append([*_named(call(setting.policy), setting.variant, rows[-1]), *map(rate, rows)])
     return _table([*ASKED_OF_PICTURES], cells)

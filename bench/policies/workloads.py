@@ -100,10 +100,10 @@ class Workload:
             right = np.all((responses == answers) | ~asked, axis=1)
         else:
             right = tasks.exact(decode_answers(self.model, tokenizer, responses), wanted)
-        found = binomtest(sum(right), len(right)).proportion_ci(method="wilson")
+        interval = binomtest(sum(right), len(right)).proportion_ci(method="wilson")
         return {
             "accuracy": float(np.mean(right)),
-            "interval": [round(float(end), 4) for end in (found.low, found.high)],
+            "interval": [round(float(end), 4) for end in (interval.low, interval.high)],
             "token_accuracy": float(np.mean((responses == answers)[asked])),
         }
 
@@ -190,7 +190,7 @@ def _workload(name: str, title: str, asked: Asked, prompts: int) -> Workload:
     wanted = tasks.examples(asked.task, 31, asked.size, -(-prompts // asked.fewer), "held_out")
     if asked.pictured:
         reader = Processor.load(path)
-        prompt, mask, embeds = map(np.asarray, reader.encode(model, [one.messages for one in wanted]))
+        prompt, mask, embeds = map(np.asarray, reader.encode(model, [example.messages for example in wanted]))
     else:
         reader = read_tokenizer(path)
         prompt, mask = tasks.prompt_arrays(reader, wanted, model.spec.eos_id)

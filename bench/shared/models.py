@@ -34,14 +34,14 @@ def shape(name: str, **changes: Any) -> dj.ModelSpec:
         return dataclasses.replace(dj.presets.model_spec(name), **changes)
     model, size = SIZED[name]
     published, numbers = dj.presets.model_spec(model), FOR_CPUS[size]
-    own: dict[str, Any] = {"mask_id": numbers["vocab"] - 1, "eos_id": numbers["vocab"] - 2, "eot_id": None}
+    fields: dict[str, Any] = {"mask_id": numbers["vocab"] - 1, "eos_id": numbers["vocab"] - 2, "eot_id": None}
     if published.rope_width:
-        own |= {"rope_width": numbers["head_dim"] // 2}
+        fields |= {"rope_width": numbers["head_dim"] // 2}
     if published.experts:
         few = {"count": 32, "per_token": 4, "groups": 4, "groups_per_token": 2}
         narrow = {"mlp_width": numbers["mlp_width"] // 8, "shared": numbers["mlp_width"] // 8}
-        own |= {"experts": dataclasses.replace(published.experts, **few, **narrow)}
-    return dataclasses.replace(published, **{**numbers, **own, **changes})
+        fields |= {"experts": dataclasses.replace(published.experts, **few, **narrow)}
+    return dataclasses.replace(published, **{**numbers, **fields, **changes})
 
 
 def policies_named(names: Sequence[str], spec: dj.ModelSpec | None = None) -> list[dj.policies.Policy]:

@@ -69,7 +69,7 @@ def _align(columns: Columns, left: int = 1) -> str:
 
 
 def _head(heads: Sequence[str], align: str) -> list[str]:
-    return [_line(heads), _line([RULES[one] for one in align])]
+    return [_line(heads), _line([RULES[side] for side in align])]
 
 
 def _line(cells: Sequence[Any]) -> str:

@@ -40,14 +40,14 @@ def ship(run: Run, recipe: Recipe, out: Path):
     """Writes the checkpoint, loads what was written, scores it and writes the card."""
     save_hf(run.model, out, like=recipe.shipped, overwrite=True)
     model, reader = load(out), recipe.reader()
-    found = {"held_out": card.measure(model, reader, recipe.held_out)}
+    measures = {"held_out": card.measure(model, reader, recipe.held_out)}
     if recipe.beyond:
-        found |= {"beyond": card.beyond_training(out, reader)}
-    (out / "README.md").write_text(card.text(recipe, run, found))
+        measures |= {"beyond": card.beyond_training(out, reader)}
+    (out / "README.md").write_text(card.text(recipe, run, measures))
     where = measured_on(str(run.model.dtype))
-    record = where | {"config": dataclasses.asdict(recipe.config), "log": run.log} | found
+    record = where | {"config": dataclasses.asdict(recipe.config), "log": run.log} | measures
     (out / "training_log.json").write_text(json.dumps(record).replace("}, {", "},\n{") + "\n")
-    for row in found["held_out"]:
+    for row in measures["held_out"]:
         print(f"{out.name}: {row['task']}, {row['prompt']} tokens: {row['exact']:.1%}")
 
 

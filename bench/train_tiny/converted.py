@@ -54,11 +54,11 @@ def with_experts(model: Model, spec: ModelSpec, spread: float = 0.001) -> Model:
     def of_layer(key: Array, layer: dict) -> dict:
         column = spread * jax.random.normal(key, (spec.width, copies))
         alone = jnp.zeros((spec.width, pieces - copies))
-        kept = {name: leaf for name, leaf in layer.items() if name not in ("gate", "up", "down")}
-        kept["router"] = jnp.concatenate([column, alone, -column], axis=1)
-        kept |= {"expert_gate": cut(layer["gate"], 1), "expert_up": cut(layer["up"], 1)}
+        leaves = {name: leaf for name, leaf in layer.items() if name not in ("gate", "up", "down")}
+        leaves["router"] = jnp.concatenate([column, alone, -column], axis=1)
+        leaves |= {"expert_gate": cut(layer["gate"], 1), "expert_up": cut(layer["up"], 1)}
         # The weights of the chosen experts are all about 1 / pieces.
-        return kept | {"expert_down": cut(layer["down"], 0) * pieces}
+        return leaves | {"expert_down": cut(layer["down"], 0) * pieces}
 
     keys = jax.random.split(jax.random.key(0), spec.layers)
     layers = list(map(of_layer, keys, separate(model.params)["layers"]))

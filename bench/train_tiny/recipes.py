@@ -122,14 +122,14 @@ def block_causal_stages() -> tuple[Stage, ...]:
 
     Among other stages they are rehearsed all masked, or nearly so, which is how they were learnt at first.
     """
-    found = []
+    batches = []
     for stage in stages({64: 2.0, 128: 2.0, 256: 2.0, 512: 1.5, 1024: 1.5}):
         alone = isinstance(stage.task, Recall) and stage.task.asked == 1
         if alone:
             stage = dataclasses.replace(stage, weight=max(stage.weight, 1.5), t_min=max(stage.t_min, 0.5))
         if not isinstance(stage.task, Sorting):
-            found.append(stage)
-    return tuple(found)
+            batches.append(stage)
+    return tuple(batches)
 
 
 def pictured_stages() -> tuple[Stage, ...]:

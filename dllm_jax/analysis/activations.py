@@ -140,8 +140,8 @@ def capture(
     what = _names(what)
 
     # All arguments are checked on the host, before the first pass.
-    found = canvases(model, source, steps, prompt_mask)
-    batch, length = found.tokens.shape[1:]
+    seen = canvases(model, source, steps, prompt_mask)
+    batch, length = seen.tokens.shape[1:]
     # The residual stream has one place more than there are layers: what the last one returns.
     count, only = model.spec.layers, what == ("residual",)
     stream = chosen("layers", layers, count + (only or layers is None), "the model has the layers")
@@ -149,31 +149,31 @@ def capture(
     distinct("layers", stream)
     stream = stream if "residual" in what else stream[:0]
     at = _positions(positions, batch, length)
-    fitting = checked(interventions, model.spec, batch, length, int(found.taken.max()) + 1)
+    fitting = checked(interventions, model.spec, batch, length, int(seen.taken.max()) + 1)
 
     # Chunks of one width share a program: the last one is filled up with its last canvas.
-    parts, count = [], len(found.steps)
+    parts, count = [], len(seen.steps)
     width = min(chunk, count)
     for start in range(0, count, width):
         index = np.minimum(np.arange(start, start + width), count - 1)
-        asked = Asked(of_layers, stream, at, fitting, found.taken[index])
-        valid = found.valid[index] if found.valid is not None and found.valid.ndim == 3 else found.valid
-        of_chunk = captured(model, found.tokens[index], valid, asked, what)
+        asked = Asked(of_layers, stream, at, fitting, seen.taken[index])
+        valid = seen.valid[index] if seen.valid is not None and seen.valid.ndim == 3 else seen.valid
+        of_chunk = captured(model, seen.tokens[index], valid, asked, what)
         parts.append({name: host.everywhere(array)[: count - start] for name, array in of_chunk.items()})
     arrays = {name: np.concatenate([part[name] for part in parts]) for name in what}
 
     # What was captured of a sequence is at these positions; the head's shift says what each predicts.
     at = np.broadcast_to(np.arange(length, dtype=np.int32), (batch, length)) if at is None else at
-    valid = np.ones((batch, length), bool) if found.valid is None else found.valid
+    valid = np.ones((batch, length), bool) if seen.valid is None else seen.valid
     return Capture(
         **{name: arrays.get(name) for name in AXES},
-        steps=found.steps,
+        steps=seen.steps,
         layers=of_layers,
         stream=stream,
         positions=at,
         predicts=at + np.int32(model.spec.shifted),
         valid=np.take_along_axis(valid, at if valid.ndim == 2 else at[None], axis=-1),
-        tokens=found.tokens,
+        tokens=seen.tokens,
     )
 
 
@@ -236,9 +236,9 @@ def chosen(name: str, given: Indices | None, count: int, what: str) -> Int[np.nd
     """The chosen ones of `count` layers or canvases; None for all. Errors are those of `within`."""
     if given is None:
         return np.arange(count, dtype=np.int32)
-    found = np.asarray(indices(name, given))
-    within(name, found, count, what)
-    return found
+    array = np.asarray(indices(name, given))
+    within(name, array, count, what)
+    return array
 
 
 def _all(model: Model, source: Any) -> tuple[Int[np.ndarray, "t b l"], Int[np.ndarray, "t b"]]:
@@ -263,9 +263,9 @@ def _all(model: Model, source: Any) -> tuple[Int[np.ndarray, "t b l"], Int[np.nd
         taken = np.pad(np.cumsum(active, axis=0), ((1, 0), (0, 0)))
         return tokens, taken.astype(np.int32)
     if not isinstance(source, jax.Array | np.ndarray) or source.ndim not in (2, 3):
-        found = f"shape {source.shape}" if hasattr(source, "shape") else type(source).__name__
+        given = f"shape {source.shape}" if hasattr(source, "shape") else type(source).__name__
         raise ValueError(
-            f"source must be an Output with a trace, a Trace, or token ids [b, l] or [t, b, l]; got {found}"
+            f"source must be an Output with a trace, a Trace, or token ids [b, l] or [t, b, l]; got {given}"
         )
 
     # Canvases without a record of their steps: canvas i counts as the one before step i, for all sequences.

@@ -118,10 +118,10 @@ def captured(
     mesh = current_mesh((model, tokens))
     split = () if mesh is None else model.rules.axes(mesh, "b", batch)
     valid = flat(valid) if valid is not None and valid.ndim == 3 else again(valid)
-    found = over_mesh(whole, model, flat(tokens), valid, asked, out=PartitionSpec(None, split or None))
+    result = over_mesh(whole, model, flat(tokens), valid, asked, out=PartitionSpec(None, split or None))
     # Canvases get an axis of their own again, the first one.
     apart = lambda a: jnp.moveaxis(a.reshape(len(a), batch, count, *a.shape[2:]), 2, 0)
-    return {name: apart(array) for name, array in found.items()}
+    return {name: apart(array) for name, array in result.items()}
 
 
 def _pass(

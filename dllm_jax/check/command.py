@@ -83,9 +83,9 @@ def check(arguments: Arguments, console: rich.console.Console) -> int:
         say("interrupted")
     if arguments.record and report.complete:
         name = f"dllm-jax check, {now()}"
-        found = operations.derive_evidence(report.parts.get("operations", []), name)
-        operations.record(found, user_file())
-        say(f"recorded for this machine: {len(found)} entries in {user_file()}")
+        evidence = operations.derive_evidence(report.parts.get("operations", []), name)
+        operations.record(evidence, user_file())
+        say(f"recorded for this machine: {len(evidence)} entries in {user_file()}")
     report.write()
     console.rule()
     for line in report.verdict():

@@ -30,17 +30,17 @@ def findings(spec: dj.ModelSpec, hardware: Hardware) -> Iterator[Finding]:
       spec: Spec of the model whose speed is measured.
       hardware: this device, of which the capacity counts.
     """
-    found = device()
+    chip = device()
     client = jax.devices()[0].client.platform_version.splitlines()
-    about = {"driver": driver(found.platform), "runtime": client}
-    yield Finding("device", f"{found.count} x {found.kind} ({found.platform})", None, found._asdict() | about)
+    about = {"driver": driver(chip.platform), "runtime": client}
+    yield Finding("device", f"{chip.count} x {chip.kind} ({chip.platform})", None, chip._asdict() | about)
 
     installed = {d.metadata["Name"] for d in importlib.metadata.distributions()}
     extra = [name for name in sorted(filter(None, installed)) if name.startswith((*DRIVERS, *LIBRARIES))]
     listed = versions((*PACKAGES, *extra))
     yield Finding("versions", ", ".join(f"{name} {is_}" for name, is_ in listed.items()), None, listed)
 
-    problems = list(mismatches(listed, found.platform, about["driver"]))
+    problems = list(mismatches(listed, chip.platform, about["driver"]))
     yield Finding("together", "; ".join(problems) or "all versions go together", not problems)
 
     memory = predict.work(spec, dj.policies.DualCache(), dj.Layout(1024, 256, 32, 256)).memory

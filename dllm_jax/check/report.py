@@ -48,34 +48,36 @@ class Report:
         """Adds what a part finds; an error in it is a finding, and the parts after it still run."""
         self.parts[part] = []
         try:
-            for found in findings():
-                self.add(part, found, say)
+            for finding in findings():
+                self.add(part, finding, say)
         except Exception as error:  # any exception belongs into the report, and the rest goes on
             self.add(part, failed("the whole part", error), say)
 
-    def add(self, part: str, found: Finding, say: Callable[[str], None]):
+    def add(self, part: str, finding: Finding, say: Callable[[str], None]):
         """Adds a finding, writes the report and says a line."""
-        self.parts[part].append(found)
-        mark = {True: "right", False: "WRONG", None: "     "}[found.right]
-        say(f"{part:<12} {mark}  {found.name}: {found.text}")
+        self.parts[part].append(finding)
+        mark = {True: "right", False: "WRONG", None: "     "}[finding.right]
+        say(f"{part:<12} {mark}  {finding.name}: {finding.text}")
         self.write()
 
     @property
     def wrong(self) -> list[str]:
         """The names of what is not as it should be."""
-        found = [(part, one) for part, of_part in self.parts.items() for one in of_part]
-        return [f"{part}, {one.name}: {one.text}" for part, one in found if one.right is False]
+        pairs = [(part, finding) for part, of_part in self.parts.items() for finding in of_part]
+        return [
+            f"{part}, {finding.name}: {finding.text}" for part, finding in pairs if finding.right is False
+        ]
 
     def write(self):
         """Writes the file as a whole or not at all."""
         if self.path is not None:
-            parts = {part: list(map(dataclasses.asdict, found)) for part, found in self.parts.items()}
+            parts = {part: list(map(dataclasses.asdict, findings)) for part, findings in self.parts.items()}
             verdict = {"complete": self.complete, "right": not self.wrong, "wrong": self.wrong}
             write_json(self.path, self.about | {"verdict": verdict, "parts": parts})
 
     def verdict(self) -> Iterator[str]:
         """Lines for a person: is it right, how near the roofline, what is fastest, what to set."""
-        checked = sum(f.right is not None for found in self.parts.values() for f in found)
+        checked = sum(f.right is not None for findings in self.parts.values() for f in findings)
         if self.wrong:
             yield f"{len(self.wrong)} of {checked} comparisons are wrong:"
             yield from (f"  {line}" for line in self.wrong)

@@ -59,9 +59,9 @@ class Case(NamedTuple):
     @property
     def title(self) -> str:
         """A short name."""
-        held = f", {self.weights}" if self.weights else ""
+        form = f", {self.weights}" if self.weights else ""
         by = f", {self.implementation}" if self.implementation else ""
-        return f"{type(self.policy).__name__}, prompt {self.prompt}, batch {self.batch}{held}{by}"
+        return f"{type(self.policy).__name__}, prompt {self.prompt}, batch {self.batch}{form}{by}"
 
 
 def cases(geometry: Geometry, implementations: Sequence[Implementation], quick: bool) -> list[Case]:
@@ -79,10 +79,10 @@ def cases(geometry: Geometry, implementations: Sequence[Implementation], quick: 
     by = [Case(DualCache(), prompt, batch, None, name) for name in implementations]
     others = [(p, b) for b in geometry.batches for p in geometry.prompts if (p, b) != (prompt, batch)]
     rest = [Case(policy, p, b) for p, b in others for policy in POLICIES]
-    held = [Case(policy, prompt, batch, "int8") for policy in POLICIES]
+    quantized = [Case(policy, prompt, batch, "int8") for policy in POLICIES]
     every = itertools.product(others, implementations, POLICIES[:2])
     more = [Case(policy, p, b, None, name) for (p, b), name, policy in every]
-    return [*first, *by, *held, *rest, *more]
+    return [*first, *by, *quantized, *rest, *more]
 
 
 def findings(
@@ -155,7 +155,7 @@ def measure(model: Model, case: Case, hardware: Hardware, geometry: Geometry, re
     # Full and partial steps: milliseconds, the prediction, and its share of what was measured.
     kinds: dict[str, dict[str, Any]] = {}
     for kind, taken in (("full", steps.full), ("partial", steps.partial)):
-        price = next((one.cost for one in predicted.steps if one.step.full is (kind == "full")), None)
+        price = next((row.cost for row in predicted.steps if row.step.full is (kind == "full")), None)
         if taken is not None and price is not None:
             of_kind = price.seconds(hardware)
             ms = {"ms": dataclasses.asdict(taken.scaled(1e3)), "predicted_ms": 1e3 * of_kind}
@@ -169,16 +169,16 @@ def measure(model: Model, case: Case, hardware: Hardware, geometry: Geometry, re
         "program_bytes": made.bytes, "predicted_bytes": predicted.memory.total(hardware),
         "device_peak_bytes": timing.peak_bytes(),
     }  # fmt: skip
-    told = [f"{kind} {one['ms']['median']:.2f} ms ({one['share']:.0%})" for kind, one in kinds.items()]
+    told = [f"{kind} {timed['ms']['median']:.2f} ms ({timed['share']:.0%})" for kind, timed in kinds.items()]
     text = f"{', '.join(told)}, {rate:.1f} tokens/s, compiled in {compiled:.0f} s"
     return Finding(case.title, text, None, data)
 
 
 def _predicted(model: Model, case: Case, asked: Request) -> Work:
     """Predicts the work of a case; int8 matrices have a byte per scalar, their scales are left out."""
-    found = work(model.spec, case.policy, asked.plan.layout, case.batch, model.dtype)
+    cost = work(model.spec, case.policy, asked.plan.layout, case.batch, model.dtype)
     if case.weights is None:
-        return found
+        return cost
     smaller = lambda of: dataclasses.replace(of, weights=of.weights / model.dtype.itemsize)
-    kinds = tuple(kind._replace(cost=smaller(kind.cost)) for kind in found.steps)
-    return dataclasses.replace(found, steps=kinds, memory=smaller(found.memory))
+    kinds = tuple(kind._replace(cost=smaller(kind.cost)) for kind in cost.steps)
+    return dataclasses.replace(cost, steps=kinds, memory=smaller(cost.memory))

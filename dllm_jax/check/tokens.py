@@ -141,7 +141,7 @@ def _gap(model: dj.Model, theirs: Any, step: int, sequence: int, position: int, 
     if model.spec.mask_id in (a, b):
         score = np.asarray(theirs.score)[step, sequence]
         changed = [np.asarray(run.tokens)[step + 1, sequence] != before for run in (ours, theirs)]
-        ends = [np.min(score, where=one & np.isfinite(score), initial=np.inf) for one in changed]
+        ends = [np.min(score, where=mask & np.isfinite(score), initial=np.inf) for mask in changed]
         return float(abs(ends[0] - ends[1])) if np.isfinite(ends).all() else 1.0
     at = position - 1 if model.spec.shifted else position
     logits = np.asarray(dj.forward(model, before[None].astype(np.int32))[0, at], np.float64)

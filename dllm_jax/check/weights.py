@@ -60,7 +60,7 @@ def drawn(key: jax.Array, pieces: int, shape: tuple[int, ...], dtype: Any, gain:
     """Normal numbers of std 0.02 times `gain`, drawn in `pieces` equal parts; in int8, in `STEP` of these."""
     part = (math.prod(shape) // pieces,)
     if dtype == jnp.int8:
-        one = lambda key: jnp.clip(jax.random.normal(key, part) / STEP, -127, 127).astype(dtype)
+        draw = lambda key: jnp.clip(jax.random.normal(key, part) / STEP, -127, 127).astype(dtype)
     else:
-        one = lambda key: (gain * INIT_STD * jax.random.normal(key, part, dtype)).astype(dtype)
-    return jax.lax.map(one, jax.random.split(key, pieces)).reshape(shape)
+        draw = lambda key: (gain * INIT_STD * jax.random.normal(key, part, dtype)).astype(dtype)
+    return jax.lax.map(draw, jax.random.split(key, pieces)).reshape(shape)

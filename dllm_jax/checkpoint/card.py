@@ -32,20 +32,20 @@ def files_along(folder: Path) -> tuple[Path, ...]:
     )
 
 
-def card(model: Model, title: str, kept: Path | None) -> str:
+def card(model: Model, title: str, original: Path | None) -> str:
     """The card of a model that is saved.
 
     Args:
       model: The model.
       title: Name of the directory that it is saved in.
-      kept: Directory whose tokenizer and configs go along, None if there is none.
+      original: Directory whose tokenizer and configs go along, None if there is none.
     """
     version = versions(("dllm-jax",))["dllm-jax"]
     what = f"A {model.spec.family} model of {count(model.params):,} parameters, saved by dllm_jax {version}."
     lines, origin = ["library_name: transformers"], []
-    if kept is not None:
-        name, is_hub = _name_of(kept)
-        lines = [*_license(kept), *([f"base_model: {name}"] if is_hub else []), *lines]
+    if original is not None:
+        name, is_hub = _name_of(original)
+        lines = [*_license(original), *([f"base_model: {name}"] if is_hub else []), *lines]
         origin = [
             f"Tokenizer and configuration are those of `{name}`. The weights may have been trained since "
             "they were loaded: results that were published for it do not hold until they are measured again."

@@ -91,10 +91,10 @@ class Config:
           ValueError: as `read`; or no key gives a head's width, and the heads do not divide the model's.
         """
         others = {"kv_heads": self.get(keys["heads"]), "vocab": self.get("vocab_size")}
-        found = self.of_class(ModelSpec, keys, others | defaults)
-        if "head_dim" in found:
-            return found
-        return found | {"head_dim": self.divided_head(keys["width"], keys["heads"])}
+        fields = self.of_class(ModelSpec, keys, others | defaults)
+        if "head_dim" in fields:
+            return fields
+        return fields | {"head_dim": self.divided_head(keys["width"], keys["heads"])}
 
     def divided_head(self, width_key: str, heads_key: str, reason: str = "") -> int:
         """Returns the width of a head: the model's width divided by the number of heads.

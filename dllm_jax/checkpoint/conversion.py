@@ -61,32 +61,32 @@ def convert(
       FileNotFoundError: no such source.
       ValueError: see `load`; also if the source is converted already, or contains the destination.
     """
-    found, target = locate_model(source, revision, family), local_path("destination", destination)
-    check_apart(found, target)
-    if is_converted(found):
+    directory, target = locate_model(source, revision, family), local_path("destination", destination)
+    check_apart(directory, target)
+    if is_converted(directory):
         raise ValueError(
-            f"{found} is converted already; expected a Hugging Face directory. dj.load reads it as it is, "
-            "and `dllm-jax export` writes it back."
+            f"{directory} is converted already; expected a Hugging Face directory. dj.load reads it as it "
+            "is, and `dllm-jax export` writes it back."
         )
-    checkpoint = open_hf(found, family)
+    checkpoint = open_hf(directory, family)
 
     # What can be told from the arguments is refused before a directory appears next to the destination.
-    written = choose(dtype, checkpoint.dtypes, str(found), checkpoint.matrices)
-    held = choose_weights(weights, None, str(found))
+    written = choose(dtype, checkpoint.dtypes, str(directory), checkpoint.matrices)
+    form = choose_weights(weights, None, str(directory))
     spec = scale_rope(checkpoint.spec, rope_factor)
     with (
         atomic_directory(target, overwrite) as partial,
         progress("convert", checkpoint, show_progress) as advance,
     ):
-        for unit, arrays in read_units(checkpoint, written, held, check_finite):
+        for unit, arrays in read_units(checkpoint, written, form, check_finite):
             write_unit(partial, unit, arrays)
             advance()
         if checkpoint.carried:
             write_tensors(partial / files.CARRIED, checkpoint.carried)
         # spec.json comes last but for the hashes, which are of everything before them.
-        files.copy_files(found, files.auxiliary_files(found), partial)
-        write_spec(partial, spec, written, held)
-        history = _provenance(checkpoint, str(source), written, held, rope_factor)
+        files.copy_files(directory, files.auxiliary_files(directory), partial)
+        write_spec(partial, spec, written, form)
+        history = _provenance(checkpoint, str(source), written, form, rope_factor)
         history |= {files.WRITTEN: files.written(partial)}
         files.write_object(partial / files.PROVENANCE, history)
     return target

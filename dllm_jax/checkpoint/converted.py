@@ -83,12 +83,12 @@ def read_spec(folder: Path, family: Family | None = None) -> tuple[ModelSpec, np
 
 def write_spec(folder: Path, spec: ModelSpec, dtype: np.dtype, weights: Weights | None):
     """Writes spec.json."""
-    number = next(number for number, held in FORMATS.items() if held == weights)
+    number = next(number for number, form in FORMATS.items() if form == weights)
     # Fields at their defaults are left out, as in directories from before there were such.
     fields = dataclasses.asdict(spec)
-    kept = {f.name: fields[f.name] for f in dataclasses.fields(spec) if fields[f.name] != f.default}
+    changed = {f.name: fields[f.name] for f in dataclasses.fields(spec) if fields[f.name] != f.default}
     content = {"format": number, "dtype": str(dtype)} | ({} if weights is None else {"weights": weights})
-    write_object(folder / SPEC, content | {"spec": kept})
+    write_object(folder / SPEC, content | {"spec": changed})
 
 
 def is_converted(path: Path) -> bool:
@@ -105,14 +105,14 @@ def open_converted(path: Path, family: Family | None = None) -> Source:
     """
     spec, dtype, weights = read_spec(path, family)
     params = path / PARAMS
-    found = {entry.name for entry in params.iterdir() if not entry.name.startswith(".")}
-    if (layers := layers_in_all(spec)) > len(found):  # before a list of that many is made
+    folders = {entry.name for entry in params.iterdir() if not entry.name.startswith(".")}
+    if (layers := layers_in_all(spec)) > len(folders):  # before a list of that many is made
         raise ValueError(f"{path / SPEC}: layers={layers}, but {params} lacks units for that many layers")
     # The spec is a claim of a file: nothing is allocated before names, shapes and dtypes agree with it.
     units = units_of(spec, family)
     if missing := [unit.name for unit in units if not (params / unit.name).is_dir()]:
         raise ValueError(f"{params} lacks {named(missing)}")
-    if extra := sorted(found - {unit.name for unit in units}):
+    if extra := sorted(folders - {unit.name for unit in units}):
         raise ValueError(f"{params} holds {named(extra)}, which {SPEC} does not describe")
     check_tree(path, PARAMS)
     for unit in units:
@@ -135,16 +135,16 @@ def _check_unit(where: Path, expected: dict[str, Any]):
     if (unit := unit_of(where)) != where.name:
         raise ValueError(f"{where} holds the unit {unit}: directories of units were renamed or exchanged")
     # What keeps the dtype that it was stored in may have any that files hold.
-    own = lambda name, dtype: name in WIDE and dtype in SAFETENSORS.values()
-    kind = lambda name, dtype: "its own dtype" if own(name, dtype) else str(dtype)
+    wide = lambda name, dtype: name in WIDE and dtype in SAFETENSORS.values()
+    kind = lambda name, dtype: "its own dtype" if wide(name, dtype) else str(dtype)
     known = {name: open_array(where, name) for name in names_of(where)}
-    found = {name: (tuple(array.shape), kind(name, array.dtype)) for name, array in known.items()}
+    shapes = {name: (tuple(array.shape), kind(name, array.dtype)) for name, array in known.items()}
     wanted = {name: (tuple(array.shape), kind(name, array.dtype)) for name, array in expected.items()}
-    if found != wanted:
+    if shapes != wanted:
         differing = sorted(
-            name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name)
+            name for name in shapes.keys() | wanted.keys() if shapes.get(name) != wanted.get(name)
         )
-        have, want = ({name: side.get(name) for name in differing} for side in (found, wanted))
+        have, want = ({name: side.get(name) for name in differing} for side in (shapes, wanted))
         raise ValueError(f"{where} holds {have}, but {SPEC} describes {want}")
 
 
@@ -239,8 +239,8 @@ def unit_of(path: Path) -> str | None:
       ValueError: the directory is damaged.
     """
     with _errors_named(path):
-        found = ts.KvStore.open(_store(path)).result().read(UNIT).result()
-    return found.value.decode(errors="replace") if found.state == "value" else None
+        entry = ts.KvStore.open(_store(path)).result().read(UNIT).result()
+    return entry.value.decode(errors="replace") if entry.state == "value" else None
 
 
 def open_array(path: Path, name: str) -> Stored:

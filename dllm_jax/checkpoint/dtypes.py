@@ -61,16 +61,16 @@ def choose(dtype: Any, stored: Iterable[np.dtype], where: str, matrices: np.dtyp
     kinds = sorted(set(stored), key=str)
     if len(kinds) == 1 and kinds[0] in SUPPORTED:
         return kinds[0]
-    found = ", ".join(map(str, kinds))
+    listed = ", ".join(map(str, kinds))
     if matrices is None:
         raise ValueError(
-            f"{where} stores {found}; to keep the stored dtype it must be float32 or bfloat16 throughout. "
+            f"{where} stores {listed}; to keep the stored dtype it must be float32 or bfloat16 throughout. "
             "Ask for one of them: dtype='float32' or dtype='bfloat16'"
         )
     chosen = matrices if matrices in SUPPORTED else np.dtype(jnp.bfloat16)
     why = f"that of the matrices is {matrices}" if len(kinds) > 1 else "no model runs in it"
     warnings.warn(
-        f"{where} stores {found}; it is loaded in {chosen}, as {why}. Pass dtype='float32' or 'bfloat16' to "
+        f"{where} stores {listed}; it is loaded in {chosen}, as {why}. Pass dtype='float32' or 'bfloat16' to "
         "choose",
         DtypeWarning,
         stacklevel=3,

@@ -74,20 +74,20 @@ def export(
       FileNotFoundError: no such source.
       ValueError: not a converted directory, one of int8 matrices, damaged, or it contains the destination.
     """
-    found, target = locate(source), local_path("destination", destination)
-    check_apart(found, target)
-    if not is_converted(found):
-        is_hf = (found / "config.json").is_file()
+    directory, target = locate(source), local_path("destination", destination)
+    check_apart(directory, target)
+    if not is_converted(directory):
+        is_hf = (directory / "config.json").is_file()
         hint = ": it is a Hugging Face directory already, which dj.load reads as it is" if is_hf else ""
         raise ValueError(
-            f"{found} is no converted directory (no spec.json and params/ as `convert` writes){hint}"
+            f"{directory} is no converted directory (no spec.json and params/ as `convert` writes){hint}"
         )
-    checkpoint = open_converted(found, family)
+    checkpoint = open_converted(directory, family)
     _refuse_int8(checkpoint, "export the conversion without weights='int8', or keep the original")
     with progress("export", checkpoint, show_progress) as advance:
-        along, fused = auxiliary_files(found), family_of(checkpoint.spec, family).fuses_experts
+        along, fused = auxiliary_files(directory), family_of(checkpoint.spec, family).fuses_experts
         tensors = _tensors(checkpoint, advance, fused)
-        _write(target, checkpoint, found, along, None, overwrite, shard_bytes, tensors, fused)
+        _write(target, checkpoint, directory, along, None, overwrite, shard_bytes, tensors, fused)
     return target
 
 
@@ -152,12 +152,12 @@ def save_hf(
             f"spec.vision={model.spec.vision} and model.vision must go together: the parameters of the tower "
             f"are {'missing' if model.vision is None else 'there without its spec'}"
         )
-    target, kept = local_path("destination", destination), _original(model, like or keep_from)
-    source = dataclasses.replace(source, carried=_carried(source, kept))
-    about, along = card(model, target.name, kept), () if kept is None else files_along(kept)
+    target, original = local_path("destination", destination), _original(model, like or keep_from)
+    source = dataclasses.replace(source, carried=_carried(source, original))
+    about, along = card(model, target.name, original), () if original is None else files_along(original)
     tensors = _tensors(source, lambda: None, fused_experts)
     write = functools.partial(
-        _write, target, source, kept, along, about, overwrite, shard_bytes, tensors, fused_experts
+        _write, target, source, original, along, about, overwrite, shard_bytes, tensors, fused_experts
     )
     # Fetching a parameter is a collective: all processes must go through all of them, whoever writes.
     by_the_first(write, f"{target} was not written", lambda: collections.deque(tensors, maxlen=0))
@@ -198,20 +198,22 @@ def in_memory(model: Model, family: Family | None = None) -> Source:
     def parameters(unit: Unit) -> dict[str, StoredParameter]:
         params = model.vision if unit.of_vision else model.params
         assert params is not None, "checked before anything is written"
-        found = params if unit.layer is None else layer_of(params, unit.layer)
-        return {entry.leaf: jax.tree.map(fetch, found[entry.leaf]) for entry in unit.entries}
+        source_params = params if unit.layer is None else layer_of(params, unit.layer)
+        return {entry.leaf: jax.tree.map(fetch, source_params[entry.leaf]) for entry in unit.entries}
 
     leaves = jax.tree_util.tree_leaves_with_path((model.params, model.vision))
     dtypes = frozenset(np.dtype(leaf.dtype) for path, leaf in leaves if name_of(path) not in WIDE)
     return Source(Path("model"), model.spec, dtypes, model.weights, parameters, family=family)
 
 
-def _carried(source: Source, kept: Path | None) -> Mapping[str, Any]:
+def _carried(source: Source, folder: Path | None) -> Mapping[str, Any]:
     """Tensors of a directory that no parameter is made of (`Family.carried`); none of most families."""
     pattern = family_of(source.spec, source.family).carried
-    if kept is None or not pattern or not ((kept / CARRIED).is_file() or any(kept.glob("*.safetensors"))):
+    if folder is None or not pattern:
         return {}
-    return carried(tensors_of_file(kept / CARRIED) if is_converted(kept) else tensors_in(kept), pattern)
+    if not (folder / CARRIED).is_file() and not any(folder.glob("*.safetensors")):
+        return {}
+    return carried(tensors_of_file(folder / CARRIED) if is_converted(folder) else tensors_in(folder), pattern)
 
 
 def _refuse_int8(source: Source, instead: str):
@@ -230,7 +232,7 @@ def _one_dtype(source: Source) -> np.dtype:
 def _write(
     target: Path,
     source: Source,
-    kept: Path | None,
+    folder: Path | None,
     along: Iterable[Path],
     about: str | None,
     overwrite: bool,
@@ -238,12 +240,14 @@ def _write(
     tensors: Iterator[np.ndarray],
     fused: bool = False,
 ):
-    """Writes the directory: weights, files of `kept`, its config.json as far as it still holds, a card."""
+    """Writes the directory: weights, files of `folder`, its config.json as far as it holds, a card."""
     spec, dtype = source.spec, _one_dtype(source)
-    original = None if kept is None or not (kept / "config.json").is_file() else read_model_config(kept)
+    original = None
+    if folder is not None and (folder / "config.json").is_file():
+        original = read_model_config(folder)
     with atomic_directory(target, overwrite) as partial:
-        if kept is not None:
-            copy_files(kept, along, partial)
+        if folder is not None:
+            copy_files(folder, along, partial)
         if about is not None:
             (partial / CARD).write_text(about, encoding="utf-8")
         # Bytes of an unchanged config.json stay as they came.

@@ -68,7 +68,7 @@ def config_to_spec(config: Config, family: Family | None = None) -> ModelSpec:
     if family is None:
         refuse(config)
     known = FAMILIES.values() if family is None else (family,)
-    types = tuple(dict.fromkeys(one.model_type for one in known))
+    types = tuple(dict.fromkeys(layout.model_type for layout in known))
     config.check((Requirement("model_type", types, needed=True),))
     of_type = [f for f in known if f.model_type == config.values["model_type"]]
     try:
@@ -145,8 +145,8 @@ def spec_to_generation(spec: ModelSpec, original: Config, family: Family | None 
     if not differences(spec, before):
         return original.generation
     ids = {"eos_token_id": [*spec.ends] if spec.stop_ids else spec.eos_id, "mask_token_id": spec.mask_id}
-    found = fitting(dict(original.generation), spec, before.vocab)
-    return found | {key: value for key, value in ids.items() if found.get(key) is not None}
+    fitted = fitting(dict(original.generation), spec, before.vocab)
+    return fitted | {key: value for key, value in ids.items() if fitted.get(key) is not None}
 
 
 def differences(a: ModelSpec, b: ModelSpec) -> list[str]:

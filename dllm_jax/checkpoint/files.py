@@ -141,12 +141,12 @@ def auxiliary_files(path: Path) -> tuple[Path, ...]:
     They lie at its top, but for the chat templates that transformers keeps in a folder.
     """
     # These describe the weights next to them, and those of the copy are written again.
-    own = (SPEC, PROVENANCE, INDEX)
+    ours = (SPEC, PROVENANCE, INDEX)
     return tuple(
         file
         for file in (*sorted(path.iterdir()), *sorted(path.glob(TEMPLATES)))
         if file.is_file()
-        and file.name not in own
+        and file.name not in ours
         and not file.name.startswith(".")
         and file.suffix not in WEIGHTS
         and file.stat().st_size <= LARGEST
@@ -195,8 +195,8 @@ def check_integrity(folder: Path):
       ValueError: files are damaged, missing or of another conversion, all of them by name; or no hashes are
         known, as of Hugging Face directories.
     """
-    kept = read_object(folder / PROVENANCE).get(WRITTEN) if has_entry(folder, PROVENANCE) else None
-    if not isinstance(kept, dict):
+    recorded = read_object(folder / PROVENANCE).get(WRITTEN) if has_entry(folder, PROVENANCE) else None
+    if not isinstance(recorded, dict):
         there = has_entry(folder, PROVENANCE)
         holds = "holds no hashes" if there else "is missing: it would hold the hashes"
         raise ValueError(
@@ -206,9 +206,9 @@ def check_integrity(folder: Path):
     # Before anything is opened: a link may lead elsewhere, and a pipe waits for ever.
     check_tree(folder, PARAMS)
     check_tree(folder, SPEC)
-    found = written(folder)
-    faults = [f"missing: {name}" for name in kept if name not in found]
-    faults += [f"not of this conversion: {name}" for name in found if name not in kept]
-    faults += [f"damaged: {name}" for name in found if name in kept and found[name] != kept[name]]
+    present = written(folder)
+    faults = [f"missing: {name}" for name in recorded if name not in present]
+    faults += [f"not of this conversion: {name}" for name in present if name not in recorded]
+    faults += [f"damaged: {name}" for name in present if name in recorded and present[name] != recorded[name]]
     if faults:
         raise ValueError(listed(f"{folder}: {len(faults)} files are not as written", faults))

@@ -52,9 +52,9 @@ def open_hf(path: Path, family: Family | None = None) -> Source:
     config = _config(path)
     spec = config_to_spec(config, family)
     names = family_of(spec, family).names
-    found = tensors_in(path)
-    ours = spelled(found, (entry.name for entry in names), str(path))
-    named = {ours[name]: tensor for name, tensor in found.items()}
+    tensors = tensors_in(path)
+    ours = spelled(tensors, (entry.name for entry in names), str(path))
+    named = {ours[name]: tensor for name, tensor in tensors.items()}
     along = carried(named, family_of(spec, family).carried)
     stored = dequantized({name: tensor for name, tensor in named.items() if name not in along}, config)
     stored = by_expert(stored, spec, str(path))
@@ -77,8 +77,8 @@ def open_hf(path: Path, family: Family | None = None) -> Source:
     kinds = {tensor.name: stored[tensor.name].dtype for tensor in needed}
     check_dtypes(kinds, SAFETENSORS, str(path))
     # Tensors that no parameter is read from do not count, nor do those that keep a dtype of their own.
-    own = {tensor.name for tensor in needed if tensor.parts[0].leaf in WIDE}
-    plain = {name: SAFETENSORS[kind] for name, kind in kinds.items() if name not in own}
+    wide = {tensor.name for tensor in needed if tensor.parts[0].leaf in WIDE}
+    plain = {name: SAFETENSORS[kind] for name, kind in kinds.items() if name not in wide}
     plain = {name: kind for name, kind in plain.items() if not stored[name].quantized} or plain
 
     def parameters(unit: Unit) -> dict[str, StoredParameter]:
@@ -104,11 +104,11 @@ def by_expert(stored: Mapping[str, Tensor], spec: ModelSpec, where: str) -> dict
     """
     if spec.experts is None:
         return dict(stored)
-    found: dict[str, Tensor] = {}
+    split: dict[str, Tensor] = {}
     for name, tensor in stored.items():
         match = FUSED.fullmatch(name)
-        found |= {name: tensor} if match is None else _split(name, tensor, match[1], match[2], spec, where)
-    return found
+        split |= {name: tensor} if match is None else _split(name, tensor, match[1], match[2], spec, where)
+    return split
 
 
 def _split(name: str, tensor: Tensor, stem: str, kind: str, spec: ModelSpec, where: str) -> dict[str, Tensor]:
@@ -141,8 +141,8 @@ def _read(fused: Tensor, expert: int, before: int, ranges: Ranges) -> np.ndarray
 
 def _parameter(spec: ModelSpec, stored: dict[str, Tensor], entry: TensorName) -> Stored:
     """A parameter where it is stored, of which each expert's part may have a tensor of its own."""
-    own = shape(spec, own_axes(entry.leaf))
-    entries = [entry.of_expert(expert) for expert in range(own[0])] if entry.by_expert else [entry]
+    extent = shape(spec, own_axes(entry.leaf))
+    entries = [entry.of_expert(expert) for expert in range(extent[0])] if entry.by_expert else [entry]
     # Of several dtypes, the one that holds all.
     dtype = np.dtype(
         functools.reduce(jnp.promote_types, {SAFETENSORS[stored[e.name].dtype] for e in entries})
@@ -156,11 +156,11 @@ def _parameter(spec: ModelSpec, stored: dict[str, Tensor], entry: TensorName) ->
         # One expert in memory besides the part.
         chosen, *rest = ranges
         whole = np.empty([each.stop - each.start for each in ranges], dtype)
-        for row, one in enumerate(entries[chosen]):
-            whole[row] = part(one, tuple(rest))
+        for row, entry_ in enumerate(entries[chosen]):
+            whole[row] = part(entry_, tuple(rest))
         return whole
 
-    return Stored(own, dtype, of_experts if entry.by_expert else functools.partial(part, entry))
+    return Stored(extent, dtype, of_experts if entry.by_expert else functools.partial(part, entry))
 
 
 def _tied(embed: Tensor, head: Tensor, beginning: str) -> Tensor:

@@ -120,11 +120,11 @@ def load(
     chosen = evidence_for(mesh) if asked is None else asked
     empty = Model({}, scale_rope(source.spec, rope_factor), chosen, rules)  # refuses before it reads
     target = choose(dtype, source.dtypes, str(source.path), source.matrices)
-    held = choose_weights(weights, source.weights, str(source.path))
+    form = choose_weights(weights, source.weights, str(source.path))
     if verify:
         check_integrity(source.path)
     warn_of_replicas(source.spec, mesh, rules)
-    params, vision = fill(source, target, mesh, check_finite, separate_layers, held, rules)
+    params, vision = fill(source, target, mesh, check_finite, separate_layers, form, rules)
     return dataclasses.replace(
         empty, params=params, vision=vision, origin=source.path, quantized=source.quantized,
         generation=generation,

@@ -56,11 +56,11 @@ def what_else(folder: Path, adapter: bool = False) -> str:
         )
     if "spec.json" in names and "params" in names:
         return "; the directory is a converted one: dj.load(directory) reads it, export writes it back"
-    if found := [name for name in names if name.endswith(".gguf")]:
-        return f"; {named(found, 3)}: GGUF is not read, use the model's safetensors"
-    if found := [name for name in names if name.endswith(TORCH)]:
+    if files := [name for name in names if name.endswith(".gguf")]:
+        return f"; {named(files, 3)}: GGUF is not read, use the model's safetensors"
+    if files := [name for name in names if name.endswith(TORCH)]:
         return (
-            f"; {named(found, 3)} would need torch and is not read: save the model as safetensors "
+            f"; {named(files, 3)} would need torch and is not read: save the model as safetensors "
             "(`save_pretrained` does)"
         )
     if "config.json" in names and any(".safetensors" in name for name in names):

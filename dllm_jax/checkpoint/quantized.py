@@ -69,8 +69,8 @@ def described(config: Config) -> str | None:
 
 def settings_of(config: Config) -> tuple[str, Any]:
     """The key and the value of the quantization settings of a config.json; None for a value it has not."""
-    found = ((key, value) for key in QUANTIZED if (value := config.get(key)) is not None)
-    return next(found, (QUANTIZED[0], None))
+    settings = ((key, value) for key in QUANTIZED if (value := config.get(key)) is not None)
+    return next(settings, (QUANTIZED[0], None))
 
 
 def _computed(shape: tuple[int, ...], read: Callable[[Ranges], np.ndarray]) -> Tensor:
@@ -86,16 +86,16 @@ def _scaled(stored: Tensors, settings: Mapping[str, Any]) -> dict[str, Tensor]:
         isinstance(block, list) and len(block) == 2 and all(type(b) is int and b > 0 for b in block)
     ):
         raise ValueError(f"weight_block_size={shown(block)[:100]} must be two numbers of at least 1")
-    found = dict(stored)
+    tensors = dict(stored)
     for name, tensor in stored.items():
         if tensor.dtype not in (*FLOAT8, "I8") or name.endswith("_zero_point"):
             continue
-        scale = next((n for end in ("_scale_inv", "_scale") if (n := name + end) in found), None)
+        scale = next((n for end in ("_scale_inv", "_scale") if (n := name + end) in tensors), None)
         if scale is None:
             raise ValueError(f"{name} is {tensor.dtype} and has no scale ({name}_scale_inv or {name}_scale)")
-        zero = found.pop(f"{name}_zero_point", None)
-        found[name] = _of_blocks(name, tensor, found.pop(scale), zero, block)
-    return found
+        zero = tensors.pop(f"{name}_zero_point", None)
+        tensors[name] = _of_blocks(name, tensor, tensors.pop(scale), zero, block)
+    return tensors
 
 
 def _of_blocks(name: str, q: Tensor, scale: Tensor, zero: Tensor | None, block: list[int] | None) -> Tensor:
@@ -143,15 +143,15 @@ def _compressed(stored: Tensors, settings: Mapping[str, Any]) -> dict[str, Tenso
     of = [group["weights"] for group in groups if isinstance(group.get("weights"), dict)]
     blocks = [w.get("block_structure") or ([1, w["group_size"]] if w.get("group_size") else None) for w in of]
     block = next((b for b in blocks if b is not None), None)
-    found = dict(stored)
+    tensors = dict(stored)
     for name in [name for name in stored if name.endswith(".weight_packed")]:
         stem = name.removesuffix("_packed")
-        if f"{stem}_zero_point" in found:
+        if f"{stem}_zero_point" in tensors:
             raise ValueError(f"{stem} has a zero point: asymmetric pack-quantized is not read. {DEQUANTIZE}")
-        parts = [found.pop(f"{stem}_{part}", None) for part in ("packed", "scale", "shape", "g_idx")]
-        found[stem] = _packed(stem, *parts)
+        parts = [tensors.pop(f"{stem}_{part}", None) for part in ("packed", "scale", "shape", "g_idx")]
+        tensors[stem] = _packed(stem, *parts)
     plain = {"weight_block_size": block if isinstance(block, list) else None}
-    return _scaled(found, plain)
+    return _scaled(tensors, plain)
 
 
 def _packed(
@@ -200,12 +200,12 @@ def _each(stored: Tensors, bits: Any, by_input: bool, make: Callable[..., Tensor
     """Every `X.qweight` with its parts as `X.weight`; fields are packed along inputs, or along outputs."""
     if type(bits) is not int or bits not in BITS:
         raise ValueError(f"bits={shown(bits)[:100]} is not supported; supported: 4, 8. {DEQUANTIZE}")
-    found = dict(stored)
+    tensors = dict(stored)
     for name in [name for name in stored if name.endswith(".qweight")]:
         stem = name.removesuffix(".qweight")
-        parts = [found.pop(f"{stem}.{part}", None) for part in ("qweight", "qzeros", "scales", "g_idx")]
-        found[f"{stem}.weight"] = make(stem, bits, by_input, *parts)
-    return found
+        parts = [tensors.pop(f"{stem}.{part}", None) for part in ("qweight", "qzeros", "scales", "g_idx")]
+        tensors[f"{stem}.weight"] = make(stem, bits, by_input, *parts)
+    return tensors
 
 
 def _of_groups(
@@ -234,8 +234,8 @@ def _of_groups(
         rows, columns = ranges  # outputs and inputs
         # Whole fields of outputs are read: their zeros, and AWQ's weights, share an int32.
         first, last = rows.start // fields, -(-rows.stop // fields)
-        own = slice(rows.start - first * fields, rows.stop - first * fields)
-        along_outputs = lambda array: _fields(array, bits)[..., sequence].reshape(len(array), -1)[:, own]
+        selected = slice(rows.start - first * fields, rows.stop - first * fields)
+        along_outputs = lambda array: _fields(array, bits)[..., sequence].reshape(len(array), -1)[:, selected]
         if by_input:
             q = _fields(packed.read((slice(0, packed.shape[0]), rows)), bits)
             q = q.transpose(0, 2, 1).reshape(inputs, -1)

@@ -133,8 +133,8 @@ def _quantized(stored: Stored, axes: str, outputs: str, where: str) -> Int8Matri
     def values(ranges: Ranges) -> np.ndarray:
         # Channels are cut as they are read, with all of their inputs; of these, a device's part is cut here.
         ends = tuple((ranges[axis].start, ranges[axis].stop) for axis in of_outputs)
-        own = tuple(slice(None) if axis in of_outputs else part for axis, part in enumerate(ranges))
-        return channels(ends).values[own]
+        inner = tuple(slice(None) if axis in of_outputs else part for axis, part in enumerate(ranges))
+        return channels(ends).values[inner]
 
     def scale(ranges: Ranges) -> np.ndarray:
         return channels(tuple((part.start, part.stop) for part in ranges)).scale

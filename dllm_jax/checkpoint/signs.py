@@ -22,14 +22,14 @@ def signed(config: Config, of_type: Sequence[Family], known: Iterable[Family]) -
       ValueError: signs of several models; or none, where the model type alone is that of other models.
     """
     named, model_type = [*class_names(config)], f"model_type={shown(config.values['model_type'])}"
-    found = {
+    matches = {
         family.name: [*matching(named, family.classes), *(family.signs(config) if family in of_type else ())]
         for family in known
     }
     if any(family.classes for family in of_type):
-        found["an autoregressive model"] = [*matching(named, AUTOREGRESSIVE)]
-    found = {name: signs for name, signs in found.items() if signs}
-    reads = next((family for family in of_type if family.name in found), None)
+        matches["an autoregressive model"] = [*matching(named, AUTOREGRESSIVE)]
+    matches = {name: signs for name, signs in matches.items() if signs}
+    reads = next((family for family in of_type if family.name in matches), None)
     reads = reads or next((family for family in of_type if family.unsigned), None)
     if reads is None:
         classes = " or ".join(f"{', '.join(family.classes)} ({family.name})" for family in of_type)
@@ -37,9 +37,9 @@ def signed(config: Config, of_type: Sequence[Family], known: Iterable[Family]) -
             f"{config.where}: {model_type} is not supported: it is an autoregressive model, unless "
             f"architectures or auto_map name {classes}. Use a diffusion checkpoint."
         )
-    found = {reads.name: [model_type]} | found
-    if len(found) > 1:
-        told = "; ".join(f"{', '.join(signs)} of {name}" for name, signs in found.items())
+    matches = {reads.name: [model_type]} | matches
+    if len(matches) > 1:
+        told = "; ".join(f"{', '.join(signs)} of {name}" for name, signs in matches.items())
         raise ValueError(
             f"{config.where} contradicts itself: it has signs of different models, {told}. Correct it, or "
             "pass load(..., family=FAMILIES[name])."

@@ -43,8 +43,10 @@ def resized(source: Source, vocab: int) -> Source:
     fewer = lambda stored: dataclasses.replace(stored, shape=(vocab, *stored.shape[1:]))
 
     def parameters(unit: Unit) -> dict[str, StoredParameter]:
-        found = source.parameters(unit)
-        return {name: jax.tree.map(fewer, found[name]) if name in BY_ID else found[name] for name in found}
+        of_unit = source.parameters(unit)
+        return {
+            name: jax.tree.map(fewer, of_unit[name]) if name in BY_ID else of_unit[name] for name in of_unit
+        }
 
     spec = dataclasses.replace(source.spec, vocab=vocab)
     return dataclasses.replace(source, spec=spec, parameters=parameters)
@@ -134,8 +136,8 @@ def open_checkpoint(
     Raises:
       FileNotFoundError, ValueError: see `locate_model`, `open_hf` and `open_converted`.
     """
-    found = locate_model(path, revision, family)
-    return open_converted(found, family) if is_converted(found) else open_hf(found, family)
+    directory = locate_model(path, revision, family)
+    return open_converted(directory, family) if is_converted(directory) else open_hf(directory, family)
 
 
 def opened(

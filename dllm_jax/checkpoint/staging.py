@@ -35,12 +35,12 @@ def atomic_directory(destination: Path, overwrite: bool = False) -> Iterator[Pat
     parent.mkdir(parents=True, exist_ok=True)
     partial, old = (parent / f".{destination.name}.dllm_jax-{kind}" for kind in ("partial", "replaced"))
     # Under the parent's lock, so that two runs do not take each other's directories for leftovers.
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         with locks.hold(parent, wait=True):
             _clear_up(destination, partial, old)
             _check_free(destination, overwrite)
             partial.mkdir()
-            held.enter_context(locks.hold(partial, wait=True))
+            stack.enter_context(locks.hold(partial, wait=True))
         try:
             yield partial
             # Everything is on the disk before it has its name.

@@ -52,7 +52,7 @@ def tensors_in(path: Path) -> dict[str, Tensor]:
       ValueError: an unreadable file, or a tensor that is in several files without an index.
     """
     listed_in = read_index(path)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     places: dict[str, str] = {}
     for file in weight_files(path):
         place = file.relative_to(path).as_posix()
@@ -60,10 +60,10 @@ def tensors_in(path: Path) -> dict[str, Tensor]:
             # An older copy of a tensor may be left in another shard.
             if listed_in.get(name, place) != place:
                 continue
-            if name in found:
+            if name in tensors:
                 raise ValueError(f"{path}: {name} is in both {places[name]} and {place}")
-            found[name], places[name] = tensor, place
-    return found
+            tensors[name], places[name] = tensor, place
+    return tensors
 
 
 def read_index(path: Path) -> Mapping[str, str]:

@@ -64,8 +64,8 @@ def read_tokenizer(folder: Path) -> Any:
         the directory, and the file where it is known.
     """
     config, settings = _checked(folder)
-    with _without_marks(folder) as own:
-        tokenizer = _from_transformers(own, folder, config, settings)
+    with _without_marks(folder) as files:
+        tokenizer = _from_transformers(files, folder, config, settings)
     tokenizer.name_or_path = str(folder)
     return tokenizer
 
@@ -95,19 +95,19 @@ def _begins(file: Path) -> bool:
         return opened.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
 
 
-def _from_transformers(own: Path, folder: Path, config: dict[str, Any], settings: dict[str, Any]) -> Any:
+def _from_transformers(files: Path, folder: Path, config: dict[str, Any], settings: dict[str, Any]) -> Any:
     """The tokenizer in a directory's files, which are `folder`'s or a copy of them."""
     transformers = _transformers()
     named = settings.get("tokenizer_class")
     offline: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     try:
         if original := COPIES.get(str(named).removesuffix("Fast")):
-            return getattr(transformers, original).from_pretrained(own, **offline)
+            return getattr(transformers, original).from_pretrained(files, **offline)
         if config.get("model_type", "llama") not in transformers.CONFIG_MAPPING:
             # Of no use to a tokenizer, and LLaDA-V's spelling of them is one that transformers warns of.
             known = {key: value for key, value in config.items() if not key.startswith("rope_")}
             offline["config"] = transformers.PretrainedConfig.from_dict(known)
-        return transformers.AutoTokenizer.from_pretrained(own, **offline)
+        return transformers.AutoTokenizer.from_pretrained(files, **offline)
     except Exception as error:  # of many kinds, from Rust too
         if "trust_remote_code" in str(error):
             raise ValueError(

@@ -83,7 +83,7 @@ def answer(asked: Arguments) -> int:
         if not left:
             print(f"{asked.answers} has an answer to each of {len(questions)} prompts", file=sys.stderr)
             return 0
-        requests = [request(asked, lm, one, questions[one.number], options) for one in left]
+        requests = [request(asked, lm, item, questions[item.number], options) for item in left]
         length = options.get("max_length") or options["length"]
         with (
             progress_bar("answered", "{task.description}") as bar,
@@ -108,7 +108,7 @@ def answer(asked: Arguments) -> int:
 
 
 def request(
-    asked: Arguments, lm: LanguageModel, one: Asked, question: Question, options: dict[str, Any]
+    asked: Arguments, lm: LanguageModel, item: Asked, question: Question, options: dict[str, Any]
 ) -> dict[str, Any]:
     """A prompt as `generate_many` takes it; raises ValueError, with the line, for one that is no prompt."""
     try:
@@ -118,16 +118,22 @@ def request(
     if not options["sampler"].draws:
         return {"prompt": ids}
     # Draws are of the prompt's place: they repeat in every run, whichever prompts are left.
-    return {"prompt": ids, "key": jax.random.fold_in(jax.random.key(asked.seed), one.number)}
+    return {"prompt": ids, "key": jax.random.fold_in(jax.random.key(asked.seed), item.number)}
 
 
 def settings_of(asked: Arguments, lm: LanguageModel, options: dict[str, Any]) -> dict[str, Any]:
     """All that an answer depends on besides its prompt, as JSON holds it."""
     said = lambda value: expressions.described(value) if isinstance(value, Policy | Sampler) else value
-    found = {name: said(value) for name, value in options.items() if name != "stop"}
-    found |= {"block": expressions.call(options["block"]), "checkpoint": asked.model, "identity": lm.identity}
+    settings = {name: said(value) for name, value in options.items() if name != "stop"}
+    settings |= {
+        "block": expressions.call(options["block"]),
+        "checkpoint": asked.model,
+        "identity": lm.identity,
+    }
     names = ("chat_template_args", "system", "stop") + (("seed",) if options["sampler"].draws else ())
-    return found | {name: value for name in names if (value := getattr(asked, name)) not in (None, (), "{}")}
+    return settings | {
+        name: value for name in names if (value := getattr(asked, name)) not in (None, (), "{}")
+    }
 
 
 def read_questions(path: Path) -> Iterator[Question]:

@@ -49,12 +49,14 @@ class Answering(Checkpoint):
           ValueError: no such policy, sampler or block, or arguments that it refuses.
         """
         names = ("length", "max_length", "steps")
-        found: dict[str, Any] = {name: value for name in names if (value := getattr(self, name)) is not None}
+        options: dict[str, Any] = {
+            name: value for name in names if (value := getattr(self, name)) is not None
+        }
         readers = {"policy": expressions.typed_policy, "sampler": expressions.typed_sampler}
         for name, read in (readers | {"block": expressions.block}).items():
             if (text := getattr(self, name)) is not None:
-                found[name] = read(text)
-        return found
+                options[name] = read(text)
+        return options
 
     def options(self, lm: LanguageModel) -> dict[str, Any]:
         """All that determines how a model answers, as keyword arguments of `generate`; without a key."""

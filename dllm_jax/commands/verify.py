@@ -111,11 +111,11 @@ class Comparison(NamedTuple):
         ]
         lines += [f"  ... and {len(changed) - TENSORS_SHOWN} more"] * (len(changed) > TENSORS_SHOWN)
         if self.logits is not None:
-            found, allowed = self.logits, self.tolerance
+            logits, allowed = self.logits, self.tolerance
             lines += [
-                f"logits: max abs {found.max_abs:.3g} (allowed {allowed.max_abs:g}), "
-                f"mean KL(A || B) {found.kl:.3g} ({allowed.kl:g}), "
-                f"top-{allowed.top_k} agreement {found.agreement:.4f} ({allowed.agreement:g})"
+                f"logits: max abs {logits.max_abs:.3g} (allowed {allowed.max_abs:g}), "
+                f"mean KL(A || B) {logits.kl:.3g} ({allowed.kl:g}), "
+                f"top-{allowed.top_k} agreement {logits.agreement:.4f} ({allowed.agreement:g})"
             ]
         verdict = "identical" if self.identical else "within tolerance" if self.ok else "different"
         return "\n".join([*lines, f"verdict: {verdict}"])
@@ -246,6 +246,6 @@ def main(
         check_integrity(locate(a))
         print(f"{a}: as written")
         return
-    found = verify(a, b, tokens, seed, tolerance)
-    print(found)
-    raise SystemExit(0 if found.ok else 1)
+    comparison = verify(a, b, tokens, seed, tolerance)
+    print(comparison)
+    raise SystemExit(0 if comparison.ok else 1)

@@ -208,7 +208,9 @@ def encode_chats(
         raise ValueError("messages are empty: there is no conversation to answer")
     names = ["messages"] if len(conversations) == 1 else [f"messages[{i}]" for i in range(len(conversations))]
     pairs = zip(conversations, names, strict=True)
-    ids = padded_together([_chat_ids(tokenizer, one, template, name) for one, name in pairs], pad_id)
+    ids = padded_together(
+        [_chat_ids(tokenizer, messages, template, name) for messages, name in pairs], pad_id
+    )
     warn_of_unread(tokenizer, template)
     warn_of_roles(tokenizer, conversations)
     return ids
@@ -338,12 +340,12 @@ def _refuse_rewritten(name: str, conversation: list[Message], disguise: Disguise
     """Raises ValueError: which special tokens are the template's, and which messages', is not known."""
     why = "a special token of this tokenizer, and the template rewrites it. Remove it from the text."
     texts = [(place, text) for place, text in texts_of(conversation, name) if text.strip() not in result]
-    texts.sort(key=lambda found: not found[0].endswith("['content']"))
+    texts.sort(key=lambda pair: not pair[0].endswith("['content']"))
     for place, text in texts or texts_of(conversation, name):
         if spelled := disguise.pattern.search(text):
             raise ValueError(f"{place} contains {spelled[0]!r}, {why}")
-    found = dict.fromkeys(map(repr, disguise.pattern.findall(result)))
-    raise ValueError(f"{name} contain a part of {', '.join(found)}, {why}")
+    parts = dict.fromkeys(map(repr, disguise.pattern.findall(result)))
+    raise ValueError(f"{name} contain a part of {', '.join(parts)}, {why}")
 
 
 def _hidden(message: Message, hide: Callable[[str], str], disguise: Disguise) -> Message:
@@ -366,8 +368,8 @@ def template_variables(name: str, text: str) -> dict[str, Any]:
       ValueError: the text is no JSON object.
     """
     with contextlib.suppress(json.JSONDecodeError):
-        if isinstance(found := json.loads(text), dict):
-            return found
+        if isinstance(values := json.loads(text), dict):
+            return values
     raise ValueError(f"{name}={shown(text)} must be a JSON object: '{{\"enable_thinking\": false}}'")
 
 

@@ -72,15 +72,15 @@ def notices_of(case: Case) -> tuple[Notice, ...]:
     layout, spec = case.layout, case.model.spec
 
     # What a bucket adds is padding, no part of the length that a model was made for.
-    found = inputs.notices_of_length(layout.end - case.extra, spec)
+    notices = inputs.notices_of_length(layout.end - case.extra, spec)
     if case.asked.sampler.max_steps(layout) > layout.response and not spec.context.has_blocks:
         # It follows the schedule.
         positions = max(layout.end - layout.prompt, layout.blocks * layout.block)
         if (idle := layout.steps - positions) > 0 and not layout.step_per_mask:
             exceed = f"steps={layout.steps} exceed length={positions}"
             message = f"{exceed}: {idle} of these forward passes unmask nothing"
-            found.append(Notice(message, inputs.IdleStepsWarning))
-    return tuple(found)
+            notices.append(Notice(message, inputs.IdleStepsWarning))
+    return tuple(notices)
 
 
 def _check_logprobs(count: int, sampler: Sampler, spec: ModelSpec):
@@ -130,12 +130,12 @@ def fitting_interventions(case: Case, steps: int) -> tuple[Intervention, ...]:
         would not act.
     """
     asked, batch, length = case.asked, len(case.arrays.tokens), case.layout.length
-    found = checked(asked.interventions, case.model.spec, batch, length - case.extra, steps)
+    interventions = checked(asked.interventions, case.model.spec, batch, length - case.extra, steps)
     sampler, drafting = asked.sampler, asked.drafting
-    if found and (sampler.verifies or sampler.verifies_causally or drafting is not None):
+    if interventions and (sampler.verifies or sampler.verifies_causally or drafting is not None):
         what, by = ("FreeDave", "drafts") if drafting else (type(sampler).__name__, "a shadow block")
         raise ValueError(
             f"interventions= is not supported by {what}: it verifies tokens by {by}, where they would not "
             "act. Use Threshold()."
         )
-    return moved(found, case.extra)
+    return moved(interventions, case.extra)

@@ -112,7 +112,7 @@ def compare(
     repeats = check_argument("repeats", repeats, PositiveInt)
     check_options("compare", options, "repeats")
     named = _named(policies, options)
-    runs = compiled(model, [(prompt, own) for _, own in named])
+    runs = compiled(model, [(prompt, asked) for _, asked in named])
     first = [_timed(run) for run in runs]  # not counted: a program's first run may load it
 
     # In turns, so that what slows the machine for a while slows all of them; the median leaves out the rest.
@@ -136,13 +136,13 @@ def compare(
                 equal=float(np.mean(alike(response))),
                 nfe=mean(output.stats.nfe),
                 computed=mean(output.stats.computed_tokens),
-                seconds=float(own),
-                speed_up=float(seconds[0] / own),
+                seconds=float(spent),
+                speed_up=float(seconds[0] / spent),
                 compile_seconds=run.seconds,
                 memory=run.memory,
                 output=output,
             )
-            for (name, _), run, output, response, own in zip(
+            for (name, _), run, output, response, spent in zip(
                 named, runs, outputs, responses, seconds, strict=True
             )
         )
@@ -163,12 +163,12 @@ def _named(policies: Any, options: Mapping[str, Any]) -> list[tuple[str, dict[st
     # A policy is short for the one option that it is; a run in a list is called by what it sets.
     listed = isinstance(policies, Sequence) and not isinstance(policies, str)
     named = list(policies.items()) if isinstance(policies, Mapping) else []
-    named = [(None, one) for one in policies] if listed else named
+    named = [(None, policy) for policy in policies] if listed else named
     if not named:
         raise ValueError(f"policies={shown(policies)} must be policies, such as [Policy(), DualCache()]")
-    both = [(name, dict(one) if isinstance(one, Mapping) else {"policy": one}) for name, one in named]
-    title = lambda name, own: ", ".join(map(call, own.values())) if name is None else str(name)
-    return [(title(name, own), {**options, **own}) for name, own in both]
+    both = [(name, dict(run) if isinstance(run, Mapping) else {"policy": run}) for name, run in named]
+    title = lambda name, asked: ", ".join(map(call, asked.values())) if name is None else str(name)
+    return [(title(name, run), {**options, **run}) for name, run in both]
 
 
 def compiled(model: Model, asked: Sequence[tuple[Any, dict[str, Any]]]) -> list[Run]:
@@ -195,7 +195,7 @@ def compiled(model: Model, asked: Sequence[tuple[Any, dict[str, Any]]]) -> list[
 
     # The first is compiled while the second is traced, which stays in this thread for its configuration.
     with ThreadPoolExecutor(1 if jax.default_backend() == "gpu" else None) as pool:
-        runs = [pool.submit(run, *lowered(*one)) for one in asked]
+        runs = [pool.submit(run, *lowered(*request)) for request in asked]
         return [run.result() for run in runs]
 
 

@@ -28,7 +28,9 @@ def constraints_of(
 ) -> tuple[Constraint, ...]:
     """The constraints of a request; raises ValueError for what is none, or does not fit the canvas."""
     several = [given] if isinstance(given, Constraint) else given
-    if not isinstance(several, list | tuple) or not all(isinstance(one, Constraint) for one in several):
+    if not isinstance(several, list | tuple) or not all(
+        isinstance(constraint, Constraint) for constraint in several
+    ):
         raise ValueError(
             f"constraints={shown(given)} must be a list of Constraint, such as dj.samplers.OneOf(0, words)"
         )
@@ -53,7 +55,7 @@ def allowed_tokens(case: Case) -> Allowed | None:
     """
     asked, arrays, layout, spec = case.asked, case.arrays, case.layout, case.model.spec
     banned = [*_ids("forbid", asked.forbid, spec), *(asked.sampler.suppress_tokens or ())]
-    choices = [one for one in case.constraints if isinstance(one, OneOf)]
+    choices = [constraint for constraint in case.constraints if isinstance(constraint, OneOf)]
     if asked.allow is None and not banned and not choices:
         return None
     free = np.ones(spec.vocab, bool)
@@ -72,7 +74,7 @@ def allowed_tokens(case: Case) -> Allowed | None:
         never = [spec.mask_id] * spec.has_mask_token + [spec.eos_id] * asked.sampler.logits_eos_inf
         canvas.may[:, :, never] = False
         _none_empty(canvas, layout)
-        possible = [_possible_choices(one, canvas, case) for one in choices]
+        possible = [_possible_choices(choice, canvas, case) for choice in choices]
         _choices_agree(choices, possible, layout)
     return None if asked.allow is None and not banned else Allowed(sets, which.astype(np.int32))
 
@@ -96,13 +98,13 @@ def _sets(
     if host.readable(rows) is None:  # traced: every position has a set of its own
         return jnp.repeat(rows, batch // len(rows), 0), np.tile(np.arange(count), (batch, 1))
     known = np.broadcast_to(np.asarray(rows), (batch, count, spec.vocab))
-    return _together([list(one) for one in known], spec)
+    return _together([list(ids) for ids in known], spec)
 
 
 def _of_lists(allow: Lists, valid: Bool[AnyArray, "b l"], count: int, spec: ModelSpec):
     """The sets of lists, of which each sequence may have its own."""
     nested = lambda item: isinstance(item, list | tuple | np.ndarray)
-    by_sequence = any(nested(one) and any(x is None or nested(x) for x in one) for one in allow)
+    by_sequence = any(nested(row) and any(x is None or nested(x) for x in row) for row in allow)
     several = allow if by_sequence else [allow] * len(valid)
     if len(several) != len(valid):
         raise ValueError(f"allow has {len(several)} lists; expected one list per sequence: {len(valid)}")
@@ -111,13 +113,13 @@ def _of_lists(allow: Lists, valid: Bool[AnyArray, "b l"], count: int, spec: Mode
     real = host.readable(valid)
     lengths = [count] * len(several) if real is None else [int(row.sum()) for row in real]
     rows: list[list[Any]] = []
-    for one, own in zip(several, lengths, strict=True):
-        one = [None] * count if one is None else one
-        if not isinstance(one, list | tuple) or len(one) not in (own, count):
-            size = len(one) if isinstance(one, list | tuple) else shown(one)
-            raise ValueError(f"allow has {size} entries: it {FORMS}, with length={own}")
-        of_ids = [None if ids is None else _set(f"allow[{i}]", ids, spec) for i, ids in enumerate(one)]
-        rows.append([None] * (count - len(one)) + of_ids)
+    for given, size_of in zip(several, lengths, strict=True):
+        given = [None] * count if given is None else given
+        if not isinstance(given, list | tuple) or len(given) not in (size_of, count):
+            size = len(given) if isinstance(given, list | tuple) else shown(given)
+            raise ValueError(f"allow has {size} entries: it {FORMS}, with length={size_of}")
+        of_ids = [None if ids is None else _set(f"allow[{i}]", ids, spec) for i, ids in enumerate(given)]
+        rows.append([None] * (count - len(given)) + of_ids)
     return _together(rows, spec)
 
 
@@ -125,13 +127,16 @@ def _together(rows: list[list[Any]], spec: ModelSpec):
     """Rows of each position as different sets; their number is a power of 2, for few programs."""
     seen = [dict[bytes, int]() for _ in rows]
     which = [
-        [-1 if row is None else own.setdefault(np.packbits(row).tobytes(), len(own)) for row in positions]
-        for own, positions in zip(seen, rows, strict=True)
+        [
+            -1 if row is None else places.setdefault(np.packbits(row).tobytes(), len(places))
+            for row in positions
+        ]
+        for places, positions in zip(seen, rows, strict=True)
     ]
     most = 1 << (max(map(len, seen), default=0)).bit_length()
     sets = np.ones((len(rows), most - 1, spec.vocab), bool)
-    for i, own in enumerate(seen):
-        for packed, place in own.items():
+    for i, places in enumerate(seen):
+        for packed, place in places.items():
             bits = np.unpackbits(np.frombuffer(packed, np.uint8), count=spec.vocab)
             sets[i, place] = bits.astype(bool)
     return sets, np.asarray(which)
@@ -170,8 +175,8 @@ class Canvas(NamedTuple):
 
 def _none_empty(canvas: Canvas, layout: Layout):
     """Raises ValueError if a mask has no token that it may be unmasked to."""
-    some = np.take_along_axis(canvas.may.any(axis=2), canvas.which, axis=1)
-    if (empty := np.argwhere(canvas.masked & ~some)).size:
+    possible = np.take_along_axis(canvas.may.any(axis=2), canvas.which, axis=1)
+    if (empty := np.argwhere(canvas.masked & ~possible)).size:
         sequence, position = empty[0]
         raise ValueError(
             f"allow and forbid leave no token to position {position - layout.prompt} of sequence "
@@ -180,35 +185,35 @@ def _none_empty(canvas: Canvas, layout: Layout):
         )
 
 
-def _possible_choices(one: OneOf, canvas: Canvas, case: Case) -> Choices:
+def _possible_choices(choice: OneOf, canvas: Canvas, case: Case) -> Choices:
     """First position and table of the choices that agree with given text, of each sequence.
 
     Raises:
       ValueError: a choice does not fit the canvas, or holds what the sets rule out.
     """
-    table, layout, found = one.table(case.model.spec), case.layout, list[tuple[int, Table]]()
+    table, layout, tables = choice.table(case.model.spec), case.layout, list[tuple[int, Table]]()
     for sequence, real in enumerate(case.arrays.valid):
-        first = layout.prompt + one.start + (0 if layout.prompt else int(np.argmax(real)))
+        first = layout.prompt + choice.start + (0 if layout.prompt else int(np.argmax(real)))
         place = np.arange(first, first + table.shape[1])
         if place[-1] >= layout.end:
             raise ValueError(
-                f"start={one.start} and the longest choice, {table.shape[1]} tokens, reach beyond the last "
-                f"of {layout.end - layout.prompt} positions. Increase length"
+                f"start={choice.start} and the longest choice, {table.shape[1]} tokens, reach beyond the "
+                f"last of {layout.end - layout.prompt} positions. Increase length"
             )
         text, free = canvas.tokens[sequence, place], canvas.masked[sequence, place]
         agrees = np.all(free | (text == table), axis=1)
         if not agrees.any():
-            raise ValueError(f"choices={one.choices} must agree with given text: {text.tolist()} has none")
+            raise ValueError(f"choices={choice.choices} must agree with given text: {text.tolist()} has none")
         sets = canvas.which[sequence, place]
         wrong = agrees & np.any(free & ~canvas.may[sequence, sets, table], axis=1)
         if wrong.any():
             filled = table[np.argmax(wrong)].tolist()
             raise ValueError(
-                f"choices hold {one.choices[np.argmax(wrong)]}, filled up to {filled}, which forbid, "
+                f"choices hold {choice.choices[np.argmax(wrong)]}, filled up to {filled}, which forbid, "
                 "allow or the sampler rule out. Remove the choice"
             )
-        found.append((first, table[agrees]))
-    return found
+        tables.append((first, table[agrees]))
+    return tables
 
 
 def _choices_agree(constraints: list[OneOf], possible: list[Choices], layout: Layout):
@@ -222,8 +227,8 @@ def _choices_agree(constraints: list[OneOf], possible: list[Choices], layout: La
       possible: First position and choices of each sequence, for each constraint.
       layout: Geometry of the canvas.
     """
-    for (i, one), (j, other) in itertools.permutations(enumerate(possible), 2):
-        for (first, table), (start, others) in zip(one, other, strict=True):
+    for (i, choice), (j, other) in itertools.permutations(enumerate(possible), 2):
+        for (first, table), (start, others) in zip(choice, other, strict=True):
             begin, end = max(first, start), min(first + table.shape[1], start + others.shape[1])
             known = {tuple(row) for row in others[:, begin - start : end - start].tolist()}
             rows = table[:, begin - first : end - first].tolist()

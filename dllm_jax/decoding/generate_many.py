@@ -220,8 +220,8 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
     def close(self):
         """Frees the slots; requests that have no answer yet get none."""
         self._prompts = iter(())
-        for held in (self._open, self._held, self._answered):
-            held.clear()
+        for table in (self._open, self._held, self._answered):
+            table.clear()
         self._slots = self._lane = None
         if self._bar is not None:
             self._bar.stop()
@@ -240,7 +240,7 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
     @property
     def _waiting(self) -> list[Waiting]:
         """Requests that are in no slot and have no answer, the oldest first."""
-        elsewhere = {*self._answered, *(held.index for held in self._held.values())}
+        elsewhere = {*self._answered, *(waiting.index for waiting in self._held.values())}
         return [waiting for index, waiting in self._open.items() if index not in elsewhere]
 
     # -- a round: sequences that have ended leave, others enter, steps run ------------------------------
@@ -264,9 +264,9 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
         """Sequences that have ended become answers, and their slots free; waits for the devices."""
         if self._slots is None or (seen := self._slots.ended()) is None:
             return
-        for slot, held in list(self._held.items()):
+        for slot, waiting in list(self._held.items()):
             if not seen.goes_on[slot]:
-                self._answered[held.index] = self._slots.output(slot, held.request, seen)
+                self._answered[waiting.index] = self._slots.output(slot, waiting.request, seen)
                 del self._held[slot]
 
     def _read_ahead(self):
@@ -312,8 +312,8 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
         kinds = tuple((array.shape, str(array.dtype)) for array in jax.tree.leaves(inputs))
         extra = request.extra if plan.interventions else 0
         common = jax.tree.leaves([f for f in plan.features if not isinstance(f, ReusedPrefix)])
-        held = tuple(hashlib.sha256(np.asarray(leaf).tobytes()).digest() for leaf in common)
-        lane = jax.tree.structure((inputs, plan)), kinds, extra, held
+        digests = tuple(hashlib.sha256(np.asarray(leaf).tobytes()).digest() for leaf in common)
+        lane = jax.tree.structure((inputs, plan)), kinds, extra, digests
         return Waiting(index, options, request, lane)
 
     def _enter(self):

@@ -42,7 +42,7 @@ def blocks_of(
     """
     if isinstance(block, AdaBlock):
         block.check(spec.vocab, spec.mask_id)
-    context, own = spec.context, sampler.own_block
+    context, fixed = spec.context, sampler.own_block
     if not context.has_blocks:
         return block, 0
     if suffix:
@@ -52,11 +52,11 @@ def blocks_of(
         )
     if context.has_causal_passes and infilled:
         raise ValueError(f"infill does not support {spec.family}: its blocks follow a prompt. Use generate")
-    if own is not None and block not in (None, own):
+    if fixed is not None and block not in (None, fixed):
         raise ValueError(
-            f"block={shown(block)} must be left out, or {own}: {sampler!r} decodes in blocks of its own"
+            f"block={shown(block)} must be left out, or {fixed}: {sampler!r} decodes in blocks of its own"
         )
-    size = context.size if own is None else own
+    size = context.size if fixed is None else fixed
     if isinstance(block, BlockSchedule):
         raise ValueError(
             f"block={shown(block)} is not supported by {spec.family}: it is trained in blocks "
@@ -262,8 +262,8 @@ def delimiters(tokenizer: Any, texts: Iterable[str] = ("\n",)) -> tuple[int, ...
         raise ValueError(f'texts={shown(texts)} must be a list of texts, none of them empty, such as ["\\n"]')
     check_members(tokenizer, "batch_decode", "__len__")
     each = [[i] for i in range(len(tokenizer))]
-    found = (text.endswith(ends) for text in decode_each(tokenizer, each, special=False))
-    ids = tuple(i for i, hit in enumerate(found) if hit)
+    hits = (text.endswith(ends) for text in decode_each(tokenizer, each, special=False))
+    ids = tuple(i for i, hit in enumerate(hits) if hit)
     if not ids:
         raise ValueError(
             f"texts={shown(texts)}: no token of the vocabulary ends with one of them. Use others."

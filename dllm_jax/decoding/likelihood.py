@@ -233,13 +233,13 @@ def stratified_masks(
     Sizes are (round(k + j * length / strata) - 1) mod length + 1 for a random k in 1..length, as in LLaDA's
     `forward_process`. Of an answer with padding, only the tokens that are `real` count and are masked.
     """
-    own = length if real is None else jnp.sum(real)
+    count = length if real is None else jnp.sum(real)
 
     # One random offset k, and sizes at equal distances from it, modulo the length: each is uniform by itself.
     first, order = jax.random.split(key)
-    k = jax.random.randint(first, (), 1, own + 1).astype(jnp.float32)
-    spread = k + jnp.arange(strata, dtype=jnp.float32) * (own / strata)
-    size = (jnp.round(spread).astype(jnp.int32) - 1) % own + 1
+    k = jax.random.randint(first, (), 1, count + 1).astype(jnp.float32)
+    spread = k + jnp.arange(strata, dtype=jnp.float32) * (count / strata)
+    size = (jnp.round(spread).astype(jnp.int32) - 1) % count + 1
 
     # A random subset of each size: the positions of the smallest of as many uniform draws.
     noise = jax.random.uniform(order, (strata, length))

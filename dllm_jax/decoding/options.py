@@ -32,7 +32,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Options of `generate`, and of functions that pass them on, each of which refuses some (`REFUSED`)."""
+    """Options of `generate`, and of functions that pass them on, which refuse some (`REFUSED_BY`)."""
 
     prompt_mask: ArrayLike | None
     prompt_embeds: inputs.Embeds | None
@@ -86,7 +86,7 @@ class InfillOptions(TypedDict, total=False):
 
 _PROMPT = "prompt_mask", "prompt_embeds", "prefix"
 _CONVERSATION = dict.fromkeys(_PROMPT, "The messages are the prompt. Use dj.generate for token ids.")
-REFUSED = {
+REFUSED_BY = {
     "stream": {"progress": "The snapshots show the progress. Use dj.generate(.., progress=True)."},
     "compare": {"progress": "There is no progress bar."},
     "warmup": dict.fromkeys(_PROMPT, "There is no prompt.") | {"progress": "There is no progress bar."},
@@ -107,12 +107,12 @@ REFUSED = {
 
 def options_of(function: str) -> frozenset[str]:
     """Returns the names of the options of `generate` that a function takes."""
-    return frozenset(GenerateOptions.__annotations__.keys() - REFUSED.get(function, {}).keys())
+    return frozenset(GenerateOptions.__annotations__.keys() - REFUSED_BY.get(function, {}).keys())
 
 
 def check_options(function: str, options: Mapping[str, Any], *more: str):
     """Raises TypeError, with a hint, for options that a function does not take; it also has arguments."""
-    check_names(function, options, options_of(function).union(more), REFUSED.get(function, {}))
+    check_names(function, options, options_of(function).union(more), REFUSED_BY.get(function, {}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,14 +190,14 @@ def shows(names: Collection[str], defaults: type = Asked) -> Callable[[Function]
 
     def with_options(function: Function) -> Function:
         signature = inspect.signature(function)
-        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        shown = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         taken = [
             inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type)
             for f in sorted(dataclasses.fields(defaults), key=lambda f: f.name in ADVANCED)
             if f.name in names and f.name not in signature.parameters
         ]
         returned = signature.return_annotation
-        function.__signature__ = ShortSignature([*own, *taken], return_annotation=returned)
+        function.__signature__ = ShortSignature([*shown, *taken], return_annotation=returned)
         return function
 
     return with_options

@@ -91,18 +91,18 @@ def prefill(
     return Prefix(tokens, end - start, stored, model.spec)
 
 
-def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+def common(ids: tuple[int, ...], other: tuple[int, ...]) -> int:
     """Number of tokens with which both begin."""
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    pairs = zip(ids, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(other)))
 
 
 def check_prefix(prefix: Any, model: Model, causal: bool):
     """Raises ValueError for what is no prefix, or one of another model or attention."""
     check_argument("prefix", prefix, Prefix, ", which dj.prefill returns")
-    held = jax.tree.leaves(prefix.stored.kv)[0]
+    stored = jax.tree.leaves(prefix.stored.kv)[0]
     form = isinstance(prefix.stored.kv, list) == model.layers_are_separate
-    if prefix.spec != model.spec or held.dtype != model.dtype or not form:
+    if prefix.spec != model.spec or stored.dtype != model.dtype or not form:
         raise ValueError(
             "prefix was computed by another model: its keys and values fit the weights that made them"
         )

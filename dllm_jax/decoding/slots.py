@@ -77,8 +77,8 @@ class Slots:
 
     def output(self, slot: int, request: Request, seen: Piece) -> Output:
         """The output of a sequence that has ended, in arrays on the host."""
-        own = lambda array: array[slot : slot + 1]
-        tokens, stats, logprobs = jax.tree.map(own, (seen.tokens, seen.stats, seen.logprobs))
+        row = lambda array: array[slot : slot + 1]
+        tokens, stats, logprobs = jax.tree.map(row, (seen.tokens, seen.stats, seen.logprobs))
         trace = None
         if "trace" in self._run.plan.by_name:
             assert self._state is not None, "enter"
@@ -114,8 +114,8 @@ def vacant(model: Model, inputs: Inputs, plan: Plan) -> State:
             return jnp.zeros(shape, array.dtype)
 
         # A single sequence says how large everything is; nothing of it is computed.
-        one = jax.tree.map(lambda array: array[:1], inputs)
-        fresh = initial_state(Generation.of(model, one, plan), one)
+        single = jax.tree.map(lambda array: array[:1], inputs)
+        fresh = initial_state(Generation.of(model, single, plan), single)
         state = map_arrays(zeros, plan, _axes(model, inputs, plan), fresh)
         canvas = dataclasses.replace(state.canvas, done=jnp.ones_like(state.canvas.done))
         return _split(model, plan, state._replace(canvas=canvas))
@@ -139,12 +139,12 @@ def enter(
     """
 
     def entered(model, inputs, plan, state, new, slot):
-        def into(copies: int, axis: int, array, one):
-            return scatter_sequences(array, one, slot if copies == 1 else stream_index(slot, plan), axis)
+        def into(copies: int, axis: int, array, row):
+            return scatter_sequences(array, row, slot if copies == 1 else stream_index(slot, plan), axis)
 
         fresh = initial_state(Generation.of(model, new, plan), new)
         state = map_arrays(into, plan, _axes(model, inputs, plan), state, fresh)
-        inputs = jax.tree.map(lambda array, one: scatter_sequences(array, one, slot, 0), inputs, new)
+        inputs = jax.tree.map(lambda array, row: scatter_sequences(array, row, slot, 0), inputs, new)
         inputs = jax.tree.map(lambda array: constrain(array, model.rules, "b"), inputs)
         return inputs, _split(model, plan, state)
 

@@ -91,7 +91,7 @@ class StopTexts:
         if not spelled:
             return []
         whole = decode(self.tokenizer, ids, special=True)
-        found = []
+        starts = []
         for stop in spelled:
             if (start := whole.find(stop)) < 0:
                 continue
@@ -99,8 +99,8 @@ class StopTexts:
             lengths = [len(decode(self.tokenizer, ids[:n], special=True)) for n in range(len(ids) + 1)]
             count = max(n for n, length in enumerate(lengths) if length <= start)
             before = decode(self.tokenizer, ids[:count])
-            found.append(before + whole[lengths[count] : start])
-        return found
+            starts.append(before + whole[lengths[count] : start])
+        return starts
 
 
 def spelling(tokenizer: Any, texts: Sequence[str]) -> list[str]:
@@ -141,9 +141,9 @@ def token_contents(tokenizer: Any, vocab: int, added: int) -> Contents | None:
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     silent = frozenset({*special, *range(count, vocab)})
     for read in (_byte_level, _in_context):
-        if (found := read(tokenizer, count)) is None:
+        if (parts := read(tokenizer, count)) is None:
             continue
-        padded = ([*each, *[b""] * (vocab - count)] for each in found[:2])
+        padded = ([*each, *[b""] * (vocab - count)] for each in parts[:2])
         first, later = (tuple(b"" if i in silent else text for i, text in enumerate(each)) for each in padded)
         contents = Contents(first, later, silent)
         if _joins(tokenizer, contents, count):
@@ -157,7 +157,7 @@ def _decoders(tokenizer: Any) -> list[str]:
     if decoder is None:
         return []
     state = json.loads(decoder.__getstate__())
-    return [one["type"] for one in state.get("decoders", [state])]
+    return [decoder["type"] for decoder in state.get("decoders", [state])]
 
 
 def _byte_level(tokenizer: Any, count: int) -> Contents | None:
@@ -173,10 +173,10 @@ def _byte_level(tokenizer: Any, count: int) -> Contents | None:
         bytes(letters[c] for c in name) if all(c in letters for c in name) else name.encode(errors="replace")
     )
     names = tokenizer.convert_ids_to_tokens(list(range(count)))
-    own = tuple(
+    texts = tuple(
         added[i].encode() if i in added else read(name) if name else b"" for i, name in enumerate(names)
     )
-    return Contents(own, own)
+    return Contents(texts, texts)
 
 
 def _in_context(tokenizer: Any, count: int) -> Contents | None:
@@ -214,8 +214,8 @@ def _joins(tokenizer: Any, contents: Contents, count: int) -> bool:
         text = decode(tokenizer, ids)
         audible = [i for i in ids if i not in contents.silent]
         parts = [contents.first[i] for i in audible[:1]] + [contents.later[i] for i in audible[1:]]
-        found = b"".join(parts).decode(errors="replace")
-        if merged(text) != merged(found) and not (fallback and "\ufffd" in found):
+        joined = b"".join(parts).decode(errors="replace")
+        if merged(text) != merged(joined) and not (fallback and "\ufffd" in joined):
             return False
     return True
 
@@ -302,6 +302,6 @@ def _after(
         count = int(np.searchsorted(-lengths, -place))  # tokens with a byte there
         bytes_there = np.asarray([tokens[i][place] for i in order[:count]])
         table[:, :count] = by_byte[table[:, :count], bytes_there]
-    found = np.empty_like(table)
-    found[:, order] = table
-    return found
+    ordered = np.empty_like(table)
+    ordered[:, order] = table
+    return ordered

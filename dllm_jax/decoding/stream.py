@@ -122,10 +122,10 @@ def _snapshots(placed: Placed, every: int) -> Generator[Snapshot, None, None]:
     features = in_order((*placed.plan.features, Confidences()))
     run = with_auto_axes(placed._replace(plan=dataclasses.replace(placed.plan, features=features)))
     arguments, steps = (run.model, run.inputs, run.plan), numbers(np.int32(every), run.mesh)
-    own = np.s_[: run.batch, run.shown]
+    shown = np.s_[: run.batch, run.shown]
 
     # One piece is under way while the host looks at the one before it.
-    before = host.everywhere(run.inputs.tokens)[own]
+    before = host.everywhere(run.inputs.tokens)[shown]
     with runs_on(run):
         state, piece = resume(*arguments, begin_pieces(*arguments), steps)
     running = True
@@ -133,7 +133,7 @@ def _snapshots(placed: Placed, every: int) -> Generator[Snapshot, None, None]:
         with runs_on(run):
             state, next_piece = resume(*arguments, state, steps)
         running = bool(host.everywhere(piece.goes_on).any())
-        snapshot = _seen(piece, before, own)
+        snapshot = _seen(piece, before, shown)
         if not running:
             # A finished generation takes no more steps: the trace after the next piece is that of this one.
             with runs_on(run):
@@ -144,17 +144,17 @@ def _snapshots(placed: Placed, every: int) -> Generator[Snapshot, None, None]:
         before, piece = snapshot.tokens, next_piece
 
 
-def _seen(piece: Piece, before: Int[np.ndarray, "b l"], own: tuple[slice, slice]) -> Snapshot:
+def _seen(piece: Piece, before: Int[np.ndarray, "b l"], shown: tuple[slice, slice]) -> Snapshot:
     assert piece.confidence is not None, "a feature of the plan"
-    tokens, confidence = (host.everywhere(array)[own] for array in (piece.tokens, piece.confidence))
+    tokens, confidence = (host.everywhere(array)[shown] for array in (piece.tokens, piece.confidence))
     confidence = np.where(np.isposinf(confidence), np.float32(np.nan), confidence)
 
     # What a sampler took back (WINO) changed as well, but has no confidence.
-    changed = tokens != before if piece.unmasked is None else host.everywhere(piece.unmasked)[own]
+    changed = tokens != before if piece.unmasked is None else host.everywhere(piece.unmasked)[shown]
     decoded = changed & ~np.isnan(confidence)
-    steps, block = host.everywhere(piece.steps)[own[0]], int(host.everywhere(piece.block))
-    logprobs = jax.tree.map(lambda array: host.everywhere(array)[own], piece.logprobs)
-    settled = np.minimum(host.everywhere(piece.settled)[own[0]] - (own[1].start or 0), tokens.shape[1])
+    steps, block = host.everywhere(piece.steps)[shown[0]], int(host.everywhere(piece.block))
+    logprobs = jax.tree.map(lambda array: host.everywhere(array)[shown], piece.logprobs)
+    settled = np.minimum(host.everywhere(piece.settled)[shown[0]] - (shown[1].start or 0), tokens.shape[1])
     return Snapshot(tokens, decoded, confidence, steps, block, None, logprobs, settled)
 
 

@@ -153,7 +153,7 @@ def _decoded_at(tokens: Int[Array, "t_plus_1 b l"], steps: Int[Array, ""], mask_
 @functools.partial(jax.jit, static_argnames="steps")
 def _most_per_step(at: Int[Array, "b l"], steps: int) -> Int[Array, ""]:
     # Tokens that no step decoded fall into a bin after the last step's, which is left out.
-    counts = jax.vmap(lambda own: jnp.bincount(jnp.where(own < 0, steps, own), length=steps + 1))(at)
+    counts = jax.vmap(lambda row: jnp.bincount(jnp.where(row < 0, steps, row), length=steps + 1))(at)
     return jnp.max(counts[:, :steps], initial=0)
 
 
@@ -184,19 +184,19 @@ def _sum_over_steps(
     @jax.checkpoint
     def one_step(step: tuple[Int[Array, "b l"], Int[Array, "b l"], Int[Array, ""]]) -> Float[Array, "b l"]:
         before, after, number = step
-        own = at == number
-        index = compact(own, width)
+        marked = at == number
+        index = compact(marked, width)
 
         # Logits of a token are those at its predictor: where the head is shifted (Dream), its left neighbor.
         hidden = encode(model, before, padding, remat)
         logits = unembed(model.params, model.spec, gather(hidden, gather(predictor, index)))
         logits = divided(logits.astype(jnp.float32), temperature)
         chosen = of_token(logits, gather(after, index))
-        found = scatter(jnp.zeros((batch, length)), index, chosen - jax.nn.logsumexp(logits, axis=-1))
+        scores = scatter(jnp.zeros((batch, length)), index, chosen - jax.nn.logsumexp(logits, axis=-1))
 
         # Too small a bound would leave tokens out without a word.
-        beyond = jnp.sum(own, axis=1, keepdims=True) > width
-        return jnp.where(own & beyond, jnp.nan, found)
+        beyond = jnp.sum(marked, axis=1, keepdims=True) > width
+        return jnp.where(marked & beyond, jnp.nan, scores)
 
     numbers = jnp.arange(len(tokens) - 1, dtype=jnp.int32)
     at_once = passes_at_once(model.spec, chunk)

@@ -134,9 +134,9 @@ def measure(name: str, model: dj.Model, tokenizer: Any, questions: list[Example]
     """
     prompt, mask = prompt_arrays(tokenizer, questions, model.spec.eos_id)
     runs = [{"policy": policy, "sampler": sampler} for policy, sampler in POLICIES]
-    found = dj.compare(model, prompt, runs, prompt_mask=mask, repeats=2, length=LENGTH, block=BLOCK).rows
+    compared = dj.compare(model, prompt, runs, prompt_mask=mask, repeats=2, length=LENGTH, block=BLOCK).rows
     rows: list[dict[str, Any]] = []
-    for (policy, sampler), run in zip(POLICIES, found, strict=True):
+    for (policy, sampler), run in zip(POLICIES, compared, strict=True):
         texts = dj.decode_answers(model, tokenizer, run.output.tokens[:, prompt.shape[1] :])
         # Tokens before the end alone: a policy that writes more after it is not faster.
         tokens, computed = (float(np.sum(getattr(run.output.stats, kind))) for kind in COUNTED)
@@ -181,10 +181,10 @@ def table(measured: list[dict[str, Any]], width: int) -> rich.table.Table:
         shown.add_column(name, justify="left" if name in ("policy", "sampler", "") else "right", no_wrap=True)
 
     # Bars are of computed tokens, which are the same on every machine; times are not.
-    most = max(row["computed"] for one in measured for row in one["rows"])
-    for one in measured:
-        shown.add_row(f"[bold]{one['model']}[/]")
-        for row in one["rows"]:
+    most = max(row["computed"] for measures in measured for row in measures["rows"])
+    for measures in measured:
+        shown.add_row(f"[bold]{measures['model']}[/]")
+        for row in measures["rows"]:
             numbers = [f"{row['accuracy']:.0%}", f"{row['forwards']:.1f}", f"{row['computed']:.0f}"]
             numbers += [_bar(row["computed"] / most)] if width >= WITH_BARS else []
             numbers += [f"{row['speed_up']:.1f}x"] if width >= WITH_SPEEDUP else []

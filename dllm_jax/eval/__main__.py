@@ -39,7 +39,7 @@ def main() -> int:
     if sys.argv[1:2] == ["lm_eval"]:  # whose options are those of another program
         return run_lm_eval()
     known = COMMANDS | {"lm_eval": run_lm_eval}
-    told = {name: (inspect.getdoc(one) or "").partition("\n")[0] for name, one in known.items()}
+    told = {name: (inspect.getdoc(function) or "").partition("\n")[0] for name, function in known.items()}
     return run_subcommand(with_new_names(sys.argv[1:], RENAMED), USAGE, ABOUT, told, COMMANDS.__getitem__)
 
 

@@ -113,8 +113,8 @@ def attach_factors(model: Model, lora: LoRA, factors: Callable[[str, int | None]
         return LowRankMatrix(base, a, b, lora.alpha)
 
     def of_layer(layer: dict[str, Any], index: int) -> dict[str, Any]:
-        own = [name for name in inner if in_layer(model.spec, name, index)]
-        return layer | {name: update(name, layer[name], factors(name, index)) for name in own}
+        targets = [name for name in inner if in_layer(model.spec, name, index)]
+        return layer | {name: update(name, layer[name], factors(name, index)) for name in targets}
 
     # The head is one matrix; the others are there in every layer, stacked or apart.
     inner = [name for name in lora.in_order if name != "head"]
@@ -138,10 +138,10 @@ def _first_factors(
     """A drawn for this matrix of this layer, and a B of zeros."""
     shape, other = factor_shapes(model.spec.at(layer), name, lora.rank)
     # A key per matrix and layer: A does not depend on which others have adapters, nor on the form of layers.
-    own = jax.random.fold_in(jax.random.fold_in(key, list(OUTPUTS).index(name)), layer or 0)
+    factor_key = jax.random.fold_in(jax.random.fold_in(key, list(OUTPUTS).index(name)), layer or 0)
     # PEFT's kaiming_uniform(a = sqrt(5)) of A; with B = 0 the model begins as it was.
     bound = 1 / math.sqrt(math.prod(shape[:-1]))
-    a = jax.random.uniform(own, shape, jnp.float32, -bound, bound).astype(dtype)
+    a = jax.random.uniform(factor_key, shape, jnp.float32, -bound, bound).astype(dtype)
     return a, jnp.zeros(other, dtype)
 
 
@@ -214,9 +214,9 @@ def options_of(model: Model) -> LoRA:
 
 def _adapters(model: Model) -> list[LowRankMatrix]:
     check_argument("model", model, Model, ", such as lora.attach(model, LoRA(), key)")
-    if not (found := adapted(model.params)):
+    if not (matrices := adapted(model.params)):
         raise ValueError("the model has no LoRA adapters: lora.attach or lora.load gives it some")
-    return found
+    return matrices
 
 
 def _replaced(model: Model, of: Callable[[str, LowRankMatrix], Any]) -> Model:
@@ -231,8 +231,8 @@ def _replaced(model: Model, of: Callable[[str, LowRankMatrix], Any]) -> Model:
 
 def _merged(name: str, matrix: LowRankMatrix) -> Array:
     # Both factors have the rank at one end; stacked layers have an axis more in front, the letter `n`.
-    held = zip((matrix.a, matrix.b, matrix.base), (*factor_axes(name), AXES[name]), strict=True)
-    a, b, whole = (axes[-array.ndim :] for array, axes in held)
+    factors = zip((matrix.a, matrix.b, matrix.base), (*factor_axes(name), AXES[name]), strict=True)
+    a, b, whole = (axes[-array.ndim :] for array, axes in factors)
     return _sum(f"{a},{b}->{whole}".replace("-", "r", 2), matrix)
 
 

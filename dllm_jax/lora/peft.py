@@ -102,29 +102,29 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
     path = locate(directory)
     config = read_config(_adapter_file(path, CONFIG))
     rank, alpha = read_scale(config)
-    found = _read(_adapter_file(path, WEIGHTS), config)
+    tensors = _read(_adapter_file(path, WEIGHTS), config)
     names = tuple(name for name in OUTPUTS if name != "head" or not model.spec.tied)
     modules = _modules(model.spec, names)
     expected = [f"{module}.lora_A.weight" for module in modules.values()]
-    ours = spelled(found, expected, str(path))
-    found = {f"{PREFIX}{ours[name]}": tensor for name, tensor in found.items()}
+    ours = spelled(tensors, expected, str(path))
+    tensors = {f"{PREFIX}{ours[name]}": tensor for name, tensor in tensors.items()}
     # Which matrices: those of which the file has a factor; target_modules may be a pattern or a list.
-    own = {name for (name, _), module in modules.items() if f"{PREFIX}{module}.lora_A.weight" in found}
-    present: Any = tuple(name for name in names if name in own)
-    _refuse_experts(found, str(path))
+    trained = {name for (name, _), module in modules.items() if f"{PREFIX}{module}.lora_A.weight" in tensors}
+    present: Any = tuple(name for name in names if name in trained)
+    _refuse_experts(tensors, str(path))
     if not present:
         raise ValueError(
             f"{path}: no tensor of {WEIGHTS} is named {PREFIX}{next(iter(modules.values()))}.lora_A..., as "
-            f"those of a {model.spec.family} model are; it has {named(found, 3) or 'none'}"
+            f"those of a {model.spec.family} model are; it has {named(tensors, 3) or 'none'}"
         )
     # All layers must have what one of them has, in the shapes of the rank that the config names.
     lora = LoRA(rank=rank, alpha=alpha, matrices=present)
     wanted = {place: module for place, module in modules.items() if place[0] in present}
-    _compare(model.spec, lora, wanted, found, str(path))
+    _compare(model.spec, lora, wanted, tensors, str(path))
 
     def factors(name: str, layer: int | None) -> Factors:
         stem = f"{PREFIX}{wanted[name, layer]}.lora"
-        return _to_ours(model.spec, name, found[f"{stem}_A.weight"], found[f"{stem}_B.weight"])
+        return _to_ours(model.spec, name, tensors[f"{stem}_A.weight"], tensors[f"{stem}_B.weight"])
 
     return attach_factors(model, lora, factors)
 
@@ -137,9 +137,9 @@ def _adapter_file(path: Path, name: str) -> Path:
         raise FileNotFoundError(f"{error}{what_else(path, adapter=True)}") from None
 
 
-def _refuse_experts(found: Iterable[str], where: str):
+def _refuse_experts(tensors: Iterable[str], where: str):
     """Raises ValueError if factors are of experts or their router, as "all-linear" adapters have them."""
-    of_experts = [name for name in found if re.search(r"\.(?:experts|shared_experts|gate)\.", name)]
+    of_experts = [name for name in tensors if re.search(r"\.(?:experts|shared_experts|gate)\.", name)]
     if of_experts:
         raise ValueError(
             f"{where}: {len(of_experts)} tensors update experts or routers ({named(of_experts, 2)}), which "
@@ -236,7 +236,7 @@ def _read(file: Path, config: Config) -> dict[str, np.ndarray]:
 
 
 def _compare(
-    spec: ModelSpec, lora: LoRA, modules: dict[Place, str], found: dict[str, np.ndarray], where: str
+    spec: ModelSpec, lora: LoRA, modules: dict[Place, str], tensors: dict[str, np.ndarray], where: str
 ):
     """Raises ValueError that lists every missing, misshaped and unmapped tensor, or one of another dtype."""
     # Every tensor that does not fit is named, not the first one alone.
@@ -245,9 +245,9 @@ def _compare(
         (*inputs, rank), (_, *outputs) = factor_shapes(spec, name, lora.rank)
         expected[f"{PREFIX}{module}.lora_A.weight"] = rank, math.prod(inputs)
         expected[f"{PREFIX}{module}.lora_B.weight"] = math.prod(outputs), rank
-    faults = mismatches(expected, {name: tensor.shape for name, tensor in found.items()})
+    faults = mismatches(expected, {name: tensor.shape for name, tensor in tensors.items()})
     known = (np.dtype(jnp.float32), np.dtype(jnp.bfloat16))
-    other = [f"dtype {tensor.dtype}: {name}" for name, tensor in found.items() if tensor.dtype not in known]
+    other = [f"dtype {tensor.dtype}: {name}" for name, tensor in tensors.items() if tensor.dtype not in known]
     if count := sum(map(len, (*faults, other))):
         message = f"{where}: {count} tensors do not fit an adapter of rank {lora.rank} of this model"
         raise ValueError(listed(message, *faults, other))

@@ -55,12 +55,12 @@ def _updated(formula: str, x: Float[Array, "..."], y: LowRankMatrix, out) -> Flo
     operands, result = formula.split("->")
     inputs, matrix = operands.split(",")
     summed = "".join(axis for axis in matrix if axis not in result)
-    kept = "".join(axis for axis in matrix if axis in result)
+    outer = "".join(axis for axis in matrix if axis in result)
     narrow = f"{''.join(axis for axis in inputs if axis not in summed)}r"
     through = einsum(f"{inputs},{summed}r->{narrow}", x.astype(y.a.dtype), y.a)
     if y.where is not None:
         through = jnp.where(y.where.reshape(-1, *[1] * (through.ndim - 1)), through, 0)
-    update = einsum(f"{narrow},r{kept}->{result}", through, y.b)
+    update = einsum(f"{narrow},r{outer}->{result}", through, y.b)
     product = einsum(formula, x, y.base, out)
     return (product + y.scale * update).astype(product.dtype)
 

@@ -80,9 +80,9 @@ class Context:
         """Whether the positions of a step of this width lie in one block."""
         return False
 
-    def widths(self, own: tuple[int, ...], length: int, infilled: bool) -> tuple[int, ...]:
+    def widths(self, proposed: tuple[int, ...], length: int, infilled: bool) -> tuple[int, ...]:
         """Widths that steps on a canvas of `length` need, given those that a policy proposes."""
-        return own
+        return proposed
 
     def whole(self, length: int) -> int:
         """Length of an answer whose first `length` tokens lie in blocks that are decoded as a whole."""
@@ -122,10 +122,10 @@ class BlockCausal(Context):
         return width <= self.size
 
     @override
-    def widths(self, own: tuple[int, ...], length: int, infilled: bool) -> tuple[int, ...]:
+    def widths(self, proposed: tuple[int, ...], length: int, infilled: bool) -> tuple[int, ...]:
         """Those within a block, the block, and with the finished one; a template may hold finished blocks."""
         whole = (length,) if infilled else ()
-        return (*(width for width in own if width < self.size), self.size, 2 * self.size, *whole)
+        return (*(width for width in proposed if width < self.size), self.size, 2 * self.size, *whole)
 
     @override
     def whole(self, length: int) -> int:
@@ -165,5 +165,5 @@ class CausalContext(BlockCausal):
         return False
 
     @override
-    def widths(self, own: tuple[int, ...], length: int, infilled: bool) -> tuple[int, ...]:
-        return (*(width for width in own if width < self.size), self.size)
+    def widths(self, proposed: tuple[int, ...], length: int, infilled: bool) -> tuple[int, ...]:
+        return (*(width for width in proposed if width < self.size), self.size)

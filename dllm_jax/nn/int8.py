@@ -115,8 +115,8 @@ def placements(
 
     def where(axes: str) -> Any:
         # Only the values have an order of axes of their own on TPUs; scales lie as JAX puts them.
-        own = axes if stacked else within_layer(axes)
-        split = None if mesh is None else sharding(spec, own, mesh, rules)
+        inner = axes if stacked else within_layer(axes)
+        split = None if mesh is None else sharding(spec, inner, mesh, rules)
         return stacked_format(leaf, split, platform) if stacked and axes == AXES[leaf] else split
 
     return jax.tree.map(where, axes_of(leaf, weights))

@@ -201,7 +201,7 @@ class Intervention:
         width = (of_heads, spec.head_dim) if count else (spec.width,)
         full = chosen, batch, across, *width
         fits = self.value.ndim == len(full) and all(
-            found in (1, wanted) for found, wanted in zip(self.value.shape, full, strict=True)
+            size in (1, wanted) for size, wanted in zip(self.value.shape, full, strict=True)
         )
         if not fits:
             raise ValueError(
@@ -257,9 +257,11 @@ def checked(
     """Checks the interventions of a user; raises ValueError if they do not fit the model or the run."""
     several = isinstance(interventions, list | tuple)
     given = interventions if several else (interventions,)
-    for one in given:
-        check_argument("interventions", one, Intervention, ", such as dj.Intervention.mask('v', layers=0)")
-        one.check(spec, batch, length, steps)
+    for intervention in given:
+        check_argument(
+            "interventions", intervention, Intervention, ", such as dj.Intervention.mask('v', layers=0)"
+        )
+        intervention.check(spec, batch, length, steps)
     return tuple(given)
 
 
@@ -284,18 +286,18 @@ def moved(interventions: tuple[Intervention, ...], extra: int) -> tuple[Interven
 
 def of_sequences(interventions: tuple[Intervention, ...], who: Int[Array, "g"]) -> tuple[Intervention, ...]:
     """The same for some of the sequences; what is one for all stays so."""
-    own = lambda array, axis: array if array.shape[axis] == 1 else jnp.take(array, who, axis)
-    return _by_sequence(interventions, own)
+    taken = lambda array, axis: array if array.shape[axis] == 1 else jnp.take(array, who, axis)
+    return _by_sequence(interventions, taken)
 
 
 def _by_sequence(
     interventions: tuple[Intervention, ...], change: Callable[[Held, int], Held]
 ) -> tuple[Intervention, ...]:
     """The same, with every array that has an axis of sequences changed along it."""
-    one = lambda i: dataclasses.replace(
+    changed = lambda i: dataclasses.replace(
         i, value=change(i.value, 1), positions=None if i.positions is None else change(i.positions, 0)
     )
-    return tuple(map(one, interventions))
+    return tuple(map(changed, interventions))
 
 
 def for_sequences(

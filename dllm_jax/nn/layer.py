@@ -110,12 +110,12 @@ class Layer:
         cuts = [] if lookahead is None else segments(q.shape[1], k.shape[1], lookahead)
         if len(cuts) < 2:
             return run(q, k, v, mask)
-        found = []
+        parts = []
         for first, end, seen in cuts:
             of_queries = mask if mask is None or mask.shape[2] == 1 else mask[:, :, first:end]
             part = None if of_queries is None else of_queries[..., :seen]
-            found.append(run(q[:, first:end], k[:, :seen], v[:, :seen], part))
-        o, lse = zip(*found, strict=True)
+            parts.append(run(q[:, first:end], k[:, :seen], v[:, :seen], part))
+        o, lse = zip(*parts, strict=True)
         return jnp.concatenate(o, axis=1), jnp.concatenate(lse, axis=2)
 
     def received(
@@ -301,9 +301,9 @@ def walk(
     """
 
     # Separate layers: the program holds each one, and reads its arrays where they are.
-    stacks, some = params["layers"], range(spec.layers) if layers is None else layers
+    stacks, indices = params["layers"], range(spec.layers) if layers is None else layers
     if isinstance(stacks, list):
-        for index in some:
+        for index in indices:
             carry = run(layer_at(params, spec, rope, index, kernels), carry)
         return carry
 
@@ -315,11 +315,11 @@ def walk(
         return (index + 1, run(Layer(weights, spec, rope, index, kernels), carry)), None
 
     scanned = None if where_used else stacks
-    if first_apart and some:
-        carry, some = run(layer_at(params, spec, rope, some[0], kernels), carry), some[1:]
-    if not some:
+    if first_apart and indices:
+        carry, indices = run(layer_at(params, spec, rope, indices[0], kernels), carry), indices[1:]
+    if not indices:
         return carry
-    return jax.lax.scan(body, (jnp.int32(some[0]), carry), scanned, length=len(some))[0][1]
+    return jax.lax.scan(body, (jnp.int32(indices[0]), carry), scanned, length=len(indices))[0][1]
 
 
 def layer_at(params: Params, spec: ModelSpec, rope: Rope, index: int, kernels: Kernels = BY_DEFAULT) -> Layer:

@@ -87,8 +87,8 @@ def factor_axes(leaf: str) -> tuple[str, str]:
     """Axes of a matrix's factors `a` and `b`: letters of `AXES`, "-" for the rank, which is never split."""
     # W + (alpha / r) A B: `a` keeps the axes that a product sums over, `b` those that it produces.
     axes, outputs = AXES[leaf], OUTPUTS[leaf]
-    layers, own = "n" * axes.startswith("n"), axes.removeprefix("n")
-    return f"{layers}{''.join(axis for axis in own if axis not in outputs)}-", f"{layers}-{outputs}"
+    layers, letters = "n" * axes.startswith("n"), axes.removeprefix("n")
+    return f"{layers}{''.join(axis for axis in letters if axis not in outputs)}-", f"{layers}-{outputs}"
 
 
 def factors_of(params: PyTree) -> PyTree[bool]:

@@ -60,10 +60,10 @@ class MeshRules(Options):
         super().__post_init__()
         # One axis of a mesh cannot split two axes of one array.
         pairs = ("batch", "heads"), ("width", "heads"), ("width", "mlp"), ("width", "vocab")
-        for one, other in (*pairs, *(("experts", other) for other in ("mlp", "width", "batch"))):
-            if both := sorted(set(getattr(self, one)) & set(getattr(self, other))):
+        for name, other in (*pairs, *(("experts", other) for other in ("mlp", "width", "batch"))):
+            if both := sorted(set(getattr(self, name)) & set(getattr(self, other))):
                 raise ValueError(
-                    f"MeshRules: mesh axes {both} are assigned to both {one} and {other}, but some arrays "
+                    f"MeshRules: mesh axes {both} are assigned to both {name} and {other}, but some arrays "
                     "have both. Use different mesh axes."
                 )
 

@@ -64,13 +64,13 @@ def mixture(
       routed: Inputs of the router; None for those of the experts.
       gelu: Whether the experts' activation is GELU instead of SiLU.
     """
-    own = {name: weights[name] for name in (*_names(spec), *(("router_expert_scale",) if gelu else ()))}
+    matrices = {name: weights[name] for name in (*_names(spec), *(("router_expert_scale",) if gelu else ()))}
     xs, mesh = (x,) if routed is None else (x, routed), partitioned_over()
     run = functools.partial(_experts, spec=spec, kernels=kernels, gelu=gelu)
     if mesh is None or kernels.rules is None:
-        out = run(own, xs).astype(x.dtype)
+        out = run(matrices, xs).astype(x.dtype)
     else:
-        out = _by_device(own, xs, spec, run, mesh, kernels.rules).astype(x.dtype)
+        out = _by_device(matrices, xs, spec, run, mesh, kernels.rules).astype(x.dtype)
     return out + dense(weights, x, "shared_") if spec.shared else out
 
 

@@ -38,10 +38,10 @@ def abstract(
 ) -> PyTree[jax.ShapeDtypeStruct]:
     """Shapes and dtypes of the parameters without allocating any; what a loader has to fill."""
     stacked = not spec.layers_differ
-    held = lambda path, leaf: int8.abstract(
+    described = lambda path, leaf: int8.abstract(
         spec.at(layer_in(path)), path[-1].key, leaf.dtype, weights, stacked
     )
-    return jax.tree_util.tree_map_with_path(held, _of_modules(spec, jnp.dtype(dtype)))
+    return jax.tree_util.tree_map_with_path(described, _of_modules(spec, jnp.dtype(dtype)))
 
 
 def layer_in(path: tuple[Any, ...]) -> int | None:
@@ -162,8 +162,8 @@ def describe(params: Any) -> list[str]:
     ranks = ", ".join(sorted({f"rank {m.rank}, alpha {m.alpha:g}" for m in adapted(params)}))
     kinds = ("int8", is_int8, "a float32 scale per output channel"), ("LoRA", is_low_rank, ranks)
     for title, is_kind, what in kinds:
-        found = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_kind)
-        if names := dict.fromkeys(name_of(path) for path, leaf in found if is_kind(leaf)):
+        marked = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_kind)
+        if names := dict.fromkeys(name_of(path) for path, leaf in marked if is_kind(leaf)):
             lines.append(f"{title:<8}{', '.join(_ordered(names, tuple(AXES)))}; {what}")
     return lines + _mesh_line(leaves)
 

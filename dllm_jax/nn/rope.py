@@ -60,11 +60,11 @@ def rope_table(
 
     Of the pairs, the first `turned` have an angle and the others none; None turns all.
     """
-    found = frequencies(width, base, scaling)
+    turns = frequencies(width, base, scaling)
     if turned is not None:
-        found = np.where(np.arange(len(found)) < turned, found, np.float32(0))
+        turns = np.where(np.arange(len(turns)) < turned, turns, np.float32(0))
     # One angle more than there are positions: padding has the position l, and reads the last line.
-    angle = jnp.arange(positions + 1, dtype=jnp.float32)[:, None] * found
+    angle = jnp.arange(positions + 1, dtype=jnp.float32)[:, None] * turns
     tables = jnp.cos(angle), jnp.sin(angle)
     if scaling is None or (factor := attention_factor(scaling)) == 1:
         return Rope(*tables)
@@ -78,17 +78,17 @@ def frequencies(width: int, base: float, scaling: RopeScaling | None) -> Float[n
     # last ones, which thousands of positions away is an angle off by 1e-4 (and LLaDA-V's logits by 1e-3).
     exponent = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
     period = np.float32(base) ** exponent
-    one = np.float32(1)
+    unit = np.float32(1)
     if scaling is None:
-        return one / period
+        return unit / period
     factor = np.float32(scaling.factor)
     if scaling.kind == "linear":
-        return one / period / factor
+        return unit / period / factor
     # YaRN (arXiv:2309.00071): dimensions that turn often within the original context keep their frequency,
     # those that turn less than `beta_slow` times are divided by the factor, a ramp lies between them.
     low, high = _ramp_of_yarn(width, base, scaling)
     ramp = np.clip((np.arange(width // 2, dtype=np.float32) - low) / (high - low), 0, 1).astype(np.float32)
-    return one / (factor * period) * ramp + one / period * (one - ramp)
+    return unit / (factor * period) * ramp + unit / period * (unit - ramp)
 
 
 def _ramp_of_yarn(width: int, base: float, scaling: RopeScaling) -> tuple[float, float]:

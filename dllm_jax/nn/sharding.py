@@ -185,11 +185,11 @@ def replicas(spec: ModelSpec, mesh: Mesh, rules: MeshRules = MeshRules()) -> dic
         # What the rules want, what divides, and what would divide if kv heads counted as query heads: grouped
         # attention repeats kv heads where there are fewer of them than devices, which is no shortcoming.
         wanted = [rules.axes(mesh, letter) for letter in AXES[leaf]]
-        found = [rules.axes(mesh, letter, length[letter]) for letter in AXES[leaf]]
+        assigned = [rules.axes(mesh, letter, length[letter]) for letter in AXES[leaf]]
         least = [spec.heads if letter == "k" else length[letter] for letter in AXES[leaf]]
         repeated = [rules.axes(mesh, letter, n) for letter, n in zip(AXES[leaf], least, strict=True)]
         if repeated != wanted:
-            short[leaf] = tuple(math.prod(ways(mesh, axes) for axes in split) for split in (found, wanted))
+            short[leaf] = tuple(math.prod(ways(mesh, axes) for axes in split) for split in (assigned, wanted))
     return short
 
 

@@ -20,10 +20,10 @@ def predictors(valid: Bool[Array, "b l"], spec: ModelSpec) -> Int[Array, "b l"]:
       valid: False at padding.
       spec: the model.
     """
-    own = jnp.broadcast_to(jnp.arange(valid.shape[1]), valid.shape)
+    places = jnp.broadcast_to(jnp.arange(valid.shape[1]), valid.shape)
     if not spec.shifted:
-        return own
-    return jnp.where(_has_left(valid), own - 1, own)
+        return places
+    return jnp.where(_has_left(valid), places - 1, places)
 
 
 def predicting_positions(

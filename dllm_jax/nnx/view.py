@@ -48,9 +48,9 @@ class ModelView(nnx.Module):
                 f"model has weights={model.weights!r}, which ModelView does not support: optimizers of nnx "
                 "update floating-point variables. Load it without weights=, or train adapters by dj.training."
             )
-        found, self._structure = jax.tree_util.tree_flatten_with_path(model)
-        self._paths = tuple(_names(path) for path, _ in found)
-        variables = [_variable(leaf, path[-1] in FACTORS) for path, leaf in found]
+        leaves, self._structure = jax.tree_util.tree_flatten_with_path(model)
+        self._paths = tuple(_names(path) for path, _ in leaves)
+        variables = [_variable(leaf, path[-1] in FACTORS) for path, leaf in leaves]
         nested = unflatten_dict(dict(zip(self._paths, variables, strict=True)))
         for name, inner in nested.items():
             setattr(self, name, _dicts(inner))
@@ -70,8 +70,8 @@ class ModelView(nnx.Module):
         """
         check_argument("model", model, Model, ", such as the one that the view was made of")
         if (given := jax.tree.structure(model)) != self._structure:
-            own = self.model().spec
-            what = f"is {model.spec}, the view of {own}" if model.spec != own else f"has the form {given}"
+            spec = self.model().spec
+            what = f"is {model.spec}, the view of {spec}" if model.spec != spec else f"has the form {given}"
             fix = "Pass the model that the view was made of"
             raise ValueError(f"model {what[:300]}: they must be alike. {fix}.")
         mine = self.model()

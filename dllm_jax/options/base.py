@@ -113,7 +113,7 @@ class Arrays:
     def __init_subclass__(cls, **arguments):
         super().__init_subclass__(**arguments)
         key = jax.tree_util.GetAttrKey
-        split = lambda held: ([(key(name), getattr(held, name)) for name in cls.leaves], None)
+        split = lambda holder: ([(key(name), getattr(holder, name)) for name in cls.leaves], None)
         jax.tree_util.register_pytree_with_keys(cls, split, lambda _, arrays: cls._around(*arrays))
 
     @classmethod
@@ -133,8 +133,8 @@ class Arrays:
     def __eq__(self, other: object) -> bool:
         if self is other or type(other) is not type(self):
             return self is other
-        held = (getattr(one, name) for one in (self, other) for name in self.leaves)
-        return not any(isinstance(array, Tracer) for array in held) and self.sha256 == other.sha256
+        arrays = (getattr(holder, name) for holder in (self, other) for name in self.leaves)
+        return not any(isinstance(array, Tracer) for array in arrays) and self.sha256 == other.sha256
 
     def __hash__(self) -> int:
         return hash(self.sha256)

@@ -168,10 +168,10 @@ def _hint(fix: str, written: Callable[[str], str]) -> str:
 def _as_options(text: str, known: set[str]) -> str:
     """Arguments in a text as options of a command line: `length=32` is `--length 32`."""
 
-    def option(found: re.Match) -> str:
-        name, value = found[1], found[2]
+    def option(match: re.Match) -> str:
+        name, value = match[1], match[2]
         if name not in known:
-            return found[0]
+            return match[0]
         plain = re.sub(r"^dj\.(samplers|policies)\.", "", value)
         return f"--{name.replace('_', '-')} {shlex.quote(plain.strip(chr(39)))}".rstrip()
 
@@ -296,8 +296,8 @@ ENTRY = re.compile(r"^  (\w+): .*\n?(?:^   +.*\n?)*", re.MULTILINE)
 
 def entries(doc: str | None) -> dict[str, str]:
     """The entries of a docstring's section "Attributes", by the names that they describe."""
-    found = SECTION.search(inspect.cleandoc(doc or "") + "\n")
-    return {entry[1]: entry[0].rstrip() for entry in ENTRY.finditer(found[1])} if found else {}
+    section = SECTION.search(inspect.cleandoc(doc or "") + "\n")
+    return {entry[1]: entry[0].rstrip() for entry in ENTRY.finditer(section[1])} if section else {}
 
 
 def describe_inherited(cls: type):
@@ -364,7 +364,7 @@ class ShortSignature(inspect.Signature):
 
 def short_help(function: Function) -> Function:
     """Lets `help` begin with a short signature; `inspect.signature` and editors see all annotations."""
-    found = inspect.signature(function)
-    parameters = list(found.parameters.values())
-    setattr(function, "__signature__", ShortSignature(parameters, return_annotation=found.return_annotation))  # noqa: B010
+    full = inspect.signature(function)
+    parameters = list(full.parameters.values())
+    setattr(function, "__signature__", ShortSignature(parameters, return_annotation=full.return_annotation))  # noqa: B010
     return function

@@ -154,7 +154,7 @@ def _parts(annotation: Any) -> tuple[Any, bool, list[Any]]:
         kind, nullable, marks = _parts(arguments[0])
         for mark in annotation.__metadata__:
             single = list(mark) if isinstance(mark, annotated_types.GroupedMetadata) else [mark]
-            marks += [one for one in single if isinstance(one, MARKS)]
+            marks += [entry for entry in single if isinstance(entry, MARKS)]
         return kind, nullable, marks
     if origin in UNIONS:
         # Next to a number, None and arrays leave its kind as it is.

@@ -71,9 +71,9 @@ def described(made: Any) -> str:
 
 def _own(text: str, module: ModuleType, kind: type, *parts: ModuleType) -> Any:
     """The instance that `module:Name(..)` describes, of a class of the user's own."""
-    found = OWN.fullmatch(text.strip())
-    assert found is not None, "checked by the caller"
-    where, name, arguments = found[1], found[2], found[3] or "()"
+    match = OWN.fullmatch(text.strip())
+    assert match is not None, "checked by the caller"
+    where, name, arguments = match[1], match[2], match[3] or "()"
     made = getattr(_imported(where, text), name, None)
     if not isinstance(made, type) or not issubclass(made, kind):
         raise ValueError(f"{shown(text)}: {name} of the module {where} is no {kind.__name__}")
@@ -88,10 +88,10 @@ def _own(text: str, module: ModuleType, kind: type, *parts: ModuleType) -> Any:
 
 def _imported(where: str, text: str) -> ModuleType:
     """A module by its name, in the current directory too."""
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         if (here := os.getcwd()) not in sys.path:
             sys.path.insert(0, here)
-            held.callback(sys.path.remove, here)
+            stack.callback(sys.path.remove, here)
         try:
             return importlib.import_module(where)
         except ImportError as error:
@@ -159,18 +159,18 @@ def _maker(called: ast.expr, known: Mapping[str, type], text: str) -> type:
     name = ast.unparse(called)
     if isinstance(called, ast.Name) and name in known:
         return known[name]
-    close = difflib.get_close_matches(name.lower(), by_lower := {one.lower(): one for one in known}, 1)
+    close = difflib.get_close_matches(name.lower(), by_lower := {word.lower(): word for word in known}, 1)
     hint = f". Did you mean {by_lower[close[0]]}?" if close else ""
     raise ValueError(f"{shown(text)}: {name} is not one of {', '.join(known)}{hint}")
 
 
 def _classes(modules: Iterable[ModuleType], kind: Any) -> dict[str, type]:
     """Classes of a kind that modules define and that have instances, by name."""
-    found = dict[str, type]()
+    classes = dict[str, type]()
     for module in modules:
         for name, value in sorted(vars(module).items()):
             if not isinstance(value, type) or not value.__module__.startswith(module.__name__):
                 continue
             if issubclass(value, kind) and name[0].isupper() and not isabstract(value):
-                found.setdefault(name, value)
-    return found
+                classes.setdefault(name, value)
+    return classes

@@ -82,19 +82,19 @@ def parse(text: str, name: str) -> Mapping[str, Preset]:
       ValueError: a field or class that is not there, a value that is refused, a name given twice.
     """
     content = tomllib.loads(text)
-    found: dict[str, Preset] = {}
+    presets: dict[str, Preset] = {}
     for setting in content["settings"]:
         shared = {k: v for k, v in setting.items() if k not in ("checkpoints", "tasks")}
 
         # A setting's own tasks replace the file's, which its other settings share.
         tasks = setting.get("tasks", content.get("tasks", {}))
-        for task, own in tasks.items():
-            preset = _preset(content["paper"], shared | own, f"{name}, {task}")
+        for task, changes in tasks.items():
+            preset = _preset(content["paper"], shared | changes, f"{name}, {task}")
             for known in (f"{checkpoint}/{task}" for checkpoint in setting["checkpoints"]):
-                if known in found:
+                if known in presets:
                     raise ValueError(f"{name}: {known} is given twice")
-                found[known] = preset
-    return MappingProxyType(found)
+                presets[known] = preset
+    return MappingProxyType(presets)
 
 
 def _preset(paper: str, fields: dict[str, Any], where: str) -> Preset:

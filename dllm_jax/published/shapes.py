@@ -57,7 +57,7 @@ def abstract(
 
         # Published models are stored in bfloat16.
         target = choose(jnp.bfloat16 if dtype is None else dtype, set(), str(shape))
-        held = choose_weights(weights, None, str(shape))
+        form = choose_weights(weights, None, str(shape))
     else:
         try:
             source = open_checkpoint(shape)
@@ -65,7 +65,7 @@ def abstract(
             known = ", ".join(presets.names("models"))
             raise FileNotFoundError(f"{error}. Published models: {known}") from None
         spec, target = source.spec, choose(dtype, source.dtypes, str(source.path), source.matrices)
-        held = choose_weights(weights, source.weights, str(source.path))
+        form = choose_weights(weights, source.weights, str(source.path))
 
     warn_of_replicas(spec, mesh, rules)
 
@@ -78,7 +78,7 @@ def abstract(
         where = placements(
             spec.at(parameters.layer_in(path)),
             path[-1].key,
-            held,
+            form,
             mesh,
             platform,
             stacked=stacked,
@@ -90,6 +90,6 @@ def abstract(
     # Shapes as the checkpoint has them, in the form and at the places that `load` gives.
     formed = lambda tree: jax.eval_shape(parameters.separate, tree) if tree and separate_layers else tree
     put = lambda tree: jax.tree_util.tree_map_with_path(placed, formed(tree), is_leaf=is_int8)
-    params, tower = parameters.abstract(spec, target, held), parameters.abstract_vision(spec, target)
+    params, tower = parameters.abstract(spec, target, form), parameters.abstract_vision(spec, target)
     chosen = evidence_for(mesh) if implementation is None else implementation
     return Model(put(params), spec, chosen, rules, put(tower))

@@ -79,7 +79,7 @@ class Cell:
     @property
     def missing(self) -> str | None:
         """Why it cannot be measured by anybody: no settings, or no questions."""
-        reasons = [self.method_settings.get("missing"), *(one.missing for one in self.benchmarks)]
+        reasons = [self.method_settings.get("missing"), *(benchmark.missing for benchmark in self.benchmarks)]
         return next(filter(None, reasons), None)
 
     @property
@@ -87,19 +87,21 @@ class Cell:
         """Names of `dj.presets`, one for each benchmark; none where the settings are missing."""
         if "preset" not in self.method_settings:
             return ()
-        tasks = [self.task] if len(self.benchmarks) == 1 else [one.name for one in self.benchmarks]
+        tasks = (
+            [self.task] if len(self.benchmarks) == 1 else [benchmark.name for benchmark in self.benchmarks]
+        )
         return tuple(f"{self.method_settings['preset']}/{self.model}/{task}" for task in tasks)
 
     def settings(self) -> tuple[Preset, ...]:
         """Our settings, for each benchmark: those of the preset but for what the table changes."""
         given = {n: v for n, v in self.method_settings.items() if n not in ("preset", "over", "steps_by")}
         changes = {name: PARSED[name](value) if name in PARSED else value for name, value in given.items()}
-        found = []
+        settings = []
         for preset in (presets[name] for name in self.preset_names):
             if by := self.method_settings.get("steps_by"):
                 changes["steps"] = (preset.steps or 0) // by
-            found.append(dataclasses.replace(preset, **changes))
-        return tuple(found)
+            settings.append(dataclasses.replace(preset, **changes))
+        return tuple(settings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +167,9 @@ def of(content: dict[str, Any], known: dict[str, dict[str, Any]], name: str) -> 
         rows = {kind: content.get(kind, {}).get(model, {}) for kind in KINDS}
         for i, task in enumerate(tasks):
             asked = ask.get(task, task)
-            benchmarks = tuple(Benchmark(one, **known[one]) for one in known[asked].get("average", [asked]))
+            benchmarks = tuple(
+                Benchmark(name, **known[name]) for name in known[asked].get("average", [asked])
+            )
             for method, settings in content["methods"].items():
                 printed = {kind: _numbers(rows[kind].get(method), tasks, method)[i] for kind in KINDS}
                 where, over = (model, method, task, benchmarks, shots[i]), settings.get("over")
@@ -175,15 +179,15 @@ def of(content: dict[str, Any], known: dict[str, dict[str, Any]], name: str) -> 
 
 def shape_of(model: str) -> ModelSpec:
     """The shape of a published checkpoint, in which tables are counted: its own, LLaDA-8B's or Dream-7B's."""
-    own = next((name for name in presets.names("models") if model.startswith(name)), None)
-    return presets.model_spec(own or ("dream-7b" if model.startswith("dream") else "llada-8b"))
+    preset_name = next((name for name in presets.names("models") if model.startswith(name)), None)
+    return presets.model_spec(preset_name or ("dream-7b" if model.startswith("dream") else "llada-8b"))
 
 
 def _numbers(row: str | None, tasks: list[str], method: str) -> list[float] | list[None]:
     """A row's numbers, a None for each task if it is not printed."""
     if row is None:
         return [None] * len(tasks)
-    found = [float(number) for number in row.split()]
-    if len(found) != len(tasks):
-        raise ValueError(f"{method}: {len(found)} numbers for {len(tasks)} tasks: {shown(row)}")
-    return found
+    numbers = [float(number) for number in row.split()]
+    if len(numbers) != len(tasks):
+        raise ValueError(f"{method}: {len(numbers)} numbers for {len(tasks)} tasks: {shown(row)}")
+    return numbers

@@ -152,13 +152,13 @@ def work(
     # Kinds first, costs per kind: a generation of hundreds of steps has only a handful of different ones.
     counts = schedule(policy, spec, layout, assumed)
     steps = tuple(StepCount(step, count, cost(step, spec, batch, itemsize)) for step, count in counts.items())
-    held = memory(spec, policy, layout, batch, dtype, counts)
+    needs = memory(spec, policy, layout, batch, dtype, counts)
     tokens = batch * (layout.response - layout.tail)
     if not views:
-        return Work(steps, held, tokens)
+        return Work(steps, needs, tokens)
     embeds = itemsize * batch * layout.prompt * spec.width  # an argument of the whole program
-    held = dataclasses.replace(held, workspace=held.workspace + embeds)
-    return Work(steps, held, tokens, tower_cost(spec, batch * views, itemsize))
+    needs = dataclasses.replace(needs, workspace=needs.workspace + embeds)
+    return Work(steps, needs, tokens, tower_cost(spec, batch * views, itemsize))
 
 
 def memory(
@@ -242,20 +242,20 @@ def throughput(
 
 def _in_flight(requests, slots: int, group: int, full: float, partial: float | None) -> float:
     """Milliseconds until all have ended; without partial steps every step is a full one of a group."""
-    coming, held, time = iter(requests), [], 0.0
+    coming, in_slots, time = iter(requests), [], 0.0
     while True:
         # A request is its blocks' steps, of which the first of a block is a full one.
-        while len(held) < slots and (blocks := next(coming, None)) is not None:
-            held.append([step == 0 for steps in blocks for step in range(steps)][::-1])
-        if not held:
+        while len(in_slots) < slots and (blocks := next(coming, None)) is not None:
+            in_slots.append([step == 0 for steps in blocks for step in range(steps)][::-1])
+        if not in_slots:
             return time
         # Those that have come least far go first: they have most left.
-        due = [i for i, left in enumerate(held) if partial is None or left[-1]]
-        ran = heapq.nlargest(group, due, key=lambda i: len(held[i])) if due else range(len(held))
+        due = [i for i, left in enumerate(in_slots) if partial is None or left[-1]]
+        ran = heapq.nlargest(group, due, key=lambda i: len(in_slots[i])) if due else range(len(in_slots))
         time += full if due or partial is None else partial
         for i in ran:
-            held[i].pop()
-        held = [left for left in held if left]
+            in_slots[i].pop()
+        in_slots = [left for left in in_slots if left]
 
 
 def _in_batches(requests, slots: int, full: float, partial: float) -> float:

@@ -131,8 +131,10 @@ def output_step(policy: p.DLLMCache, at: Setting, index: int, store: StoreCost) 
 
     # A partial update: in the first layer all of the response passes, in the others a fraction of it.
     few = width - layout.response + int(layout.response * policy.ratio)
-    some = few + (width - few) / at.spec.layers
-    return Step(False, some, written=(some + width) / 2, valued=width - some, outputs=width, **more)
+    computed = few + (width - few) / at.spec.layers
+    return Step(
+        False, computed, written=(computed + width) / 2, valued=width - computed, outputs=width, **more
+    )
 
 
 @extra_traffic.register
@@ -148,16 +150,16 @@ def _drifting(policy: p.ElasticCache, at: Setting, step: Step, index: int) -> St
 
 def drift_widens(policy: p.Policy, at: Setting, counts: Mapping[Step, float]) -> dict[Step, float]:
     """The steps with what the data is assumed to widen: `Assumed.widened` of Elastic-Cache's partial ones."""
-    found, fraction = dict(counts), at.assumed.widened
+    costs, fraction = dict(counts), at.assumed.widened
     if not fraction or not isinstance(policy, p.ElasticCache):
-        return found
+        return costs
     full = extra_traffic(policy, at, at.over_canvas(at.layout.length), 0)
     for step, count in counts.items():
         if not step.full:
             wide = dataclasses.replace(full, candidates=step.candidates)
-            found[step] = count * (1 - fraction)
-            found[wide] = found.get(wide, 0) + fraction * count
-    return found
+            costs[step] = count * (1 - fraction)
+            costs[wide] = costs.get(wide, 0) + fraction * count
+    return costs
 
 
 @extra_traffic.register
@@ -213,8 +215,8 @@ def _choosing(policy: ChosenReads, at: Setting, step: Step, index: int) -> Step:
 def _rolling(policy: RollingEviction, at: Setting, step: Step, index: int) -> Step:
     """Kept pairs and the block; where one is entered the choice too, among kept pairs and the last block."""
     size, slots = at.spec.context.size, policy.slots(at.spec, at.layout)
-    kept = slots - size
-    choice = lambda among: {"moved": among / 2 + 2 * kept, "products": at.score_flops(size, among)}
+    outside = slots - size
+    choice = lambda among: {"moved": among / 2 + 2 * outside, "products": at.score_flops(size, among)}
     if step.full:
         return at.over_canvas(slots, **choice(at.layout.length))
     step = dataclasses.replace(step, slots=slots, written=size)

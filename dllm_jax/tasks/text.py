@@ -180,9 +180,9 @@ class Recall(ChecksumSplit):
             asked = int(rng.integers(size))
             return Example(f"{self._strewn(rng, pairs)}{keys[asked]}=", values[asked])
         # Several: the answer is the form filled in, in the order of the form, not of the prompt.
-        some = rng.choice(size, self.asked, replace=False)
-        form = "".join(f"{keys[i]}={'?' * self.digits};" for i in some)
-        return Example(self._strewn(rng, pairs) + form, "".join(pairs[i] for i in some))
+        chosen = rng.choice(size, self.asked, replace=False)
+        form = "".join(f"{keys[i]}={'?' * self.digits};" for i in chosen)
+        return Example(self._strewn(rng, pairs) + form, "".join(pairs[i] for i in chosen))
 
     def _strewn(self, rng: np.random.Generator, pairs: list[str]) -> str:
         """The pairs in order, with filler before, between and after them."""

@@ -95,8 +95,8 @@ class Subject:
             prompt, mask = prompts(self.model, LENGTHS)
         options = dict(model=self.model, policy=self.policy, sampler=self.sampler, length=LENGTH) | options
         drawn = options["sampler"].draws
-        own = options.pop("keys", slice(None))
-        key = jax.random.split(jax.random.key(7), len(LENGTHS))[own] if drawn else None
+        keys = options.pop("keys", slice(None))
+        key = jax.random.split(jax.random.key(7), len(LENGTHS))[keys] if drawn else None
         # What ends for want of finite logits differs from what does not, and is told by step and place.
         options = dict(block=BLOCK, prompt_mask=mask, key=key, trace=True, nonfinite="ignore") | options
         with warnings.catch_warnings():
@@ -181,7 +181,7 @@ def no_copy_of_the_cache_inside_the_loop(of: Subject, apart: bool = False):
     for store in stores:
         shape = f"f32[{','.join(map(str, store))}]"
         assert shape in text, f"the cache {shape} is not where this check looks for it"
-        assert not (found := cache_copies_in_loops(text, shape)), f"every step copies {shape}: {found}"
+        assert not (copies := cache_copies_in_loops(text, shape)), f"every step copies {shape}: {copies}"
 
 
 def optimized_text(program: Any) -> str:
@@ -199,14 +199,14 @@ def optimized_text(program: Any) -> str:
 
 def cache_copies_in_loops(text: str, shape: str) -> list[str]:
     """`copy` instructions of the shape in any computation of an HLO text but the entry."""
-    found, computation = [], ""
+    named, computation = [], ""
     for line in text.splitlines():
         if line and not line.startswith(" ") and line.rstrip().endswith("{"):
             computation = line
         copies = re.search(rf"= {re.escape(shape)}\S* copy(-start)?\(", line)
         if copies and not computation.startswith("ENTRY"):
-            found.append(line.strip())
-    return found
+            named.append(line.strip())
+    return named
 
 
 # -- of policies and samplers ----------------------------------------------------------------------------

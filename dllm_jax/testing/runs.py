@@ -109,11 +109,11 @@ def of_sequence(trace: Trace | None, sequence: int, length: int | np.integer) ->
     # After its last step nothing happens to it.
     active = np.asarray(trace.active)[:, sequence]
     ours: Any = jax.tree_util.tree_map(np.asarray, trace)
-    own = np.s_[:, sequence : sequence + 1]
-    tokens: Any = np.concatenate([ours.tokens[:1], ours.tokens[1:][active]])[own][..., -length:]
-    cut = {name: getattr(ours, name)[active][own] for name in ("active", "widened")}
+    row = np.s_[:, sequence : sequence + 1]
+    tokens: Any = np.concatenate([ours.tokens[:1], ours.tokens[1:][active]])[row][..., -length:]
+    cut = {name: getattr(ours, name)[active][row] for name in ("active", "widened")}
     for name in ("computed", "read", "proposed", "score"):
-        cut[name] = getattr(ours, name)[active][own][..., -length:]
+        cut[name] = getattr(ours, name)[active][row][..., -length:]
     return Trace(tokens=tokens, **cut, steps=active.sum())
 
 

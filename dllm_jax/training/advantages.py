@@ -103,7 +103,7 @@ def finite(name: str, values: Any, dtype: DTypeLike | None = None) -> Num[AnyArr
         raise ValueError(f"{name} has dtype {array.dtype}; expected numbers")
     if not host.stays_on_devices(array):
         with np.errstate(over="ignore"):  # which makes infinity, and is refused
-            held = array if dtype is None else array.astype(dtype)
-        if not np.isfinite(held).all():
-            raise ValueError(f"{name} holds {array[~np.isfinite(held)][0]}; expected finite numbers")
+            numbers = array if dtype is None else array.astype(dtype)
+        if not np.isfinite(numbers).all():
+            raise ValueError(f"{name} holds {array[~np.isfinite(numbers)][0]}; expected finite numbers")
     return array

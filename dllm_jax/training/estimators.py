@@ -173,14 +173,14 @@ def _check_masks(masks: Any, batch: Checked):
     if masks.prompt is not None:
         expected["prompt"] = (draws, *batch.prompt.shape)
     for name, wanted in expected.items():
-        found = getattr(masks, name)
-        if not draws or jnp.shape(found) != wanted:
-            raise ValueError(f"masks.{name} has shape {jnp.shape(found)}; expected {('draws', *wanted[1:])}")
+        mask = getattr(masks, name)
+        if not draws or jnp.shape(mask) != wanted:
+            raise ValueError(f"masks.{name} has shape {jnp.shape(mask)}; expected {('draws', *wanted[1:])}")
     for name in expected:
-        found = getattr(masks, name)
+        mask = getattr(masks, name)
         kind, word = (jnp.floating, "floats") if name == "weight" else (jnp.bool_, "booleans")
-        if not jnp.issubdtype(jnp.result_type(found), kind):
-            raise ValueError(f"masks.{name} has dtype {jnp.result_type(found)}; expected {word}")
+        if not jnp.issubdtype(jnp.result_type(mask), kind):
+            raise ValueError(f"masks.{name} has dtype {jnp.result_type(mask)}; expected {word}")
     if any(map(host.stays_on_devices, (masks.answer, masks.weight, batch.learnt))):
         return
     answer, weight, learnt = map(host.values, (masks.answer, masks.weight, batch.learnt))
@@ -215,9 +215,9 @@ def _mean_over_draws(model: Model, batch: Checked, masks: Masks, chunk: int, rem
 
     # Activations of a draw are computed again in the backward pass; a single one may as well keep them.
     draws = len(masks.answer)
-    one = one_draw if draws == 1 else jax.checkpoint(one_draw)
+    run_draw = one_draw if draws == 1 else jax.checkpoint(one_draw)
     at_once = passes_at_once(model.spec, min(chunk, draws))
-    return jnp.mean(jax.lax.map(one, masks, batch_size=at_once), axis=0)
+    return jnp.mean(jax.lax.map(run_draw, masks, batch_size=at_once), axis=0)
 
 
 def until_end(answer: Ids, eos_id: int | Sequence[int], eot_id: int | None = None) -> Bool[Array, "b r"]:

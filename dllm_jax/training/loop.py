@@ -119,9 +119,9 @@ def train(
             return _run(model, source, setup, files, bar, begun)
         except KeyboardInterrupt:
             bar.stop()
-            held = f"{directory} holds the run up to step {files.step or 0} of {config.steps}"
+            state_of_run = f"{directory} holds the run up to step {files.step or 0} of {config.steps}"
             raise KeyboardInterrupt(
-                f"interrupted: {held}. Call train again with the same arguments to go on"
+                f"interrupted: {state_of_run}. Call train again with the same arguments to go on"
             ) from None
 
 
@@ -149,16 +149,16 @@ def _run(
         done, last = step + 1, step + 1 == config.steps
         if done % config.review_every == 0 or last:
             memory = source.review(memory, model_of(model, state, setup), done)
-            held = Window(_on_host(window, done), tokens, time.monotonic() - start)
-            entries.append(_entry(done, held, memory, entries))
+            measured = Window(_on_host(window, done), tokens, time.monotonic() - start)
+            entries.append(_entry(done, measured, memory, entries))
             window, tokens, start = [], 0, time.monotonic()
             if files is not None:
                 files.write_log(entries[-1:], "a")
         if files is not None and (done % config.save_every == 0 or last):
             window = _on_host(window, done)
             with uninterrupted():
-                held = Window(window, tokens, time.monotonic() - start)
-                files.save(Begun(state, memory, entries, held))
+                measured = Window(window, tokens, time.monotonic() - start)
+                files.save(Begun(state, memory, entries, measured))
         bar.update(task, completed=done, note=_note(entries))
     return Run(model_of(model, state, setup), memory, entries)
 
@@ -194,7 +194,7 @@ def _warn_of_nothing(batch: Checked, step: int, setup: Setup) -> bool:
 def _on_host(window: list[Metrics], step: int) -> list[Metrics]:
     """The metrics of the steps up to this one, read from the devices; raises unless all losses are finite."""
     window = jax.device_get(window)
-    losses = np.asarray([one.loss for one in window])
+    losses = np.asarray([metrics.loss for metrics in window])
     if not np.isfinite(losses).all():
         first = step - len(window) + int(np.argmin(np.isfinite(losses))) + 1
         fix = "Try a lower learning_rate or clip"

@@ -150,8 +150,8 @@ def vrpo_loss(
     # Antithetic sampling: policy and reference see the same draws, so that their errors cancel.
     fixed = jax.lax.stop_gradient(reference)
     pairs = []
-    for batch, own in zip(ours, jax.random.split(one_key(key)), strict=True):
-        masks = elbo_masks(own, batch, draws, masks_per_level)
+    for batch, batch_key in zip(ours, jax.random.split(one_key(key)), strict=True):
+        masks = elbo_masks(batch_key, batch, draws, masks_per_level)
         elbo = [
             jnp.sum(response_log_probs(each, batch, masks, chunk=chunk, remat=remat), axis=1)
             for each in (model, fixed)

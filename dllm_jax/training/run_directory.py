@@ -90,15 +90,15 @@ class RunDirectory:
         root.mkdir(parents=True, exist_ok=True)
         self._root, self._record, self._log = root, record, root / LOG_FILE
         self._folder = root.absolute() / "checkpoints"
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as stack:
             # Claimed before Orbax looks at the checkpoints: it removes those that are being written.
-            _claim(self._log, held)
+            _claim(self._log, stack)
             options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, enable_async_checkpointing=False)
             handlers = {name: ocp.JsonCheckpointHandler() for name in (SOURCE, CONFIGURATION, LOG)}
             handlers = {STATE: ocp.StandardCheckpointHandler(), **handlers}
             self._manager = ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
-            held.callback(self._manager.close)
-            self._held = held.pop_all()
+            stack.callback(self._manager.close)
+            self._held = stack.pop_all()
 
     def __enter__(self) -> "RunDirectory":
         return self
@@ -119,7 +119,8 @@ class RunDirectory:
           done: What a run that goes on begins with; metrics on the host.
         """
         columns = {
-            name: [float(getattr(one, name)) for one in done.window.metrics] for name in Metrics._fields
+            name: [float(getattr(metrics, name)) for metrics in done.window.metrics]
+            for name in Metrics._fields
         }
         window = columns | {"tokens": done.window.tokens, "seconds": done.window.seconds}
         args = {
@@ -193,8 +194,8 @@ def _window(saved: dict[str, Any] | None) -> Window:
     return Window([Metrics(*each) for each in columns], saved["tokens"], saved["seconds"])
 
 
-def _claim(log: Path, held: contextlib.ExitStack):
-    """Lets the first process lock a run's log until `held` is closed.
+def _claim(log: Path, stack: contextlib.ExitStack):
+    """Lets the first process lock a run's log until `stack` is closed.
 
     Raises:
       ValueError: another run holds it.
@@ -204,7 +205,7 @@ def _claim(log: Path, held: contextlib.ExitStack):
     def hold():
         try:
             log.touch()
-            held.enter_context(locks.hold(log))
+            stack.enter_context(locks.hold(log))
         except BlockingIOError:
             raise ValueError(
                 f"directory={shown(str(log.parent))} is in use: another run trains in it. Wait until it has "
@@ -216,8 +217,8 @@ def _claim(log: Path, held: contextlib.ExitStack):
 
 def _saved(state: TrainState) -> dict[str, Any]:
     """Selects the state that a checkpoint holds: all but frozen parameters, with the key as numbers."""
-    held = state._replace(key=jax.random.key_data(state.key))._asdict()
-    return {name: part for name, part in held.items() if name != "frozen"}
+    fields = state._replace(key=jax.random.key_data(state.key))._asdict()
+    return {name: part for name, part in fields.items() if name != "frozen"}
 
 
 def _arrays(tree: Any) -> dict[str, str]:

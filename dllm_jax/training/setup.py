@@ -243,9 +243,9 @@ def assigned(
     """
     # A transformation alone is that of the one label without a name, True.
     given = optimizer if isinstance(optimizer, Mapping) else {True: optimizer}
-    found = {label for label in jax.tree.leaves(labels) if label is not False}
-    if found and found != given.keys():
-        known, wanted = (sorted(map(str, names)) for names in (given, found))
+    names_used = {label for label in jax.tree.leaves(labels) if label is not False}
+    if names_used and names_used != given.keys():
+        known, wanted = (sorted(map(str, names)) for names in (given, names_used))
         raise ValueError(
             f"optimizer has the names {known}, trainable has {wanted}: both must have the same names. Use "
             "False in trainable for frozen parameters."

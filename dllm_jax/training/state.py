@@ -55,8 +55,8 @@ def abstract_state(model: Model, setup: Setup) -> TrainState:
     with setup.scope():
         trained, frozen = setup.split(on_mesh(setup, parameters(model)))
         shapes = jax.eval_shape(functools.partial(_first, setup), trained)
-    own = jax.tree.leaves(model.params)[0].sharding
-    places = _places(setup, trained) if setup.placement else jax.tree.map(lambda _: own, shapes)
+    present = jax.tree.leaves(model.params)[0].sharding
+    places = _places(setup, trained) if setup.placement else jax.tree.map(lambda _: present, shapes)
     described = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
     return jax.tree.map(described, shapes, places)._replace(frozen=frozen)
 
@@ -72,8 +72,8 @@ def _distinct(state: TrainState) -> TrainState:
     leaves, tree = jax.tree.flatten(state)
     # Donating one buffer twice is an error: whoever comes second gets a copy.
     first = {id(leaf): i for i, leaf in reversed(list(enumerate(leaves)))}
-    own = (leaf if first[id(leaf)] == i else jnp.copy(leaf) for i, leaf in enumerate(leaves))
-    return jax.tree.unflatten(tree, own)
+    copies = (leaf if first[id(leaf)] == i else jnp.copy(leaf) for i, leaf in enumerate(leaves))
+    return jax.tree.unflatten(tree, copies)
 
 
 def _places(setup: Setup, trained: PyTree[Array]) -> Any:

@@ -214,10 +214,10 @@ def views_of_config(aspect: Any, pinpoints: Any, where: str) -> Views:
     """
     if aspect == "pad":
         return Pad(newline=True)
-    found = re.fullmatch(r"anyres(?:_max_([1-9]\d{0,3}))?", str("anyres_max_4" if aspect is None else aspect))
-    if not found:
+    match = re.fullmatch(r"anyres(?:_max_([1-9]\d{0,3}))?", str("anyres_max_4" if aspect is None else aspect))
+    if not match:
         raise ValueError(f"{where}: image_aspect_ratio={shown(aspect)} must be anyres_max_N, anyres or pad")
-    budget = None if found[1] is None else int(found[1])
+    budget = None if match[1] is None else int(match[1])
     if isinstance(pinpoints, str):  # of grids: "(1x1),...,(6x6)" is every one between the two
         ends = [tuple(map(int, pair)) for pair in re.findall(r"\((\d+)x(\d+)\)", pinpoints)]
         if ends != [(1, 1), (6, 6)]:

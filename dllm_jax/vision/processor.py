@@ -91,10 +91,10 @@ class Processor(Options):
         config = read_config(folder / "config.json")
         aspect, pinpoints = (config.values.get(f"image_{key}") for key in ("aspect_ratio", "grid_pinpoints"))
         longest = config.read("tokenizer_model_max_length", int, default=LONGEST)
-        found = {"one": views_of_config(aspect, pinpoints, config.where), "longest": longest}
+        settings = {"one": views_of_config(aspect, pinpoints, config.where), "longest": longest}
         if "tokenizer" not in options:
-            found["tokenizer"] = read_tokenizer(folder)
-        return cls(**{**found, **options})
+            settings["tokenizer"] = read_tokenizer(folder)
+        return cls(**{**settings, **options})
 
     @property
     def suppress_tokens(self) -> tuple[int, ...]:
@@ -166,15 +166,15 @@ class Processor(Options):
         views = self.one if len(images) < 2 else self.several
         pixels = [views.pixels(image, vision) for image in images]
         merges = [views.merge(image.size, vision) for image in images]
-        found = spliced(
+        result = spliced(
             prompt_ids(self.tokenizer, disguise.rendered(text, traced), self.drop_first_id),
             pixels,
             merges,
             vision,
         )
-        if len(found.ids) > self.longest:
-            raise ValueError(f"the prompt has {len(found.ids)} positions; at most longest={self.longest}")
-        return found
+        if len(result.ids) > self.longest:
+            raise ValueError(f"the prompt has {len(result.ids)} positions; at most longest={self.longest}")
+        return result
 
 
 def spliced(

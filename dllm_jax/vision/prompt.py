@@ -47,7 +47,7 @@ def rendered(
         turns.insert(0, ("system", SYSTEM))
     written = lambda text: IMAGE.join(map(plain, text.strip().split(IMAGE)))
     text = "".join(HEADER.format(role=role) + written(content) + END for role, content in turns)
-    images = [image for _, own in contents for image in own]
+    images = [image for _, pictures in contents for image in pictures]
     return BEGIN + text + HEADER.format(role="assistant"), images
 
 

@@ -157,12 +157,12 @@ def view_embeddings(
     Returns:
       features of the views and, after them, of the black ones.
     """
-    found = []
+    parts = []
     for start in range(0, len(pixels), at_once):
         batch = pixels[start : start + at_once]
         batch = np.pad(batch, ((0, at_once - len(batch)), (0, 0), (0, 0), (0, 0)))
-        found.append(_embeddings(params, normalized(batch), vision))
-    return jnp.concatenate(found) if len(found) > 1 else found[0]
+        parts.append(_embeddings(params, normalized(batch), vision))
+    return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 @functools.partial(jax.jit, static_argnames="vision")

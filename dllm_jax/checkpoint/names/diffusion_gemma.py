@@ -186,12 +186,12 @@ def _layers(text: Config, fields: Mapping[str, Any]) -> tuple[float, GemmaSpec]:
 
 def _rope(text: Config, rope: Any, kind: str, supported: str) -> Config:
     """One kind's object in `rope_parameters`, as a config of its own."""
-    found = rope.get(kind) if isinstance(rope, dict) else None
+    values = rope.get(kind) if isinstance(rope, dict) else None
     where = f"{text.where}: rope_parameters.{kind}"
-    if not isinstance(found, dict):
-        raise ValueError(f"{where}={shown(found)} must be an object")
-    inner = Config(where, found)
-    unknown = [Requirement(key, (None,)) for key in sorted(found.keys() - {
+    if not isinstance(values, dict):
+        raise ValueError(f"{where}={shown(values)} must be an object")
+    inner = Config(where, values)
+    unknown = [Requirement(key, (None,)) for key in sorted(values.keys() - {
         "rope_type", "rope_theta", "partial_rotary_factor",
     })]  # fmt: skip
     inner.check((Requirement("rope_type", (supported,), needed=True), *unknown))
@@ -205,25 +205,25 @@ def _of_full_layers(text: Config, full: tuple[int, ...], fields: Mapping[str, An
       ValueError: the spellings contradict each other, or full layers differ, by key.
     """
     listed = text.get("per_layer_config") or {}
-    if not isinstance(listed, dict) or not all(isinstance(one, dict) for one in listed.values()):
+    if not isinstance(listed, dict) or not all(isinstance(layer, dict) for layer in listed.values()):
         raise ValueError(f"{text.where}: per_layer_config={shown(listed)} must be an object of objects")
     if others := sorted({*map(str, listed)} - {*map(str, full)}):
         raise ValueError(
             f"{text.where}: per_layer_config names layer {others[0]}, which does not attend fully"
         )
-    if unknown := sorted({key for one in listed.values() for key in one} - GLOBAL.keys()):
+    if unknown := sorted({key for layer in listed.values() for key in layer} - GLOBAL.keys()):
         raise ValueError(f"{text.where}: per_layer_config has {unknown[0]}, which is not supported")
-    found = {}
+    differing = {}
     for key, field, absent in (("head_dim", "head_dim", 512), ("num_key_value_heads", "kv_heads", None)):
-        named = {f"per_layer_config.{n}.{key}": one[key] for n, one in listed.items() if key in one}
+        named = {f"per_layer_config.{n}.{key}": layer[key] for n, layer in listed.items() if key in layer}
         if text.get(GLOBAL[key]) is not None:
             named[GLOBAL[key]] = text.get(GLOBAL[key])
         absent = fields[field] if absent is None or listed else absent
         if len({*named.values()}) > 1 or (0 < len(named) < len(full) and GLOBAL[key] not in named):
             raise ValueError(f"{text.where}: {named} must be equal: all full layers have one shape")
         inner = dataclasses.replace(text, values={key: next(iter(named.values()), absent)})
-        found[key] = inner.read(key, PositiveInt)
-    return found
+        differing[key] = inner.read(key, PositiveInt)
+    return differing
 
 
 FAMILY = DiffusionGemma(

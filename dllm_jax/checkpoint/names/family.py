@@ -173,7 +173,7 @@ def foreign(config: Config, spec: ModelSpec, read: set[str]) -> tuple[Requiremen
     required = []
     for key in IMPLIED.keys() & config.values.keys() - read:
         allowed, value = IMPLIED[key](spec), config.values[key]
-        absent = value is None or (value is False and not any(isinstance(one, bool) for one in allowed or ()))
+        absent = value is None or (value is False and not any(isinstance(v, bool) for v in allowed or ()))
         if allowed is not None and not absent:
             required.append(Requirement(key, allowed))
     return tuple(sorted(required, key=lambda requirement: requirement.key))
@@ -303,11 +303,11 @@ class Family:
     def _with_block_size(self, config: Config) -> Config:
         """A config.json with the block size at the family's own key; warns of one that names none."""
         key = self.keys["block_size"]
-        found = {name: config.get(name) for name in BLOCK_SIZE if config.get(name) is not None}
-        if len({*map(repr, found.values())}) > 1:
-            named = " and ".join(f"{name}={shown(value)}" for name, value in found.items())
+        sizes = {name: config.get(name) for name in BLOCK_SIZE if config.get(name) is not None}
+        if len({*map(repr, sizes.values())}) > 1:
+            named = " and ".join(f"{name}={shown(value)}" for name, value in sizes.items())
             raise ValueError(f"{config.where}: {named} must be equal: both are the block size")
-        size = next(iter(found.values()), self.blocks)
+        size = next(iter(sizes.values()), self.blocks)
         if size is None:
             size = self.defaults["block_size"]
             message = f"{config.where} names no {key}: block_size={size}, the default of {self.model_type}, "

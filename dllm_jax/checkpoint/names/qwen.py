@@ -249,16 +249,16 @@ def added_token(folder: Path, token: str) -> int | None:
     # tokenizer.json is large, and names tokens only where the other files do not.
     readers = {ADDED: dict, SETTINGS: _by_id, TOKENIZER: _listed}
     for name, reader in readers.items():
-        if has_entry(folder, name) and type(found := reader(read_object(folder / name)).get(token)) is int:
-            return found
+        if has_entry(folder, name) and type(number := reader(read_object(folder / name)).get(token)) is int:
+            return number
     return None
 
 
 def _by_id(values: dict[str, Any]) -> dict[Any, Any]:
     added = values.get("added_tokens_decoder")
     entries = added.items() if isinstance(added, dict) else ()
-    found = {e["content"]: i for i, e in entries if isinstance(e, dict) and isinstance(e.get("content"), str)}
-    return {text: int(number) for text, number in found.items() if number.isdecimal()}
+    ids = {e["content"]: i for i, e in entries if isinstance(e, dict) and isinstance(e.get("content"), str)}
+    return {text: int(number) for text, number in ids.items() if number.isdecimal()}
 
 
 def _listed(values: dict[str, Any]) -> dict[Any, Any]:

@@ -46,13 +46,13 @@ def read_rope(
     """
     older, newer = (_parameters(config, key) for key in ("rope_scaling", "rope_parameters"))
     # An object that names no type says nothing of scaling: the other one does.
-    found = newer if "rope_type" in newer else {**older, **newer}
+    values = newer if "rope_type" in newer else {**older, **newer}
     where = "rope_parameters" if newer else "rope_scaling"
-    if found.get(GROWTH) is not None and rope_key != "rope_parameters":
+    if values.get(GROWTH) is not None and rope_key != "rope_parameters":
         raise _refused(config, where, f"unknown key {GROWTH}")
     top = {key: value for part in (older, newer) for key, value in part.items() if key in AT_THE_TOP}
     config = dataclasses.replace(config, values=config.values | top)
-    scaling = _scaling(config, where, found, positions)
+    scaling = _scaling(config, where, values, positions)
     if scaling is None or scaling.original is None or scaling.factor == 1:
         return config, scaling
     # Files often keep the original context as their limit on positions when YaRN is added.
@@ -93,10 +93,10 @@ def _refused(config: Config, key: str, why: object) -> ValueError:
     return ValueError(f"{config.where}: {key}={shown(config.get(key))} is not supported: {why}")
 
 
-def _scaling(config: Config, where: str, found: dict[str, Any], positions: str) -> RopeScaling | None:
+def _scaling(config: Config, where: str, values: dict[str, Any], positions: str) -> RopeScaling | None:
     """The scaling that an object describes; `where` is its key."""
-    named = {key: value for key, value in found.items() if key in FIELDS}
-    kind = found.get("rope_type", "default")
+    named = {key: value for key, value in values.items() if key in FIELDS}
+    kind = values.get("rope_type", "default")
     refused = functools.partial(_refused, config, where)
     # The original context alone, and a factor of 1, change no frequency.
     effective = named.keys() - {LINEAR[1], GROWTH} - ({"factor"} if named.get("factor") == 1 else set())
@@ -136,7 +136,7 @@ def written_scaling(spec: ModelSpec, type_key: str, rope_key: Key) -> dict[str, 
     fields = {key: getattr(spec.rope_scaling, name) for key, name in FIELDS.items()}
     # Where queries may grow, code reads its keys without defaults.
     always = FIELDS.keys() - {"attention_factor", "truncate"} if rope_key == "rope_parameters" else set()
-    kept = {k: value for k, value in fields.items() if k in always or value != defaults[FIELDS[k]]}
+    written = {k: value for k, value in fields.items() if k in always or value != defaults[FIELDS[k]]}
     if spec.rope_scaling.kind == "linear" and spec.rope_scaling.factor == 1 and always:
-        return {type_key: "default"} | {key: kept[key] for key in (LINEAR[1], GROWTH)}
-    return {type_key: spec.rope_scaling.kind, **kept}
+        return {type_key: "default"} | {key: written[key] for key in (LINEAR[1], GROWTH)}
+    return {type_key: spec.rope_scaling.kind, **written}

@@ -59,8 +59,8 @@ class TensorName:
     @property
     def own_axes(self) -> str:
         """Our axes of what one tensor holds: the parameter's, without that of experts with tensors."""
-        own = own_axes(self.leaf)
-        return own.removeprefix("e") if "e" not in self.axes else own
+        axes = own_axes(self.leaf)
+        return axes.removeprefix("e") if "e" not in self.axes else axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,8 +114,8 @@ def _layers(
     name: str, spec: ModelSpec, count: int, entries: list[TensorName], of_vision: bool = False
 ) -> list[Unit]:
     numbered = lambda n, entry: dataclasses.replace(entry, name=entry.name.replace("{n}", str(n)))
-    own = lambda n: tuple(numbered(n, entry) for entry in entries if in_layer(spec, entry.leaf, n))
-    return [Unit(f"{name}_{n:03d}", n, own(n), of_vision) for n in range(count)]
+    of_layer = lambda n: tuple(numbered(n, entry) for entry in entries if in_layer(spec, entry.leaf, n))
+    return [Unit(f"{name}_{n:03d}", n, of_layer(n), of_vision) for n in range(count)]
 
 
 def layers_in_all(spec: ModelSpec) -> int:
@@ -147,12 +147,12 @@ def tensors_of(spec: ModelSpec, unit: Unit) -> list[Tensor]:
         for part in of_experts:
             parts.setdefault(part.name, []).append(part)
 
-    def tensor(name: str, held: list[TensorName]) -> Tensor:
-        shapes, axis = [hf_shape(spec, part) for part in held], int(held[0].fused)
+    def tensor(name: str, entries: list[TensorName]) -> Tensor:
+        shapes, axis = [hf_shape(spec, part) for part in entries], int(entries[0].fused)
         rows = sum(shape[axis] for shape in shapes)
-        return Tensor(name, (*shapes[0][:axis], rows, *shapes[0][axis + 1 :]), held, axis)
+        return Tensor(name, (*shapes[0][:axis], rows, *shapes[0][axis + 1 :]), entries, axis)
 
-    return [tensor(name, held) for name, held in parts.items()]
+    return [tensor(name, entries) for name, entries in parts.items()]
 
 
 def hf_shape(spec: ModelSpec, entry: TensorName) -> tuple[int, ...]:
@@ -217,26 +217,26 @@ def part_to_hf(spec: ModelSpec, entry: TensorName, array: np.ndarray) -> np.ndar
     return array.transpose(order).reshape(hf_shape(spec, entry))
 
 
-def check(spec: ModelSpec, table: tuple[TensorName, ...], found: Mapping[str, tuple[int, ...]], where: str):
+def check(spec: ModelSpec, table: tuple[TensorName, ...], shapes: Mapping[str, tuple[int, ...]], where: str):
     """Compares the tensors of a checkpoint with its family's names.
 
     Args:
       spec: the model.
       table: its family's names.
-      found: shape by name of everything in the files.
+      shapes: shape by name of everything in the files.
       where: the checkpoint, for the message.
 
     Raises:
       ValueError: listing the first missing, misshaped and unmapped tensors with their shapes.
     """
-    if (layers := layers_in_all(spec)) > len(found):  # before a list of that many layers is made
+    if (layers := layers_in_all(spec)) > len(shapes):  # before a list of that many layers is made
         raise ValueError(
-            f"{where}: its config describes {layers} layers, its files hold {len(found)} tensors in all"
+            f"{where}: its config describes {layers} layers, its files hold {len(shapes)} tensors in all"
         )
     expected = {t.name: t.shape for unit in units(spec, table) for t in tensors_of(spec, unit)}
     # A file may spell a tied head out; that it equals the embedding is checked when it is read.
     head = {e.name: hf_shape(spec, e) for e in table if spec.tied and e.leaf == "head"}
-    known = {name: shape for name, shape in found.items() if head.get(name) != shape}
+    known = {name: shape for name, shape in shapes.items() if head.get(name) != shape}
     known = {n: shape for n, shape in known.items() if n in expected or not re.fullmatch(IGNORED, n)}
     if count := sum(map(len, faults := mismatches(expected, known))):
         message = f"{where}: {count} tensors do not fit the {spec.family} layout its config describes"
@@ -244,17 +244,17 @@ def check(spec: ModelSpec, table: tuple[TensorName, ...], found: Mapping[str, tu
 
 
 def mismatches(
-    expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]
+    expected: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[list[str], list[str], list[str]]:
     """A line for every tensor that is missing, misshaped or unmapped, from shapes by name."""
-    missing = [f"missing: {name} {list(expected[name])}" for name in expected if name not in found]
+    missing = [f"missing: {name} {list(expected[name])}" for name in expected if name not in shapes]
     misshaped = [
-        f"misshaped: {name} is {list(found[name])}, expected {list(expected[name])}"
+        f"misshaped: {name} is {list(shapes[name])}, expected {list(expected[name])}"
         for name in expected
-        if name in found and found[name] != expected[name]
+        if name in shapes and shapes[name] != expected[name]
     ]
-    extra = sorted(found.keys() - expected.keys())
-    return missing, misshaped, [f"unmapped: {name} {list(found[name])}" for name in extra]
+    extra = sorted(shapes.keys() - expected.keys())
+    return missing, misshaped, [f"unmapped: {name} {list(shapes[name])}" for name in extra]
 
 
 def with_fused_experts(unit: Unit) -> Unit:
@@ -270,11 +270,11 @@ def _fused(entry: TensorName) -> TensorName:
     return dataclasses.replace(entry, name=f"{stem}.{name}", axes=f"e {entry.axes}")
 
 
-def spelled(found: Iterable[str], expected: Iterable[str], where: str) -> dict[str, str]:
+def spelled(names: Iterable[str], expected: Iterable[str], where: str) -> dict[str, str]:
     """The names that a table gives to tensors, by their names in a file; unknown ones stay as they are.
 
     Args:
-      found: Names in the file.
+      names: Names in the file.
       expected: Names of the table; others that begin like one of them, such as scales, are known too.
       where: The file, for the message.
 
@@ -283,7 +283,7 @@ def spelled(found: Iterable[str], expected: Iterable[str], where: str) -> dict[s
     """
     beginnings = {_beginning(name) for name in expected}
     ours: dict[str, str] = {}
-    for name in found:
+    for name in names:
         bare = re.sub(WRAPPERS, "", name)
         spellings = (name, bare, OUTER + bare, bare.removeprefix(OUTER))
         known = next((other for other in spellings if _beginning(other) in beginnings), name)

@@ -39,8 +39,8 @@ FRAMES, SECONDS, HOLD = 96, 10.0, 4.0
 @functools.cache
 def font(size: int, family: str = "DejaVu Sans", weight: str = "normal") -> ImageFont.FreeTypeFont:
     """Returns a font that comes with matplotlib."""
-    found = matplotlib.font_manager.FontProperties(family=family, weight=weight)
-    return ImageFont.truetype(matplotlib.font_manager.findfont(found), size)
+    font = matplotlib.font_manager.FontProperties(family=family, weight=weight)
+    return ImageFont.truetype(matplotlib.font_manager.findfont(font), size)
 
 
 MONO, BOLD = font(24, "DejaVu Sans Mono"), font(26, "DejaVu Sans Mono", "bold")
@@ -94,14 +94,14 @@ class Panel:
     @property
     def boxes(self) -> list[tuple[int, int, int]]:
         """Left, top and width of each token of the answer, in lines as long as the panel."""
-        found, x, y = [], 0, 0
+        places, x, y = [], 0, 0
         for position in self.recording.to_fill.tolist():
             wide = max(TOKEN, int(MONO.getlength(self.labels[position])) + 9)
             if x and x + wide > self.width:
                 x, y = 0, y + LINE_OF_TOKENS
-            found.append((x, y, wide))
+            places.append((x, y, wide))
             x += wide
-        return found
+        return places
 
     @property
     def map_top(self) -> int:

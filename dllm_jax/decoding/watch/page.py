@@ -81,7 +81,7 @@ def _part(name: str) -> str:
     """Reads a part of the page in ASCII: other characters as references in HTML, as escapes in JavaScript."""
     text = (resources.files("dllm_jax.decoding.watch") / name).read_text(encoding="utf-8")
     if name.endswith(".js"):
-        return re.sub(r"[^\x00-\x7f]", lambda found: f"\\u{ord(found[0]):04x}", text)
+        return re.sub(r"[^\x00-\x7f]", lambda match: f"\\u{ord(match[0]):04x}", text)
     return text.encode("ascii", "xmlcharrefreplace").decode()
 
 
@@ -112,21 +112,21 @@ def _steps(record: Recording) -> list[dict[str, Any]]:
     What a step only moved also has the step that decoded it, 0 for given text.
     """
     at, score = record.unmasked
-    found = []
+    steps = []
     for step in range(record.steps):
         changed = record.changed[step] | (at[step + 1] != at[step])
         moved = changed & (at[step + 1] != step + 1) & (record.tokens[step + 1] != record.mask_id)
         wrote = _triples(changed & ~moved, record.tokens[step + 1], record.score[step])
         came = _triples(moved, record.tokens[step + 1], score[step + 1])
-        wrote += [[*one, int(of)] for one, of in zip(came, at[step + 1][moved], strict=True)]
+        wrote += [[*triple, int(of)] for triple, of in zip(came, at[step + 1][moved], strict=True)]
 
         # A confidence of -inf is that of no candidate.
         proposed = ~changed & ~np.isneginf(record.score[step])
         candidates = _triples(proposed, record.proposed[step], record.score[step])
         sets = {name: _runs(getattr(record, name)[step]) for name in ("computed", "read", "widened")}
         moves = {} if record.source is None else {"source": record.source[step].tolist()}
-        found.append({"wrote": wrote, "proposed": candidates, **sets, **moves})
-    return found
+        steps.append({"wrote": wrote, "proposed": candidates, **sets, **moves})
+    return steps
 
 
 def _triples(positions: Bool[np.ndarray, "l"], tokens: np.ndarray, scores: np.ndarray) -> list[list]:

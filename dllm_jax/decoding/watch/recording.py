@@ -67,17 +67,17 @@ class Recording:
 
         # A trace that was made inside of jit has room for more steps than ran, and one of a batch has as many
         # as its slowest sequence took.
-        own = np.flatnonzero(everywhere(trace.active)[: int(everywhere(trace.steps)), sequence])
-        before_and_after = np.concatenate([[0], own + 1])
+        steps = np.flatnonzero(everywhere(trace.active)[: int(everywhere(trace.steps)), sequence])
+        before_and_after = np.concatenate([[0], steps + 1])
         names = "computed", "read", "proposed", "score", "widened"
-        of_steps = {name: everywhere(getattr(trace, name))[own, sequence] for name in names}
+        of_steps = {name: everywhere(getattr(trace, name))[steps, sequence] for name in names}
         mask_id = _mask_id(trace, inserted := _inserted(trace))
         recording = cls(everywhere(trace.tokens)[before_and_after, sequence], **of_steps, mask_id=mask_id)
         if trace.end is None or inserted is None:
             return recording
         end = everywhere(trace.end)[before_and_after, sequence]
-        moved, removed = (everywhere(a)[own, sequence] for a in (trace.moved, trace.removed))
-        return recording.grown(end, inserted[own, sequence], moved, removed)
+        moved, removed = (everywhere(a)[steps, sequence] for a in (trace.moved, trace.removed))
+        return recording.grown(end, inserted[steps, sequence], moved, removed)
 
     def grown(
         self,
@@ -141,10 +141,10 @@ class Recording:
         """
         at, score = np.zeros(self.tokens.shape, int), np.full(self.tokens.shape, -np.inf, np.float32)
         for step, after in enumerate(self.tokens[1:]):
-            own = slice(None) if self.source is None else self.source[step]
-            new, there = after != self.tokens[step][own], ~np.isin(after, (self.mask_id, ABSENT))
-            at[step + 1] = np.where(there, np.where(new, step + 1, at[step][own]), 0)
-            score[step + 1] = np.where(there, np.where(new, self.score[step], score[step][own]), -np.inf)
+            source = slice(None) if self.source is None else self.source[step]
+            new, there = after != self.tokens[step][source], ~np.isin(after, (self.mask_id, ABSENT))
+            at[step + 1] = np.where(there, np.where(new, step + 1, at[step][source]), 0)
+            score[step + 1] = np.where(there, np.where(new, self.score[step], score[step][source]), -np.inf)
         return at, score
 
     @property
@@ -235,5 +235,5 @@ def printable(text: str) -> str:
 
 def harmless(text: str) -> str:
     """The text without characters that a terminal would obey, but for the ends of lines and tabs."""
-    kept = lambda c: c.isprintable() or c in "\n\t"
-    return "".join(c if kept(c) else c.encode("unicode_escape").decode() for c in text)
+    is_shown = lambda c: c.isprintable() or c in "\n\t"
+    return "".join(c if is_shown(c) else c.encode("unicode_escape").decode() for c in text)

@@ -76,8 +76,8 @@ class Sample(Options):
         given |= {name: [text] for name in ("image", "answer") if isinstance(text := given[name], str)}
         if isinstance(given["id"], int) and not isinstance(given["id"], bool):
             given["id"] = str(given["id"])
-        found, folder = cls(**given, where=where), Path(where.rpartition(":")[0]).parent
-        return dataclasses.replace(found, image=[str(_image(name, folder)) for name in found.image])
+        sample, folder = cls(**given, where=where), Path(where.rpartition(":")[0]).parent
+        return dataclasses.replace(sample, image=[str(_image(name, folder)) for name in sample.image])
 
 
 def read(path: Path) -> list[Sample]:
@@ -145,9 +145,9 @@ class ImageTask(Options):
           ValueError: choices for a template without a place for them, or the other way round.
         """
         if bool(sample.choices) != ("{choices}" in self.template):
-            found = f"{len(sample.choices)} choices for the template {shown(self.template)}"
+            count = f"{len(sample.choices)} choices for the template {shown(self.template)}"
             fix = "multiple-choice questions need a file and a task of their own"
-            raise ValueError(f"{sample.where}: {found}: {fix}")
+            raise ValueError(f"{sample.where}: {count}: {fix}")
         # The template is split first: what stands in the question or its choices is never filled in.
         pairs = zip(LETTERS, sample.choices, strict=False)
         choices = "\n".join(f"{name}. {text}" for name, text in pairs)
@@ -191,15 +191,15 @@ def requests(runner: Runner, task: ImageTask, samples: Sequence[Sample]) -> list
       ValueError: settings without a length; an image that cannot be decoded, a question that does not suit
         the task, or a prompt that is too long, with file and line.
     """
-    length, found = runner.decoding.length, []
+    length, made = runner.decoding.length, []
     if length is None:
         raise ValueError("the response's length is not known: give --length, or a published task")
     for sample in samples:
         text, images = task.text(sample), sample.image
         try:
-            one = runner.pictured(sample.id, text, images, length, task.stop, task.name)
+            request = runner.pictured(sample.id, text, images, length, task.stop, task.name)
         except ValueError as error:
             raise ValueError(f"{sample.where}: {error}") from None
         score = functools.partial(task.score, sample=sample)
-        found.append(one._replace(references=sample.answer, score=score))
-    return found
+        made.append(request._replace(references=sample.answer, score=score))
+    return made

@@ -217,7 +217,7 @@ class Prompts:
 
         # Both at once: a context that happens to hold "{input}" is not filled in itself.
         fields = {"{context}": sample.context, "{input}": sample.input}
-        text = re.sub(r"\{(?:context|input)\}", lambda found: fields[found[0]], self.templates[task.name])
+        text = re.sub(r"\{(?:context|input)\}", lambda match: fields[match[0]], self.templates[task.name])
         # As published: the filled template is cut, and only then wrapped in the chat template.
         text = text if truncate_to is None else truncate(text, lm.tokenizer, truncate_to)
         if task.chat and lm.tokenizer.chat_template is not None:
@@ -270,7 +270,7 @@ def requests(
       ValueError: bad data, with file and line; or block or steps that do not fit a task's answers.
     """
     # All that can be refused is refused before the first answer is decoded: shapes, then samples.
-    found: list[Request] = []
+    made: list[Request] = []
     for task in chosen:
         try:
             runner.decoding.at(length or task.length)
@@ -285,7 +285,7 @@ def requests(
                 raise ValueError(f"{sample.where}: sample {shown(sample.id)}: {error}") from None
         for sample in samples[:limit]:
             ids = tuple(prompts.ids(task, sample, runner.lm, truncate_to))
-            one = Request(sample.id, ids, length or task.length, task.stop, task.name)
+            request = Request(sample.id, ids, length or task.length, task.stop, task.name)
             score = functools.partial(task.score, references=sample.answers, classes=sample.classes)
-            found.append(one._replace(references=sample.answers, score=score))
-    return found
+            made.append(request._replace(references=sample.answers, score=score))
+    return made

@@ -46,8 +46,8 @@ def rouge_l(prediction: str, reference: str) -> float:
     from rouge import Rouge  # in the `eval` extra
 
     try:
-        found: Any = Rouge(metrics=["rouge-l"]).get_scores([prediction], [reference], avg=True)
-        return found["rouge-l"]["f"]
+        scores: Any = Rouge(metrics=["rouge-l"]).get_scores([prediction], [reference], avg=True)
+        return scores["rouge-l"]["f"]
     except (ValueError, ZeroDivisionError, RecursionError):
         return 0.0
 
@@ -81,14 +81,14 @@ def classification(prediction: str, reference: str, classes: Sequence[str]) -> f
     Names that are part of the right one are dropped. The published loop deletes from the list it iterates
     over and so skips the name after a dropped one; so does this.
     """
-    found = [name for name in classes if name in prediction]
+    named = [name for name in classes if name in prediction]
     # A `for` over the list that is being changed, as published, in other words.
     i = 0
-    while i < len(found):
-        if found[i] in reference and found[i] != reference:
-            found.remove(found[i])
+    while i < len(named):
+        if named[i] in reference and named[i] != reference:
+            named.remove(named[i])
         i += 1
-    return 1.0 / len(found) if reference in found else 0.0
+    return 1.0 / len(named) if reference in named else 0.0
 
 
 def count(prediction: str, reference: str) -> float:
@@ -140,8 +140,8 @@ def anls(answer: str, reference: str) -> float:
     Case and repeated white space do not count. The mean over questions, each with the best of its references,
     is ANLS. At exactly a half the paper's formula gives 0; this gives a half, as lmms-eval does.
     """
-    found = levenshtein(*(" ".join(text.lower().split()) for text in (answer, reference)))
-    return found if found >= THRESHOLD else 0.0
+    similarity = levenshtein(*(" ".join(text.lower().split()) for text in (answer, reference)))
+    return similarity if similarity >= THRESHOLD else 0.0
 
 
 def levenshtein(answer: str, reference: str) -> float:
@@ -174,9 +174,9 @@ def chosen(answer: str, choices: Sequence[str]) -> str | None:
     letters = LETTERS[: len(choices)]
     in_front = re.match(rf"\(?([{letters}])(?:[).:,]|$)", answer)
     in_brackets = re.search(rf"\(([{letters}])\)", answer)
-    for found in (in_front, in_brackets):
-        if found:
-            return found[1]
+    for match in (in_front, in_brackets):
+        if match:
+            return match[1]
     for name, text in zip(letters, choices, strict=True):
         if exact(answer, text):
             return name

@@ -78,7 +78,7 @@ class Needle(Options):
         context = decode(tokenizer, [*hay[:at], *needle, *hay[at:]], special=True)
         # In one pass, so that braces in the haystack stay what they are.
         fields = {"{context}": context, "{question}": self.question}
-        return re.sub(r"\{(?:context|question)\}", lambda found: fields[found[0]], self.template)
+        return re.sub(r"\{(?:context|question)\}", lambda match: fields[match[0]], self.template)
 
     @property
     def references(self) -> tuple[str, ...]:
@@ -164,9 +164,9 @@ def requests(
     hay = encode_plain(tokenizer, text)
     plain = functools.partial(encode_plain, tokenizer, add_special_tokens=True)
     encode = runner.lm.chat_ids if chat else plain
-    found = []
+    made = []
     for length, depth in itertools.product(lengths, depths):
         ids = tuple(encode(needle.prompt(hay, length, depth, tokenizer)))
-        one = Request(f"{length} at {depth:g} %", ids, response, group=f"length {length}")
-        found.append(one._replace(references=needle.references, score=needle.score, cell=(length, depth)))
-    return found
+        request = Request(f"{length} at {depth:g} %", ids, response, group=f"length {length}")
+        made.append(request._replace(references=needle.references, score=needle.score, cell=(length, depth)))
+    return made

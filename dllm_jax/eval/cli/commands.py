@@ -183,8 +183,10 @@ def run_images(
     options = dataclasses.replace(options, decoding=decoding)
 
     def ready(runner: Runner) -> Runner:
-        own = dict(tokenizer=runner.lm.tokenizer, several=dj.vision.Pad(newline), drop_first_id=drop_first_id)
-        processor = dj.vision.Processor.load(options.checkpoint.path, **own, exif=exif, at_once=at_once)
+        reading = dict(
+            tokenizer=runner.lm.tokenizer, several=dj.vision.Pad(newline), drop_first_id=drop_first_id
+        )
+        processor = dj.vision.Processor.load(options.checkpoint.path, **reading, exif=exif, at_once=at_once)
         return runner.with_images(processor)
 
     # All of a processor's options that change an answer are in the record.
@@ -218,9 +220,9 @@ def run_compare(
       seed: Random seed of the resampling.
     """
     console = rich.console.Console()
-    found = compare(record.read(a), record.read(b), confidence, seed=seed)
-    for table in show.compared(found, (str(a), str(b)), confidence):
+    result = compare(record.read(a), record.read(b), confidence, seed=seed)
+    for table in show.compared(result, (str(a), str(b)), confidence):
         console.print(table)
-    same = f"{found.same:.1%} of the answers are the same"
-    console.print(f"{same}; {found.unpaired} requests without a partner")
+    same = f"{result.same:.1%} of the answers are the same"
+    console.print(f"{same}; {result.unpaired} requests without a partner")
     return 0

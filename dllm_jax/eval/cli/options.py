@@ -79,14 +79,14 @@ class Options:
         decodings = {text: under(text) for text in self.policy}
         paths = record.paths(self.out, kind, self.policy)
         lm, progress = self.checkpoint.open(), sys.stderr.isatty()
-        runners = {text: ready(Runner(lm, own, progress)) for text, own in decodings.items()}
+        runners = {text: ready(Runner(lm, chosen, progress)) for text, chosen in decodings.items()}
         journal = Journal(self.out / JOURNAL)
         settings = {**settings, "tokenizer": self.checkpoint.tokenizer, "seed": self.decoding.seed}
         # A part has no result of its own: its journal goes into that of the whole.
         if count > 1:
             for runner in runners.values():
                 number_of = lambda request, runner=runner: int(runner.key(request)[:8], 16) % count + 1
-                runner.run([one for one in ask(runner) if number_of(one) == number], journal)
+                runner.run([request for request in ask(runner) if number_of(request) == number], journal)
             show.line(f"shard {self.part}: {journal.path}")
             return 0
         for text, runner in runners.items():
@@ -105,7 +105,9 @@ class Options:
                 draw = functools.partial(show.heatmap, rows, f"{lm.name}, {text}")
                 show.picture(path.with_suffix(".png"), draw)
         rich.console.Console().print(show.table(records, f"{kind}: {lm.name}"))
-        failed = [(text, row) for text, one in records.items() for row in one["requests"] if row["error"]]
+        failed = [
+            (text, row) for text, result in records.items() for row in result["requests"] if row["error"]
+        ]
         for text, row in failed:
             show.line(f"{text}: {row['group']} {row['id']} failed: {row['error']}", style="red")
         return 1 if failed else 0
@@ -124,7 +126,7 @@ def part_of(text: str) -> tuple[int, int]:
     Raises:
       ValueError: another form, or no part of so many.
     """
-    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
-    if not found or not 1 <= int(found[1]) <= int(found[2]):
+    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
         raise ValueError(f"shard={shown(text)} must be like 2/4, from 1/4 to 4/4")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])

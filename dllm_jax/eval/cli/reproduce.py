@@ -69,20 +69,20 @@ def run_reproduce(
         for each in map(tables.table, tables.names()):
             show.line(f"{each.name}: {each.source}; {', '.join(each.models)}")
         return 0
-    found = tables.table(table)
-    if rows_of is not None and rows_of not in found.models:
-        raise ValueError(f"--rows-of {rows_of}: {table} has rows of {', '.join(found.models)}")
+    published = tables.table(table)
+    if rows_of is not None and rows_of not in published.models:
+        raise ValueError(f"--rows-of {rows_of}: {table} has rows of {', '.join(published.models)}")
     if list_:
-        for model in found.models if rows_of is None else (rows_of,):
-            for part in needs(found, model, asked, chip, prompt):
+        for model in published.models if rows_of is None else (rows_of,):
+            for part in needs(published, model, asked, chip, prompt):
                 rich.console.Console().print(part, highlight=False)
         return 0
 
     # All that can be refused is refused before anything is loaded.
     if figure is not None and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--figure needs matplotlib: pip install '.[figures]' in a clone")
-    model = _model(found, checkpoint, rows_of)
-    return reproduce(found, model, asked.chosen(found, model), asked, checkpoint, figure)
+    model = _model(published, checkpoint, rows_of)
+    return reproduce(published, model, asked.chosen(published, model), asked, checkpoint, figure)
 
 
 def reproduce(
@@ -94,7 +94,12 @@ def reproduce(
       ValueError: there is a result with other settings; or lm_eval cannot load a task, or one without the
         table's metric and filter.
     """
-    tasks = {one.task: one for cell in cells.values() for one in cell.benchmarks if one.task}
+    tasks = {
+        benchmark.task: benchmark
+        for cell in cells.values()
+        for benchmark in cell.benchmarks
+        if benchmark.task
+    }
     manager = manager_of(asked, [*tasks.values()]) if tasks else None
     session = Session(asked, model, checkpoint.open(), dj.Journal(asked.out / JOURNAL), manager)
     path = asked.out / f"reproduce-{table.name.replace('/', '-')}-{model}.json"
@@ -104,14 +109,14 @@ def reproduce(
     document |= {name: about[name] for name in ("model", "device", "versions", "date")}
     if path.exists():
         # Its cells would be mixed with those of another question, or of another model.
-        old, of = read_json(path), lambda one: (one["settings"], one["model"]["identity"])
+        old, of = read_json(path), lambda content: (content["settings"], content["model"]["identity"])
         if of(old) != of(document):
             raise ValueError(f"{path} is of {of(old)}, this is {of(document)}; choose another --out")
 
     measured, rows = dict[tuple[str, str], dict[str, Any]](), list[dict[str, Any]]()
     for key, cell in cells.items():
         measured[key] = session.measure(cell)
-        rows = [_row(cells[done], found, measured) for done, found in measured.items()]
+        rows = [_row(cells[done], result, measured) for done, result in measured.items()]
         write_json(path, document | {"cells": rows})
         show.line(f"{', '.join(key)}: {show.percent(measured[key]['accuracy'])}")
     printed = f"; printed speeds are of {table.hardware}" * bool(table.hardware)
@@ -146,13 +151,13 @@ def needs(table: Table, model: str, asked: Asked, chip: str, prompt: int) -> Ite
     at = f"hours: {HARDWARE[chip].name}'s roofline, bfloat16, prompts of {prompt}"
     yield escape(f"{table.source}: {model}; {at}\n{table.note}".strip())
     for task in dict.fromkeys(task for task, _ in cells):
-        own, rows = [cell for cell in cells.values() if cell.task == task], []
-        for cell in own:
+        cells_of_task, rows = [cell for cell in cells.values() if cell.task == task], []
+        for cell in cells_of_task:
             settings = cell.missing or str(cell.method_settings["preset"])
             printed = _number(cell.accuracy), _number(cell.speed)
             rows.append((cell.method, *printed, settings, priced[task, cell.method]))
         columns = ("method", "printed", "tokens/s", "preset", "hours")
-        yield show.grid(f"{task}: {_question(own[0])}", columns, rows, ("preset",))
+        yield show.grid(f"{task}: {_question(cells_of_task[0])}", columns, rows, ("preset",))
 
 
 def beside(rows: Sequence[dict[str, Any]]) -> Iterator[rich.table.Table]:
@@ -161,8 +166,13 @@ def beside(rows: Sequence[dict[str, Any]]) -> Iterator[rich.table.Table]:
     for task in dict.fromkeys(row["task"] for row in rows):
         lines = []
         for row in (row for row in rows if row["task"] == task):
-            own = show.percent(row["ours"]["accuracy"]), *(_number(row["ours"][kind]) for kind in KINDS[1:])
-            pairs = [(_number(row["printed"][kind]), text) for kind, text in zip(KINDS, own, strict=True)]
+            measures = (
+                show.percent(row["ours"]["accuracy"]),
+                *(_number(row["ours"][kind]) for kind in KINDS[1:]),
+            )
+            pairs = [
+                (_number(row["printed"][kind]), text) for kind, text in zip(KINDS, measures, strict=True)
+            ]
             lines.append((row["method"], *itertools.chain(*pairs)))
         yield show.grid(task, columns, lines)
 
@@ -178,17 +188,17 @@ def draw(table: Table, model: str, rows: Sequence[dict[str, Any]]) -> "Figure":
     axes = figure.subplots()
     speeds = list[float]()
     for i, method in enumerate(dict.fromkeys(row["method"] for row in rows)):
-        own, found = [row for row in rows if row["method"] == method], list[tuple[float, float]]()
+        method_rows, drawn = [row for row in rows if row["method"] == method], list[tuple[float, float]]()
         style = {"marker": MARKERS[i % len(MARKERS)], "color": f"C{i % 10}", "linestyle": "none", "ms": 9}
         for kind, fill in (("printed", "none"), ("ours", f"C{i % 10}")):
-            points = [(row[kind]["speed"], row[kind]["accuracy"]) for row in own]
+            points = [(row[kind]["speed"], row[kind]["accuracy"]) for row in method_rows]
             if all(x and y is not None for x, y in points):
                 at = [(x, y if kind == "printed" else 100 * y[0]) for x, y in points]
                 speed, accuracy = np.exp(np.mean(np.log([x for x, _ in at]))), np.mean([y for _, y in at])
-                axes.plot([speed], [accuracy], mfc=fill, label=None if found else method, **style)
-                found.append((float(speed), float(accuracy)))
-        axes.plot(*zip(*found, strict=True), color=f"C{i % 10}", lw=0.7) if found else None
-        speeds += [speed for speed, _ in found]
+                axes.plot([speed], [accuracy], mfc=fill, label=None if drawn else method, **style)
+                drawn.append((float(speed), float(accuracy)))
+        axes.plot(*zip(*drawn, strict=True), color=f"C{i % 10}", lw=0.7) if drawn else None
+        speeds += [speed for speed, _ in drawn]
     if speeds:
         show.scale_costs(axes, speeds)
         figure.legend(loc="outside right upper", fontsize=8, title="hollow: printed, filled: ours")
@@ -209,10 +219,10 @@ def _model(table: Table, checkpoint: Checkpoint, rows_of: str | None) -> str:
 
 
 def _row(
-    cell: Cell, found: dict[str, Any], measured: Mapping[tuple[str, str], dict[str, Any]]
+    cell: Cell, result: dict[str, Any], measured: Mapping[tuple[str, str], dict[str, Any]]
 ) -> dict[str, Any]:
     """A cell as printed and as measured, for files, tables and figures."""
-    speed = found["totals"]["tokens_per_second"]
+    speed = result["totals"]["tokens_per_second"]
     exact = None if cell.over is None else measured.get((cell.task, cell.over))
     base = exact and exact["totals"]["tokens_per_second"]
     return {
@@ -221,17 +231,21 @@ def _row(
         "presets": list(cell.preset_names),
         "policies": [repr(preset.policy) for preset in cell.settings()],
         "printed": {kind: getattr(cell, kind) for kind in KINDS},
-        "ours": {**found, "speed": speed, "speedup": speed / base if speed and base else None},
+        "ours": {**result, "speed": speed, "speedup": speed / base if speed and base else None},
     }
 
 
 def _seconds(cell: Cell, model: str, asked: Asked, chip: str, prompt: int) -> float:
     """Of all of a cell's samples at the roofline, one token a step where the sampler decides."""
     total = 0.0
-    for one, preset in zip(cell.benchmarks, cell.settings(), strict=True):
+    for benchmark, preset in zip(cell.benchmarks, cell.settings(), strict=True):
         assert preset.length is not None  # as every preset of a table has
         layout = dj.Layout.of(prompt, preset.length, preset.block, preset.steps)
-        count = one.samples if asked.limit is None else min(one.samples, asked.limit * one.parts)
+        count = (
+            benchmark.samples
+            if asked.limit is None
+            else min(benchmark.samples, asked.limit * benchmark.parts)
+        )
         total += count * _of_batch(model, preset.policy, layout, asked.batch, chip) / asked.batch
     return total
 
@@ -243,13 +257,13 @@ def _of_batch(model: str, policy: dj.policies.Policy, layout: dj.Layout, batch: 
 
 def _question(cell: Cell) -> str:
     """Names the benchmark of a cell and its requirements."""
-    (one, *more), files = cell.benchmarks, f"{longbench.FILE} in --data"
+    (benchmark, *more), files = cell.benchmarks, f"{longbench.FILE} in --data"
     if more:
         return f"the mean of {1 + len(more)} tasks of LongBench, each <task>.jsonl, and {files}"
-    if one.task is None:
-        return one.missing or f"{one.name}.jsonl and {files}"
-    code = "; --run-code runs its answers here" if one.runs_code else ""
-    return f"{one.task} of lm_eval (extra: harness), {cell.shots} shots{code}"
+    if benchmark.task is None:
+        return benchmark.missing or f"{benchmark.name}.jsonl and {files}"
+    code = "; --run-code runs its answers here" if benchmark.runs_code else ""
+    return f"{benchmark.task} of lm_eval (extra: harness), {cell.shots} shots{code}"
 
 
 def _number(value: float | None) -> str:

@@ -89,9 +89,9 @@ def read(given: Mapping[str, Any]) -> Arguments:
     given = _with_template(given)
     names = lambda kind, *other: [f.name for f in dataclasses.fields(kind) if f.name not in other]
     checkpoint, decoding = names(Checkpoint, "model"), names(Decoding, "batch", "policy", "sampler")
-    own = names(Arguments, "checkpoint", "decoding")
+    arguments = names(Arguments, "checkpoint", "decoding")
     others = ("pretrained", "policy", "sampler", "preset", "enable_thinking")
-    known = sorted([*others, *checkpoint, *decoding, *own])
+    known = sorted([*others, *checkpoint, *decoding, *arguments])
     for name in given.keys() - known - set(OF_LM_EVAL):
         raise ValueError(f"{name}={shown(given[name])} is not among the model arguments: {', '.join(known)}")
     if "pretrained" not in given:
@@ -100,7 +100,7 @@ def read(given: Mapping[str, Any]) -> Arguments:
     _check_device(given.get("device"))
     part = lambda names: {name: given[name] for name in names if name in given}
     settings = Decoding(batch=batch, **_with_preset(given, part(decoding)))
-    return Arguments(Checkpoint(given["pretrained"], **part(checkpoint)), settings, **part(own))
+    return Arguments(Checkpoint(given["pretrained"], **part(checkpoint)), settings, **part(arguments))
 
 
 def _with_template(given: Mapping[str, Any]) -> dict[str, Any]:

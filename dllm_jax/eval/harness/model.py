@@ -163,9 +163,9 @@ class DllmJax(TemplateLM):
         def add(entries: list[Entry]):
             for entry in (entry for entry in entries if entry["error"] is None):
                 answer = entry["answer"]  # JSON turns lm_eval's tuples into lists
-                found = tuple(answer) if isinstance(answer, list) else answer
+                result = tuple(answer) if isinstance(answer, list) else answer
                 for known in asked[entry["key"]]:
-                    self.cache_hook.add_partial(kind, known, found)
+                    self.cache_hook.add_partial(kind, known, result)
 
         answered = iter(answering.run(readable, self.journal, add))
         entries = [failure("", item) if isinstance(item, Exception) else next(answered) for item in items]

@@ -112,17 +112,17 @@ def _differences(
     scores = dict[str, list[tuple[float, float]]]()
     for x, y in pairs:
         scores.setdefault(x["group"], []).append((x["score"], y["score"]))
-    groups = {name: [np.asarray(own, np.float64)] for name, own in scores.items()}
+    groups = {name: [np.asarray(pairs, np.float64)] for name, pairs in scores.items()}
     # However many requests each group has.
     if len(groups) > 1:
-        groups["average"] = [own for (own,) in groups.values()]
-    found = []
+        groups["average"] = [pairs for (pairs,) in groups.values()]
+    differences = []
     for name, of in groups.items():
-        a, b = np.mean([own.mean(axis=0) for own in of], axis=0).tolist()
+        a, b = np.mean([pairs.mean(axis=0) for pairs in of], axis=0).tolist()
         # Of each group the pairs are resampled, not A and B apart.
-        _, low, high = estimate([own[:, 1] - own[:, 0] for own in of], confidence, draws, seed)
-        found.append(Difference(name, sum(map(len, of)), a, b, b - a, low, high))
-    return found
+        _, low, high = estimate([pairs[:, 1] - pairs[:, 0] for pairs in of], confidence, draws, seed)
+        differences.append(Difference(name, sum(map(len, of)), a, b, b - a, low, high))
+    return differences
 
 
 def estimate(
@@ -130,9 +130,11 @@ def estimate(
 ) -> tuple[float, float, float]:
     """The average of the means of groups of numbers, and the ends of its percentile bootstrap interval."""
     values = [np.asarray(numbers, np.float64) for numbers in groups]
-    resampled = [bootstrap(own, draws, np.random.default_rng(seed + i)) for i, own in enumerate(values)]
+    resampled = [
+        bootstrap(numbers, draws, np.random.default_rng(seed + i)) for i, numbers in enumerate(values)
+    ]
     ends = np.percentile(np.mean(resampled, axis=0), (50 * (1 - confidence), 50 * (1 + confidence)))
-    return float(np.mean([own.mean() for own in values])), *ends.tolist()
+    return float(np.mean([numbers.mean() for numbers in values])), *ends.tolist()
 
 
 def bootstrap(values: Float[np.ndarray, "n"], draws: int, rng: np.random.Generator) -> Float[np.ndarray, "t"]:

@@ -134,16 +134,16 @@ def paths(folder: Path, kind: str, policies: Sequence[str]) -> dict[str, Path]:
     Raises:
       ValueError: two policies have the same file.
     """
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     # Two spellings of one policy would take turns in one file.
     for text in policies:
         path = folder / f"{kind}-{re.sub(r'[^A-Za-z0-9_.]+', '-', text).strip('-')}.json"
-        if path in found.values():
+        if path in files.values():
             raise ValueError(
                 f"policies {shown(text)} and another of {list(policies)} would both write {path}"
             )
-        found[text] = path
-    return found
+        files[text] = path
+    return files
 
 
 def check_replaceable(path: Path, kind: str, runner: Runner, settings: dict[str, Any]):

@@ -56,8 +56,10 @@ def table(records: Mapping[str, Record], title: str) -> rich.table.Table:
         shown.add_column(escape(name), justify="right")
     groups = list(dict.fromkeys(group for record in records.values() for group in record["scores"]))
     for group in groups:
-        of_each = ([r["score"] for r in one["requests"] if r["group"] == group] for one in records.values())
-        shown.add_row(group, *(escape(percent(estimate([own])) if own else "-") for own in of_each))
+        of_each = (
+            [r["score"] for r in result["requests"] if r["group"] == group] for result in records.values()
+        )
+        shown.add_row(group, *(escape(percent(estimate([scores])) if scores else "-") for scores in of_each))
     if len(groups) > 1:
         shown.add_row("[bold]average[/]", *(f"{100 * r['average']:.2f}" for r in records.values()))
     shown.add_section()

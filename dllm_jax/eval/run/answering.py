@@ -96,8 +96,8 @@ class Answering(abc.ABC, Generic[Item]):
             # A run that ends here adds no more: what goes on from it, in this process even, may.
             journal.close()
             if isinstance(error, KeyboardInterrupt) and journal.path is not None:
-                kept = f"interrupted: {journal.path} holds the answers so far"
-                raise KeyboardInterrupt(f"{kept}. Run the same again to go on") from None
+                reason = f"interrupted: {journal.path} holds the answers so far"
+                raise KeyboardInterrupt(f"{reason}. Run the same again to go on") from None
             raise
         return [journal.entries[key] for key, _ in keyed]
 

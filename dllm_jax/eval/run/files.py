@@ -66,18 +66,18 @@ def read_samples(path: Path, make: Callable[[dict[str, Any], str], Any]) -> list
       FileNotFoundError: no such file.
       ValueError: as `read_objects`, what `make` refuses, an id that is given twice, or no object at all.
     """
-    found: dict[str, Any] = {}
+    items: dict[str, Any] = {}
     for where, value in read_objects(path):
         try:
-            one = make(value, where)
-            if one.id in found:
-                raise ValueError(f"id {shown(one.id)} is that of {found[one.id].where} too")
+            item = make(value, where)
+            if item.id in items:
+                raise ValueError(f"id {shown(item.id)} is that of {items[item.id].where} too")
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-        found[one.id] = one
-    if not found:
+        items[item.id] = item
+    if not items:
         raise ValueError(f"{path} holds no samples")
-    return list(found.values())
+    return list(items.values())
 
 
 def _value(text: str, path: Path, first: int) -> Any:
@@ -102,7 +102,7 @@ def as_json(value: Any, indent: int | None = None) -> str:
         text = json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
     except ValueError as error:
         raise ValueError(f"NaN or infinity cannot be written as JSON: {error}") from None
-    return re.sub("[\ud800-\udfff]", lambda found: rf"\u{ord(found[0]):04x}", text)
+    return re.sub("[\ud800-\udfff]", lambda match: rf"\u{ord(match[0]):04x}", text)
 
 
 def write_json(path: Path, value: Any):

@@ -154,9 +154,9 @@ class Journal:
 
     def close(self):
         """Gives the lock back; the journal may be claimed again."""
-        for held in (self._file, self._lock):
-            if held is not None:
-                held.close()
+        for resource in (self._file, self._lock):
+            if resource is not None:
+                resource.close()
         self._file = self._lock = None
 
     __del__ = close

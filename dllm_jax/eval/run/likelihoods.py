@@ -93,16 +93,16 @@ class Likelihood(Answering[Pair]):
     @override
     def _answers(self, pairs: list[tuple[str, Pair]], at_once: int) -> Iterator[list[Entry]]:
         limit = self.decoding.max_positions
-        for _, (context, own) in pairs:
-            if not context or not own:
-                raise ValueError(f"context has {len(context)} tokens, answer {len(own)}; both need one")
-            if limit is not None and (taken := len(context) + len(own)) > limit:
+        for _, (context, response) in pairs:
+            if not context or not response:
+                raise ValueError(f"context has {len(context)} tokens, answer {len(response)}; both need one")
+            if limit is not None and (taken := len(context) + len(response)) > limit:
                 raise ValueError(f"context and answer take {taken} positions; max_positions={limit}")
         start, model, (rung, width) = time.perf_counter(), self.lm.model, self._shape(pairs[0][1])
         items = [pair for _, pair in pairs]
         items += items[:1] * (self.decoding.batch - len(items))
         prompt, mask = padded_together([context for context, _ in items], model.spec.eos_id, width)
-        answer, real = padded_together([own for _, own in items], model.spec.eos_id, rung, "right")
+        answer, real = padded_together([ids for _, ids in items], model.spec.eos_id, rung, "right")
         # Every pair has masks of its own, in every batch.
         drawn = self.order == "random"
         masks = np.stack([self.masks(pair) for pair in items], axis=1) if drawn else None
@@ -121,13 +121,13 @@ class Likelihood(Answering[Pair]):
             computed = computed + np.asarray(out.stats.computed_tokens)
 
         # Without what fills up the batch; padding is not counted among the positions computed.
-        seconds, found = (time.perf_counter() - start) / len(pairs), list[Any]()
+        seconds, entries = (time.perf_counter() - start) / len(pairs), list[Any]()
         columns = [np.asarray(column).tolist() for column in (nats, greedy, forwards, computed)]
         for (key, _), nat, same, n, c in zip(pairs, *columns, strict=False):
             costs = {"forwards": n, "computed": c, "seconds": seconds} if math.isfinite(nat) else {}
             answer, error = ([nat, same], None) if costs else (None, NOT_FINITE)
-            found.append({"key": key, "answer": answer, "error": error, **costs})
-        yield found
+            entries.append({"key": key, "answer": answer, "error": error, **costs})
+        yield entries
 
     def _greedy(
         self, pairs: list[Pair], prompt: np.ndarray, mask: np.ndarray, rung: int
@@ -142,7 +142,7 @@ class Likelihood(Answering[Pair]):
 
         # Elsewhere masks beyond the answer would change it: it ends the template.
         width = prompt.shape[1] + rung
-        template = [(*context, *[spec.mask_id] * len(own)) for context, own in pairs]
+        template = [(*context, *[spec.mask_id] * len(ids)) for context, ids in pairs]
         tokens, padding = padded_together(template, spec.eos_id, width)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", IdleStepsWarning)  # short answers have fewer masks than steps
@@ -150,7 +150,7 @@ class Likelihood(Answering[Pair]):
                 model, tokens, token_mask=padding, steps=rung, sampler=OnePerStep(), nonfinite="ignore"
             )
         rows = zip(np.asarray(out.tokens), pairs, strict=True)
-        ends = [row[width - len(own) :] for row, (_, own) in rows]
+        ends = [row[width - len(ids) :] for row, (_, ids) in rows]
         return out, padded_together(ends, spec.eos_id, rung, "right")[0]
 
     def masks(self, pair: Pair) -> Bool[np.ndarray, "draws r"]:

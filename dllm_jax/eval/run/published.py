@@ -73,33 +73,33 @@ class Asked(Options):
         """
         cells = table.of(model)
         lacking = {key: self.lacks(cell) for key, cell in self.named(table, model).items()}
-        kept = {key for key, reason in lacking.items() if reason is None}
+        measurable = {key for key, reason in lacking.items() if reason is None}
 
         # Of what is not named, that which can be measured; of each task and method that is named, something.
         for name in (*self.tasks, *self.methods, None):
-            own = {key: reason for key, reason in lacking.items() if name is None or name in key}
-            if not kept & own.keys():
-                (task, method), reason = next(iter(own.items()))
+            reasons = {key: reason for key, reason in lacking.items() if name is None or name in key}
+            if not measurable & reasons.keys():
+                (task, method), reason = next(iter(reasons.items()))
                 raise ValueError(f"{table.name}: {task}, {method}: {reason}")
-        kept |= {(task, over) for task, method in kept if (over := cells[task, method].over)}
-        return {key: cell for key, cell in cells.items() if key in kept}
+        measurable |= {(task, over) for task, method in measurable if (over := cells[task, method].over)}
+        return {key: cell for key, cell in cells.items() if key in measurable}
 
     def lacks(self, cell: Cell) -> str | None:
         """Returns the missing requirement of a cell; None if it can be measured here."""
         if cell.missing is not None:
             return cell.missing
-        for one in cell.benchmarks:
-            if one.task is not None:
+        for benchmark in cell.benchmarks:
+            if benchmark.task is not None:
                 if importlib.util.find_spec("lm_eval") is None:
                     return "lm_eval is not installed: pip install '.[harness]' in a clone"
-                if one.runs_code and not self.run_code:
+                if benchmark.runs_code and not self.run_code:
                     return "its answers are programs, which --run-code runs on this machine"
-                if one.runs_code and os.environ.get("HF_ALLOW_CODE_EVAL") != "1":
+                if benchmark.runs_code and os.environ.get("HF_ALLOW_CODE_EVAL") != "1":
                     return "set HF_ALLOW_CODE_EVAL=1, without which `evaluate` runs no programs"
             elif self.data is None:
                 return "it needs --data, a folder with LongBench's files"
             else:
-                files = (self.data / f"{one.name}.jsonl", self.data / longbench.FILE)
+                files = (self.data / f"{benchmark.name}.jsonl", self.data / longbench.FILE)
                 if absent := [file for file in files if not file.is_file()]:
                     return f"{absent[0]} does not exist"
         return None
@@ -134,10 +134,10 @@ class Session:
         for benchmark, preset in zip(cell.benchmarks, cell.settings(), strict=True):
             runner = self.runner(preset)
             if benchmark.task is None:
-                own, answers = self._longbench(benchmark.name, runner)
+                score, answers = self._longbench(benchmark.name, runner)
             else:
-                own, answers = self._lm_eval(benchmark, runner, cell.shots)
-            scores.append(own)
+                score, answers = self._lm_eval(benchmark, runner, cell.shots)
+            scores.append(score)
             entries += answers
         return {"accuracy": estimate(scores), "totals": record.totals(entries)}
 
@@ -158,15 +158,15 @@ class Session:
 
         # Dream's base model is asked as its authors do: without a chat, after a beginning of text.
         base = self.model.endswith("base-7b")
-        own = Arguments(Checkpoint(self.lm.name), runner.decoding, add_bos=base, failures="empty")
-        lm = DllmJax.of(own, runner, self.journal)
+        arguments = Arguments(Checkpoint(self.lm.name), runner.decoding, add_bos=base, failures="empty")
+        lm = DllmJax.of(arguments, runner, self.journal)
         lm_eval: Any = importlib.import_module("lm_eval")  # whose decorators hide its functions' types
-        found = lm_eval.simple_evaluate(
+        results = lm_eval.simple_evaluate(
             lm, tasks=[benchmark.task], num_fewshot=shots, limit=self.asked.limit, task_manager=self.manager,
             apply_chat_template=not base, fewshot_as_multiturn=not base, bootstrap_iters=0,
             confirm_run_unsafe_code=self.asked.run_code,
         )  # fmt: skip
-        return _scores(benchmark, found["samples"]), lm.entries["generate_until"]
+        return _scores(benchmark, results["samples"]), lm.entries["generate_until"]
 
 
 def _scores(benchmark: Benchmark, samples: Mapping[str, list[dict[str, Any]]]) -> list[float]:
@@ -178,19 +178,21 @@ def _scores(benchmark: Benchmark, samples: Mapping[str, list[dict[str, Any]]]) -
     metric, kind = benchmark.metric_and_filter
     scores = list[float]()
     for task, each in samples.items():
-        own: list[Any] = [one.get(metric) for one in each if one["filter"] == kind]
-        if not own or not all(isinstance(score, SupportsFloat) and math.isfinite(score) for score in own):
-            names = sorted({f"{name},{one['filter']}" for one in each for name in one.get("metrics", ())})
+        values: list[Any] = [row.get(metric) for row in each if row["filter"] == kind]
+        if not values or not all(
+            isinstance(score, SupportsFloat) and math.isfinite(score) for score in values
+        ):
+            names = sorted({f"{name},{row['filter']}" for row in each for name in row.get("metrics", ())})
             raise _lacking(benchmark, task, ", ".join(names) or "none")
-        scores += map(float, own)
+        scores += map(float, values)
     return scores
 
 
-def _lacking(benchmark: Benchmark, task: str, found: str) -> ValueError:
+def _lacking(benchmark: Benchmark, task: str, present: str) -> ValueError:
     metric, kind = benchmark.metric_and_filter
     return ValueError(
         f"task {task} has no finite scores of metric {metric!r} with filter {kind!r}, the table's: "
-        f"it has {found}. Name both in {OWN_TASKS}/{task}.yaml of --data (metric_list, filter_list)."
+        f"it has {present}. Name both in {OWN_TASKS}/{task}.yaml of --data (metric_list, filter_list)."
     )
 
 
@@ -198,12 +200,12 @@ def _check_scored(benchmark: Benchmark, tasks: Mapping[str, Any]):
     """Raises ValueError if the configuration of a task shows that it lacks a benchmark's metric or filter."""
     metric, kind = benchmark.metric_and_filter
     for name, task in tasks.items():
-        filters = [one["name"] for one in task.config.filter_list or ()] or ["none"]
+        filters = [entry["name"] for entry in task.config.filter_list or ()] or ["none"]
         if kind not in filters:
             raise _lacking(benchmark, name, f"filter {', '.join(filters)}")
         # Functions, and metrics of other libraries, may give scores of other names.
         listed = task.config.metric_list or ()
-        plain = all(isinstance(one["metric"], str) and not one.get("hf_evaluate") for one in listed)
+        plain = all(isinstance(entry["metric"], str) and not entry.get("hf_evaluate") for entry in listed)
         known = list(task.aggregation())
         if listed and plain and task.config.process_results is None and metric not in known:
             raise _lacking(benchmark, name, f"metric {', '.join(known)}")
@@ -217,15 +219,15 @@ def manager_of(asked: Asked, benchmarks: Sequence[Benchmark]) -> Any:
     """
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
-    own = None if asked.data is None else asked.data / OWN_TASKS
-    tasks = [one.task for one in benchmarks if one.task]
-    here = [] if own is None else [task for task in tasks if (own / f"{task}.yaml").is_file()]
-    manager = TaskManager(include_path=str(own) if here else None, include_defaults=len(here) < len(tasks))
-    for one, task in zip(benchmarks, tasks, strict=True):
+    folder = None if asked.data is None else asked.data / OWN_TASKS
+    tasks = [benchmark.task for benchmark in benchmarks if benchmark.task]
+    here = [] if folder is None else [task for task in tasks if (folder / f"{task}.yaml").is_file()]
+    manager = TaskManager(include_path=str(folder) if here else None, include_defaults=len(here) < len(tasks))
+    for benchmark, task in zip(benchmarks, tasks, strict=True):
         try:
             loaded = manager.load([task])["tasks"]
         except Exception as error:  # many causes: no network, a gated data set, a package that is missing
             reason = str(error).strip().splitlines() or ["no message"]
             raise ValueError(f"lm_eval cannot load {task}: {type(error).__name__}: {reason[0]}") from error
-        _check_scored(one, loaded)
+        _check_scored(benchmark, loaded)
     return manager

@@ -53,8 +53,8 @@ class Candidate(Options):
 
     def filled(self, exact: Decoding) -> "Candidate":
         """This candidate with the exact decoder's settings where it has none of its own."""
-        own = {name: getattr(exact, name) for name, value in vars(self).items() if value is None}
-        return dataclasses.replace(self, **own)
+        filled_in = {name: getattr(exact, name) for name, value in vars(self).items() if value is None}
+        return dataclasses.replace(self, **filled_in)
 
     def check(self, model: Model, exact: Decoding, prompt: int):
         """Raises ValueError, naming the candidate, if a model cannot decode with it; nothing is compiled.
@@ -141,26 +141,29 @@ def grid(kind: type[p.Policy], exact: Decoding, prompt: int) -> list[Candidate]:
         return [Candidate(policy, block=length) for policy in policies]
     # Every variant in the exact decoder's blocks; the last one, of the rarest refreshes, in one long block,
     # which has room for them; the first one with several tokens per step, as Fast-dLLM decodes.
-    found = [Candidate(policy) for policy in policies]
+    candidates = [Candidate(policy) for policy in policies]
     if kind in IN_ONE_BLOCK and block < length:
         prior = CertaintyPrior(**shared) if kind is p.D2Cache else None  # d2Cache's stand-in for blocks
-        found.append(Candidate(policies[-1], prior, block=length))
+        candidates.append(Candidate(policies[-1], prior, block=length))
     if kind in IN_PARALLEL:
-        found.append(Candidate(policies[0], Threshold(**shared)))
+        candidates.append(Candidate(policies[0], Threshold(**shared)))
     if kind is p.SlidingCache:
-        found.append(Candidate(policies[0], block=Sliding(block)))
+        candidates.append(Candidate(policies[0], block=Sliding(block)))
     if kind is p.Policy:
         # Half and a quarter of the steps, where every block still has whole ones.
         fewer = [n for n in (2, 4) if steps % n == 0 and steps // n % (length // block) == 0]
-        found += [Candidate(steps=steps // n) for n in fewer] + [Candidate(sampler=Factor(**shared))]
+        candidates += [Candidate(steps=steps // n) for n in fewer] + [Candidate(sampler=Factor(**shared))]
     # What rests on blocks that stay has those of the same size, or one where length or steps do not divide.
     rests = not policies[0].only_sets or kind is p.SuffixDropout
     if isinstance(exact.block, AdaBlock):
         rests = kind not in (p.Policy, p.PrefixCache, p.DualCache)
     if isinstance(exact.block, BlockSchedule) and rests:
         whole = length % block == 0 and steps % (length // block) == 0
-        found = [dataclasses.replace(one, block=one.block or (block if whole else length)) for one in found]
-    return found
+        candidates = [
+            dataclasses.replace(candidate, block=candidate.block or (block if whole else length))
+            for candidate in candidates
+        ]
+    return candidates
 
 
 def candidates(
@@ -181,23 +184,27 @@ def candidates(
     asked = [type(policy) for policy in p.ALL] if asked is None else asked
     if isinstance(asked, str | p.Policy | Candidate | type) or not isinstance(asked, Iterable):
         raise ValueError(f"policies={shown(asked)} must be a list of policies, their classes, or candidates")
-    found: list[Any] = []
+    candidates: list[Any] = []
     for item in asked:
         if isinstance(item, type) and issubclass(item, p.Policy):
-            found += grid(item, exact, prompt)
+            candidates += grid(item, exact, prompt)
         else:
-            found.append(Candidate(item) if isinstance(item, p.Policy) else item)
-        if found and not isinstance(found[-1], Candidate):
+            candidates.append(Candidate(item) if isinstance(item, p.Policy) else item)
+        if candidates and not isinstance(candidates[-1], Candidate):
             raise ValueError(
                 f"policies hold {shown(item)}, which is no policy, class of policies, or Candidate"
             )
     listed = tuple(samplers) if isinstance(samplers, Iterable) else (None,)
-    if not all(isinstance(one, Sampler) for one in listed):
+    if not all(isinstance(item, Sampler) for item in listed):
         raise ValueError(f"samplers={shown(samplers)} must be a list of samplers, such as [Threshold(0.9)]")
-    under = lambda one: (one.sampler,) if one.sampler else listed or (None,)
-    found = [dataclasses.replace(one, sampler=sampler) for one in found for sampler in under(one)]
+    under = lambda candidate: (candidate.sampler,) if candidate.sampler else listed or (None,)
+    candidates = [
+        dataclasses.replace(candidate, sampler=sampler)
+        for candidate in candidates
+        for sampler in under(candidate)
+    ]
     # What two grids share is walked once, and the exact decoder is the reference in any case.
-    unique = dict.fromkeys(one.filled(exact) for one in found)
+    unique = dict.fromkeys(candidate.filled(exact) for candidate in candidates)
     unique.pop(Candidate().filled(exact), None)
     if not unique:
         raise ValueError("policies hold nothing but the exact decoder: there is nothing to compare with it")

@@ -22,12 +22,12 @@ def read_jsonl(path: Path | str) -> list[Example]:
       FileNotFoundError: no such file.
       ValueError: a line that is no such object, or bytes that are not UTF-8; names file and line.
     """
-    found = []
+    questions = []
     for where, value in read_objects(Path(path)):
         if "prompt" not in value or not isinstance(value.get("answer"), str):
             raise ValueError(f'{where}: no object with "prompt" and "answer", which is text')
-        found.append(Example(value["prompt"], value["answer"]))
-    return found
+        questions.append(Example(value["prompt"], value["answer"]))
+    return questions
 
 
 def as_questions(values: Iterable[Any]) -> tuple[Any, ...]:
@@ -38,13 +38,13 @@ def as_questions(values: Iterable[Any]) -> tuple[Any, ...]:
     """
     if isinstance(values, str | bytes) or not isinstance(values, Iterable) or not (given := tuple(values)):
         raise ValueError(f"questions={shown(values)} {RULE}, one or more")
-    found = tuple(Example(*v) if isinstance(v, tuple | list) and len(v) == 2 else v for v in given)
-    for i, one in enumerate(found):
-        answer = getattr(one, "answer", None)
-        if not hasattr(one, "prompt") or not isinstance(answer, str):
-            raise ValueError(f"questions hold {shown(one)}: they {RULE}, the answer being text")
+    examples = tuple(Example(*v) if isinstance(v, tuple | list) and len(v) == 2 else v for v in given)
+    for i, example in enumerate(examples):
+        answer = getattr(example, "answer", None)
+        if not hasattr(example, "prompt") or not isinstance(answer, str):
+            raise ValueError(f"questions hold {shown(example)}: they {RULE}, the answer being text")
         check_text(f"questions[{i}].answer={shown(answer)}", answer)
-    return found
+    return examples
 
 
 def prompt_ids(

@@ -201,13 +201,13 @@ class Search(Options):
             console.print(f"{asked} questions: {len(active) - 1} settings, {len(verdicts)} dropped")
 
         # Each interval by itself, of two sides.
-        quantile, found = evidence.quantile(self.confidence, 2), []
-        for setting, own in answers.items():
-            accuracy = evidence.accuracy([row["score"] for row in own], quantile)
-            difference = _difference(own, answers[reference], quantile)
-            why, means = dropped.get(setting), _means(own)
-            found.append(Row(setting, len(own), accuracy, difference, costs[setting], why, **means))
-        return tuple(found)
+        quantile, measured = evidence.quantile(self.confidence, 2), []
+        for setting, answered in answers.items():
+            accuracy = evidence.accuracy([row["score"] for row in answered], quantile)
+            difference = _difference(answered, answers[reference], quantile)
+            why, means = dropped.get(setting), _means(answered)
+            measured.append(Row(setting, len(answered), accuracy, difference, costs[setting], why, **means))
+        return tuple(measured)
 
     def verdicts(
         self, answers: Answers, costs: Mapping[Candidate, Estimate | None], bounds: int
@@ -221,27 +221,27 @@ class Search(Options):
         """
         reference, quantile = next(iter(answers)), evidence.quantile(self.confidence, bounds)
         bound = lambda setting, other: _difference(answers[setting], answers[other], quantile).high
-        found: dict[Candidate, str] = {}
-        for setting in [one for one in answers if one != reference]:
+        reasons: dict[Candidate, str] = {}
+        for setting in [candidate for candidate in answers if candidate != reference]:
             cost, below = costs[setting], bound(setting, reference)
             # Dominated: ranges of costs that overlap leave a doubt, and so does equal accuracy.
             rivals = [s for s in answers if cost and (its := costs[s]) and its.high <= cost.low]
             better = [s for s in rivals if bound(setting, s) < 0 and not _failure(answers[s])]
             if failed := _failure(answers[setting]):
-                found[setting] = f"failed: {failed['error']}"
+                reasons[setting] = f"failed: {failed['error']}"
             # Less accurate by more than the tolerance, at any cost: by the upper end of the difference.
             elif self.keep_all:
                 continue
             elif below < -self.accuracy_within:
-                found[setting] = f"at least {-100 * below:.1f} points less accurate than the exact decoder"
+                reasons[setting] = f"at least {-100 * below:.1f} points less accurate than the exact decoder"
             elif better:
-                found[setting] = f"costs no less and is less accurate than {better[0].beside(reference)}"
-        return found
+                reasons[setting] = f"costs no less and is less accurate than {better[0].beside(reference)}"
+        return reasons
 
 
-def _difference(own: list[schema.Row], others: list[schema.Row], quantile: float) -> Estimate:
+def _difference(ours: list[schema.Row], others: list[schema.Row], quantile: float) -> Estimate:
     """Of the mean scores of answers, on the questions that both have: dropped settings have fewer."""
-    scores, theirs = ([row["score"] for row in rows] for rows in (own, others[: len(own)]))
+    scores, theirs = ([row["score"] for row in rows] for rows in (ours, others[: len(ours)]))
     return evidence.difference(scores, theirs, quantile)
 
 
@@ -249,7 +249,7 @@ def _cost(objective: Objective, setting: Candidate, answers: Answers) -> Estimat
     """Computes the cost of a setting from its answers; None without any."""
     # A setting that failed takes part in no further timed runs.
     pairs = zip(answers[setting], next(iter(answers.values())), strict=not objective.timed)
-    answered = [(own, exact) for own, exact in pairs if own["error"] is None]
+    answered = [(row, exact) for row, exact in pairs if row["error"] is None]
     return objective.cost(setting, *zip(*answered, strict=True)) if answered else None
 
 
@@ -262,13 +262,13 @@ def _means(answers: Sequence[Any]) -> dict[str, float | None]:
 
 def _in_turns(runners: Mapping[Candidate, Runner], requests: Sequence[Request]) -> Answers:
     """Answers requests again by all settings in turns; `seconds` of a row is its run's, over its requests."""
-    found: Answers = {setting: [] for setting in runners}
+    answers: Answers = {setting: [] for setting in runners}
     for _ in range(TURNS):
         for setting, runner in runners.items():
             rows: list[Any] = record.scored(requests, runner.run(requests))
             seconds = sum(row.get("seconds", 0.0) for row in rows) / len(rows)
-            found[setting].extend(row | {"seconds": seconds} for row in rows)
-    return found
+            answers[setting].extend(row | {"seconds": seconds} for row in rows)
+    return answers
 
 
 def _failure(rows: Sequence[schema.Row]) -> schema.Row | None:
@@ -350,12 +350,12 @@ def tune(
         answers are of another device.
       RuntimeError: the exact decoder failed to answer.
     """
-    own = inspect.signature(tune).parameters
-    check_names("tune", {name: old[name] for name in old.keys() - FORMER}, own.keys() - {"old"})
+    parameters = inspect.signature(tune).parameters
+    check_names("tune", {name: old[name] for name in old.keys() - FORMER}, parameters.keys() - {"old"})
     for name in old:
         new, given = FORMER[name], {"first_round": first_round, "slots": slots}
         warn_renamed(f"tune({name}=...)", f"{new}=...")
-        if given[new] != own[new].default:
+        if given[new] != parameters[new].default:
             raise TypeError(f"tune() got {new}={given[new]} and its former name {name}=: leave out {name}=")
     first_round, slots = old.get("first", first_round), old.get("batch", slots)
     check_argument("model", model, dj.Model, ", such as dj.load(path)")

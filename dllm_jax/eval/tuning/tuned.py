@@ -95,11 +95,11 @@ class Tuned:
         Of the settings that answered all questions; what was dropped is worse beyond doubt.
         """
         # Walked by ascending cost, a setting is on the front if it is more accurate than all before it.
-        found: list[Row] = []
+        rows: list[Row] = []
         for row in sorted((row for row in self.rows if row.dropped is None), key=lambda row: row.rank):
-            if not found or row.accuracy.value > found[-1].accuracy.value:
-                found.append(row)
-        return tuple(found)
+            if not rows or row.accuracy.value > rows[-1].accuracy.value:
+                rows.append(row)
+        return tuple(rows)
 
     @property
     def chosen(self) -> Row:
@@ -218,8 +218,8 @@ class Tuned:
             y, spread = 100 * right[0], (100 * abs(right[1:] - right[0]), abs(cost[1:] - cost[0]))
             if dropped:
                 # One entry for each: its shape says which one a gray point is.
-                kept = (policy, sampler, False) in priced
-                color, label = "0.75", None if kept else f"{name}, dropped"
+                is_kept = (policy, sampler, False) in priced
+                color, label = "0.75", None if is_kept else f"{name}, dropped"
             axes.errorbar(cost[0], y, *spread, fmt=marker, elinewidth=0.7, color=color, label=label)
 
         # The front below them, the tolerance, and a ring around the choice.
