@@ -39,7 +39,7 @@ def main(arguments: argparse.Namespace):
     about: dict[str, Any] = {"heading": f"{Path(arguments.model).name} answers"}
     if arguments.prompt == trains.QUESTION:
         (answer,) = dj.decode_answers(model, tokenizer, next(iter(outputs.values())).tokens[:, len(prompt) :])
-        about: dict[str, Any] = {"heading": HEADING, "caption": ", ".join(trains.route(answer)[1:])}
+        about: dict[str, Any] = {"heading": HEADING, "caption": ", ".join(trains.train_route(answer)[1:])}
     dj.animate(outputs, tokenizer, arguments.out, question=arguments.prompt, **about)
     print(f"wrote {arguments.out}, {arguments.out.stat().st_size / 1000:.0f} kB")
 

@@ -17,9 +17,9 @@ from dllm_jax.state.contexts import new_canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.testing.models import FAMILIES as KINDS
 from dllm_jax.testing.models import cast as cast
-from dllm_jax.testing.models import prompts as prompts
+from dllm_jax.testing.models import random_prompts as prompts
 from dllm_jax.testing.models import random_tokens as random_tokens
-from dllm_jax.testing.models import separate as separate
+from dllm_jax.testing.models import separate_layers as separate  # noqa: F401
 from dllm_jax.testing.models import spec as spec
 from dllm_jax.testing.models import tiny as tiny
 

@@ -56,7 +56,7 @@ def kernel(by):
     ids=["rounding", "off", "fails"],
 )
 def test_a_kernel_that_is_wrong_turns_the_verdict(broken, right, said):
-    (found,) = operations.findings(ROOF, ("float32",), quick=True, families=(with_kernel(broken),))
+    (found,) = operations.operation_findings(ROOF, ("float32",), quick=True, families=(with_kernel(broken),))
     assert found.right is right
     assert said in found.text
     report = Report({}, parts={"operations": [found]}, complete=True)
@@ -223,9 +223,9 @@ def test_the_first_entry_that_supports_a_call_decides():
 def test_versions_that_do_not_go_together(monkeypatch):
     jaxlib = jax.__version__
     good = {"jaxlib": jaxlib, "jax-cuda13-plugin": jaxlib}
-    assert not list(environment.mismatches(good, "gpu", "590.1"))
-    assert not list(environment.mismatches({"jaxlib": jaxlib}, "cpu", None))
-    found = environment.mismatches(
+    assert not list(environment.version_mismatches(good, "gpu", "590.1"))
+    assert not list(environment.version_mismatches({"jaxlib": jaxlib}, "cpu", None))
+    found = environment.version_mismatches(
         good | {"jax-cuda12-plugin": "0.4.1", "libtpu": "0.0.1"}, "gpu", "550.54.14-beta"
     )
     told = " | ".join(found)
@@ -234,33 +234,33 @@ def test_versions_that_do_not_go_together(monkeypatch):
     assert "jax-cuda12-plugin and jax-cuda13-plugin are both installed" in told
     assert "driver 550.54.14-beta is older than 580" in told
     monkeypatch.setattr(environment, "GPU", environment.Path("/"))
-    assert "jax runs on the CPU" in next(iter(environment.mismatches({}, "cpu", None)))
+    assert "jax runs on the CPU" in next(iter(environment.version_mismatches({}, "cpu", None)))
 
 
 GEOMETRY = speed.Geometry((16,), (1,), 8, 4)
 
 
-def measured(cases: list[speed.Case], roof: Hardware = ROOF, seconds: float = 600) -> list[Finding]:
+def measured(cases: list[speed.SpeedCase], roof: Hardware = ROOF, seconds: float = 600) -> list[Finding]:
     until = time.monotonic() + seconds
-    return list(speed.findings(spec("llada"), "float32", roof, GEOMETRY, cases, None, until))
+    return list(speed.speed_findings(spec("llada"), "float32", roof, GEOMETRY, cases, None, until))
 
 
 def test_a_device_without_memory_turns_the_verdict():
     tiny = spec("llada")
-    right = {f.name: f.right for f in environment.findings(tiny, ROOF)}
+    right = {f.name: f.right for f in environment.environment_findings(tiny, ROOF)}
     assert right["together"] is True
     assert right["memory"] is True
     small = dataclasses.replace(ROOF, capacity=1e5)
-    assert {f.name: f.right for f in environment.findings(tiny, small)}["memory"] is False
+    assert {f.name: f.right for f in environment.environment_findings(tiny, small)}["memory"] is False
     # Of speed it is no fault, and the next case is measured.
-    cases = [speed.Case(dj.policies.Policy(), 16, 1), speed.Case(dj.policies.DualCache(), 16, 1)]
+    cases = [speed.SpeedCase(dj.policies.Policy(), 16, 1), speed.SpeedCase(dj.policies.DualCache(), 16, 1)]
     found = measured(cases, small)
     assert [f.right for f in found] == [None, None]
     assert all("out of memory" in f.text for f in found)
 
 
 def test_speed_says_what_it_measured_and_what_it_left_out():
-    cases = [speed.Case(dj.policies.DualCache(), 16, 1, "int8")]
+    cases = [speed.SpeedCase(dj.policies.DualCache(), 16, 1, "int8")]
     (found,) = measured(cases)
     data = found.data
     assert set(data["steps"]) == {"full", "partial"}
@@ -268,7 +268,7 @@ def test_speed_says_what_it_measured_and_what_it_left_out():
     assert data["tokens_per_s"] == pytest.approx(8 / data["seconds"]["median"])
     assert data["program_bytes"] > 0
     model = dj.abstract(spec("llada"))
-    asked = speed.request(model, cases[0], GEOMETRY)
+    asked = speed.speed_request(model, cases[0], GEOMETRY)
     bytes_of = lambda case: speed._predicted(model, case, asked).memory.weights
     assert bytes_of(cases[0]._replace(weights=None)) == model.dtype.itemsize * bytes_of(cases[0])
     every = speed.cases(speed.Geometry(), ("xla", "cudnn"), quick=False)
@@ -283,7 +283,7 @@ def test_speed_says_what_it_measured_and_what_it_left_out():
 def test_a_wrong_token_turns_the_verdict(dtype):
     model = dj.load(dj.bundled.path("tiny-llada"), dtype="float32")
     out = dj.generate(model, np.arange(5, 21)[None], length=8, block=4, trace=True)
-    case = tokens.Case("tiny-llada", dtype, dj.policies.Policy())
+    case = tokens.TokenCase("tiny-llada", dtype, dj.policies.Policy())
     compared = lambda *outs: tokens._compared(case, model, *outs)
     assert compared(out, out).right is True
     taken = np.asarray(out.trace.tokens)
@@ -304,7 +304,7 @@ def test_a_wrong_token_turns_the_verdict(dtype):
 
 def test_tokens_of_a_device_are_compared_with_another():
     here, other = jax.devices()[:2]
-    (found,) = tokens.findings(other, here, ("tiny-llada",), ("float32",), (dj.policies.Policy(),))
+    (found,) = tokens.token_findings(other, here, ("tiny-llada",), ("float32",), (dj.policies.Policy(),))
     assert (found.right, found.text) == (True, "the tokens of the CPU")
 
 
@@ -312,12 +312,12 @@ def test_meshes_of_all_devices(monkeypatch):
     tiny = spec("llada", heads=8, kv_heads=8, vocab=64)
     if not EXHAUSTIVE:
         monkeypatch.setattr(several, "_time", lambda *arguments: timing.Time.of([1.0]))
-    found = list(several.findings(tiny, "float32", GEOMETRY, ("tp",)))
+    found = list(several.device_findings(tiny, "float32", GEOMETRY, ("tp",)))
     assert [f.name for f in found] == ["one of 8, time", "tp=8, tokens", "tp=8, time"]
     assert [f.right for f in found] == [None, True, None]
     monkeypatch.setattr(several, "_tokens", lambda mesh: np.array([mesh is None]))
     monkeypatch.setattr(several, "_time", lambda *arguments: timing.Time.of([1.0]))
-    named = {f.name: f for f in several.findings(tiny, "float32", GEOMETRY)}
+    named = {f.name: f for f in several.device_findings(tiny, "float32", GEOMETRY)}
     assert {named[f"{axis}=8, tokens"].right for axis in ("tp", "dp")} == {False}
     assert "1.00 times as fast as one" in named["dp=8, time"].text
 
@@ -341,8 +341,8 @@ def test_a_part_that_fails_is_reported_and_the_rest_goes_on(tmp_path, monkeypatc
 
     monkeypatch.setattr(command, "_parts", parts)
     console = rich.console.Console(width=200)
-    arguments = command.Arguments(json=path, parts=("environment", "operations", "tokens", "speed"))
-    assert command.check(arguments, console) == 1
+    arguments = command.CheckArguments(json=path, parts=("environment", "operations", "tokens", "speed"))
+    assert command.run_checks(arguments, console) == 1
     report = json.loads(path.read_text())
     assert interrupted
     assert report["verdict"]["wrong"] == ["environment, the whole part: RuntimeError: no such device"]
@@ -350,7 +350,7 @@ def test_a_part_that_fails_is_reported_and_the_rest_goes_on(tmp_path, monkeypatc
     assert "speed" not in report["parts"]
     assert report["jax"] == jax.__version__
     assert "1 of 3 comparisons are wrong" in capsys.readouterr().out
-    assert command.check(command.Arguments(parts=("operations",)), console) == 0
+    assert command.run_checks(command.CheckArguments(parts=("operations",)), console) == 0
 
 
 def test_peers_are_timed_in_a_process_of_their_own(monkeypatch):
@@ -364,14 +364,14 @@ def test_peers_are_timed_in_a_process_of_their_own(monkeypatch):
         return type("Done", (), {"returncode": len(asked) - 1, "stderr": "Traceback\nCUDA out of memory"})
 
     monkeypatch.setattr(peers.subprocess, "run", run)
-    (found,) = peers.findings("llada-8b")
+    (found,) = peers.peer_findings("llada-8b")
     assert (found.name, found.text) == ("exact, prompt 1024, forward", "theirs over ours 1.25")
     assert asked == [(["--shape", "llada-8b"], ".45")]
     with pytest.raises(RuntimeError, match=r"bench.peer_torch: CUDA out of memory"):
-        list(peers.findings(None))
+        list(peers.peer_findings(None))
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="--peers: torch is missing"):
-        command.check(command.Arguments(peers=True), rich.console.Console())
+        command.run_checks(command.CheckArguments(peers=True), rich.console.Console())
 
 
 def test_bad_arguments_are_refused_before_anything_is_measured(tmp_path, monkeypatch):
@@ -381,8 +381,10 @@ def test_bad_arguments_are_refused_before_anything_is_measured(tmp_path, monkeyp
     with pytest.raises(SystemExit) as ended, plain_errors():
         main()
     assert ended.value.code == 2
-    assert command.shape("llada-8b").layers == 32
-    assert command.shape(None) == command.shape("tiny-llada")
+    assert command.timed_spec("llada-8b").layers == 32
+    assert command.timed_spec(None) == command.timed_spec("tiny-llada")
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
-        command.check(command.Arguments(json=tmp_path / "file" / "report.json"), rich.console.Console())
+        command.run_checks(
+            command.CheckArguments(json=tmp_path / "file" / "report.json"), rich.console.Console()
+        )

@@ -31,12 +31,14 @@ def asked(tmp_path):
     def write(text: str, name: str = "asked.jsonl", **options):
         file = tmp_path / name
         file.write_text(text)
-        return answering.Arguments(questions=file, answers=tmp_path / "answers.jsonl", **(SHORT | options))
+        return answering.GenerateArguments(
+            questions=file, answers=tmp_path / "answers.jsonl", **(SHORT | options)
+        )
 
     return write
 
 
-def entries(arguments: answering.Arguments) -> list[dict]:
+def entries(arguments: answering.GenerateArguments) -> list[dict]:
     return [json.loads(line) for line in arguments.answers.read_text().splitlines()[1:]]
 
 
@@ -183,7 +185,7 @@ def test_classes_of_ones_own_are_named_by_their_module(asked, tmp_path, monkeypa
     own = "mine_of_this_test"
     made = expressions.typed_policy(f"{own}:Mine(every=2)")
     assert (type(made).__name__, made.every) == ("Mine", 2)
-    assert expressions.described(made).startswith(f"{own}:Mine(every=2) sha256:")
+    assert expressions.described_call(made).startswith(f"{own}:Mine(every=2) sha256:")
     options = dict(policy=f"{own}:Mine", sampler=f"{own}:Bold(threshold=0.4)")
     arguments = asked('{"prompt": "T=211;T="}', **options)
     assert answering.answer(arguments) == 0

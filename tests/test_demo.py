@@ -144,9 +144,9 @@ def test_the_question_is_of_a_ring_of_stops_and_was_not_trained_on():
     initials = [stop[0] for stop in trains.STOPS]
     assert sorted(links) == sorted(zip(initials, [*initials[1:], initials[0]], strict=True))
     assert "".join(f"{a}>{b};" for a, b in pairwise(initials[:8])) == trains.ANSWER
-    assert trains.route(trains.ANSWER) == list(trains.STOPS[:8])
-    assert trains.route("P>Q;nonsense") == ["Paris", "Q"]
-    assert trains.route("") == []
+    assert trains.train_route(trains.ANSWER) == list(trains.STOPS[:8])
+    assert trains.train_route("P>Q;nonsense") == ["Paris", "Q"]
+    assert trains.train_route("") == []
     assert Chain().split_of(Example(trains.QUESTION, trains.ANSWER)) == "held_out"
 
 

@@ -19,7 +19,7 @@ from dllm_jax.engine.generation import Feature
 from dllm_jax.samplers import CertaintyPrior, DreamSchedule, Sequential, Threshold
 from dllm_jax.state.inputs import PositionsWarning
 from dllm_jax.state.layout import Layout
-from dllm_jax.testing.checks import PROGRAM, Subject, traced
+from dllm_jax.testing.checks import PROGRAM, Subject, traced_run
 from dllm_jax.testing.runs import assert_same_run, of_sequence
 from tests.models import families, prompts, separate, tiny
 
@@ -27,7 +27,7 @@ from tests.models import families, prompts, separate, tiny
 def test_the_vocabulary_meets_only_candidate_rows():
     """No array of the program has canvas x vocabulary elements: only positions of the block are projected."""
     of = Subject(policies.Policy(), samplers.Confidence())
-    text, vocab = traced(of).lower().as_text(), of.model.spec.vocab
+    text, vocab = traced_run(of).lower().as_text(), of.model.spec.vocab
     assert f"tensor<2x{PROGRAM.block}x{vocab}xf32>" in text
     assert f"{PROGRAM.length}x{vocab}x" not in text
     assert f"{PROGRAM.response}x{vocab}x" not in text

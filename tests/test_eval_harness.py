@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 import dllm_jax as dj
 from dllm_jax import samplers
 from dllm_jax.decoding.chat import chat_ids
-from dllm_jax.eval.harness.arguments import read
+from dllm_jax.eval.harness.arguments import read_arguments
 from dllm_jax.eval.results import record
 from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.state.sliding import Sliding
@@ -281,18 +281,23 @@ def test_answers_of_many_lengths_share_programs(lm):
 
 def test_arguments_are_checked_and_presets_are_overridden(unannotated):
     given = {"pretrained": "x", "preset": "llada-8b-instruct/gsm8k"}
-    published = read(given).decoding
+    published = read_arguments(given).decoding
     assert (published.length, published.block, published.steps) == (256, 8, 256)
-    chosen = read(given | {"length": 128, "steps": 64, "sampler": "Threshold(0.8;temperature=0.5)"}).decoding
+    chosen = read_arguments(
+        given | {"length": 128, "steps": 64, "sampler": "Threshold(0.8;temperature=0.5)"}
+    ).decoding
     assert (chosen.length, chosen.block, chosen.steps) == (128, 8, 64)
     assert chosen.sampler == samplers.Threshold(0.8, temperature=0.5)
-    assert [read(given | {"block": b}).decoding.block for b in (4, "Sliding(8;16)")] == [4, Sliding(8, 16)]
-    assert read(given | {"dtype": "bf16"}).checkpoint.dtype == "bf16"
+    assert [read_arguments(given | {"block": b}).decoding.block for b in (4, "Sliding(8;16)")] == [
+        4,
+        Sliding(8, 16),
+    ]
+    assert read_arguments(given | {"dtype": "bf16"}).checkpoint.dtype == "bf16"
     thinking = given | {"enable_thinking": True, "chat_template_args": {"x": 1}, "peft": "y"}
-    assert read(thinking).checkpoint.variables == {"x": 1, "enable_thinking": True}
-    assert read(thinking).checkpoint.peft == "y"
+    assert read_arguments(thinking).checkpoint.variables == {"x": 1, "enable_thinking": True}
+    assert read_arguments(thinking).checkpoint.peft == "y"
     passed = {"batch_size": "4", "max_batch_size": None, "device": jax.default_backend()}
-    assert (read(given | passed).decoding.batch, read(given).decoding.batch) == (4, 1)
+    assert (read_arguments(given | passed).decoding.batch, read_arguments(given).decoding.batch) == (4, 1)
     for wrong, reason in (
         (dict(failures="ignore"), "failures='ignore'"), (dict(preset="gsm8k"), "preset='gsm8k'"),
         (dict(draws=100), "draws=100"), (dict(block="8x"), "block='8x' must be positions"),
@@ -305,9 +310,9 @@ def test_arguments_are_checked_and_presets_are_overridden(unannotated):
         (dict(device="cuda:7"), "device='cuda:7', but jax computes on"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=reason):
-            read(given | passed | wrong)
+            read_arguments(given | passed | wrong)
     with pytest.raises(ValueError, match="pretrained is missing"):
-        read({})
+        read_arguments({})
 
 
 def test_the_command_line(tasks, tmp_path, monkeypatch, capsys, caplog):

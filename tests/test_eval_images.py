@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax.eval.benchmarks.images import ImageTask, Sample, metrics, published, read
+from dllm_jax.eval.benchmarks.images import ImageTask, PictureSample, metrics, published, read_pictures
 from dllm_jax.eval.results import record
-from dllm_jax.eval.run.runner import Request, Runner
+from dllm_jax.eval.run.runner import EvalRequest, Runner
 from dllm_jax.eval.run.settings import Checkpoint, Decoding
 from dllm_jax.vision import Processor
 from tests import llada_v, table
@@ -29,12 +29,14 @@ def test_scores():
         assert metrics.anls(answer, reference) == pytest.approx(score), (answer, reference)
         assert metrics.anls(reference, answer) == pytest.approx(score), (answer, reference)
     for answer, letter in TABLES["chosen"]:
-        assert metrics.chosen(answer, CHOICES) == letter, answer
+        assert metrics.chosen_option(answer, CHOICES) == letter, answer
         assert metrics.letter(answer, "B", CHOICES) == (letter == "B"), answer
 
 
-def sample(question: str = "Q?", answers: tuple[str, ...] = ("B",), choices: tuple[str, ...] = ()) -> Sample:
-    return Sample("1", ("a.png",), question, answers, choices, "f:1")
+def sample(
+    question: str = "Q?", answers: tuple[str, ...] = ("B",), choices: tuple[str, ...] = ()
+) -> PictureSample:
+    return PictureSample("1", ("a.png",), question, answers, choices, "f:1")
 
 
 def test_questions_are_put_and_answers_scored(unannotated):
@@ -85,17 +87,17 @@ def test_bad_lines_and_files_without_questions_are_refused(tmp_path):
     picture(8, 8).save(tmp_path / "outside.png")
     (folder / "link.png").symlink_to(tmp_path / "outside.png")
     with pytest.raises(FileNotFoundError, match=r"q\.jsonl does not exist"):
-        read(folder / "q.jsonl")
+        read_pictures(folder / "q.jsonl")
     deep = ("[" * 100_000, "not JSON: nested too deeply")
     for line, reason in (*TABLES["bad"], deep):
         text = line if isinstance(line, str) else json.dumps(GOOD | line)
         (folder / "q.jsonl").write_text(json.dumps(GOOD | {"id": 0}) + "\n\n" + text + "\n")
         with pytest.raises(ValueError, match=rf"q\.jsonl:3: {reason}"):
-            read(folder / "q.jsonl")
+            read_pictures(folder / "q.jsonl")
     for content, reason in ((b"\n", "holds no samples"), (b"\n\xff\n", r"q\.jsonl:2: not UTF-8")):
         (folder / "q.jsonl").write_bytes(content)
         with pytest.raises(ValueError, match=reason):
-            read(folder / "q.jsonl")
+            read_pictures(folder / "q.jsonl")
 
 
 QUESTIONS = [
@@ -123,7 +125,7 @@ def test_the_questions_of_the_page_are_taken(tmp_path):
     free_tasks = [ImageTask(), *map(published, ("chartqa", "docvqa", "infovqa", "word"))]
     for text, count, tasks in ((free, 2, free_tasks), (choice, 1, [published("multiple-choice")])):
         (tmp_path / "questions.jsonl").write_text(text)
-        samples = read(tmp_path / "questions.jsonl")
+        samples = read_pictures(tmp_path / "questions.jsonl")
         assert len(samples) == count
         for task, one in itertools.product(tasks, samples):
             assert one.question in task.text(one)
@@ -224,7 +226,7 @@ def test_text_and_images_go_through_one_runner_and_end_at_stops(llada_v_path, fo
     pictured = Runner(lm, Decoding(length=4, batch=2)).with_images(Processor.load(llada_v_path))
     request = pictured.pictured("i", "Q?", [str(folder / "a.png")], 4, ("x\n",), "")
     assert request.stop == ("x\n", "<|eot_id|>")
-    text = Request("t", tuple(30 + i % 20 for i in range(len(request.prompt))), 4)
+    text = EvalRequest("t", tuple(30 + i % 20 for i in range(len(request.prompt))), 4)
     generate = dj.generate_many
     seen = lambda asked: found.append(asked.get("stop")) or asked
     spy = lambda model, prompts, **options: generate(model, map(seen, prompts), **options)

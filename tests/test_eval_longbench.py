@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import dllm_jax as dj
 from dllm_jax.eval.benchmarks import needle
-from dllm_jax.eval.benchmarks.longbench import TASKS, Prompts, Sample, metrics, read, truncate
+from dllm_jax.eval.benchmarks.longbench import TASKS, LongBenchPrompts, Sample, metrics, samples_in, truncate
 from dllm_jax.eval.cli import commands as cli
 from dllm_jax.eval.cli.tune import read_jsonl
 from dllm_jax.eval.results import record
@@ -30,14 +30,14 @@ def write(path, *rows):
     return path
 
 
-def prompts(tmp_path) -> Prompts:
-    return Prompts.read(write(tmp_path / "dataset2prompt.json", TEMPLATES))
+def prompts(tmp_path) -> LongBenchPrompts:
+    return LongBenchPrompts.read(write(tmp_path / "dataset2prompt.json", TEMPLATES))
 
 
 def test_samples_are_read(tmp_path):
     unnamed = {name: value for name, value in ROW.items() if name != "_id"}
     path = write(tmp_path / "trec.jsonl", ROW, "", {**unnamed, "all_classes": ["m", "w"]})
-    assert read(path) == [
+    assert samples_in(path) == [
         Sample("1", "b=w;t=m;", "t=", ("m",), (), f"{path}:1"),
         Sample("line 3", "b=w;t=m;", "t=", ("m",), ("m", "w"), f"{path}:3"),
     ]
@@ -57,22 +57,22 @@ def test_bad_data_names_file_and_line(tmp_path):
     ):
         path = write(tmp_path / "trec.jsonl", ROW, row)
         with pytest.raises(ValueError, match=rf"trec\.jsonl:2: .*{reason}"):
-            read(path)
+            samples_in(path)
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):
     path = write(tmp_path / "trec.jsonl", ROW)
     path.write_bytes(path.read_bytes() + b'{"context": "\xe9"}\n')
-    for reader in (read, Prompts.read, needle.read, needle.haystack, record.read):
+    for reader in (samples_in, LongBenchPrompts.read, needle.read_needle, needle.haystack, record.read):
         with pytest.raises(ValueError, match=r"trec\.jsonl:2: not UTF-8: byte 0xe9"):
             reader(path)
-    for reader, name in ((read, "lcc.jsonl"), (Prompts.read, "dataset2prompt.json")):
+    for reader, name in ((samples_in, "lcc.jsonl"), (LongBenchPrompts.read, "dataset2prompt.json")):
         with pytest.raises(FileNotFoundError, match=rf"{name} does not exist"):
             reader(tmp_path / name)
     for reader, name, content, reason in (
-        (read, "lcc.jsonl", "", "holds no samples"),
-        (Prompts.read, "dataset2prompt.json", "{", r"dataset2prompt\.json:2: not JSON"),
-        (Prompts.read, "dataset2prompt.json", {"trec": "{input}"}, r"'trec' has no \{context\}"),
+        (samples_in, "lcc.jsonl", "", "holds no samples"),
+        (LongBenchPrompts.read, "dataset2prompt.json", "{", r"dataset2prompt\.json:2: not JSON"),
+        (LongBenchPrompts.read, "dataset2prompt.json", {"trec": "{input}"}, r"'trec' has no \{context\}"),
     ):
         with pytest.raises(ValueError, match=reason):
             reader(write(tmp_path / name, content))
@@ -84,18 +84,18 @@ def test_byte_order_marks_are_no_text(tmp_path):
     fields = {"text": "*", "question": "?", "keyword": "*", "template": "{context}"}
     asked = [json.dumps({"prompt": "a", "answer": "b"})] * 2
     for reader, content in (
-        (read, "\n".join(rows)),
-        (lambda path: Prompts.read(path).templates, json.dumps(TEMPLATES)),
-        (needle.read, json.dumps(fields)),
+        (samples_in, "\n".join(rows)),
+        (lambda path: LongBenchPrompts.read(path).templates, json.dumps(TEMPLATES)),
+        (needle.read_needle, json.dumps(fields)),
         (needle.haystack, "Call me Ishmael."),
         (read_jsonl, "\n".join(asked)),
-        (preset.read, (dj.presets.folder() / "policies" / "elastic-cache.toml").read_text()),
+        (preset.read_preset, (dj.presets.folder() / "policies" / "elastic-cache.toml").read_text()),
         (load_profile, '{"importance": [0.25, 0.75]}'),
     ):
         path = tmp_path / "dataset2prompt.json"
         path.write_text(content)
         wanted = reader(path)
-        joined = content.replace("\n", f"\n{mark}") if reader in (read, read_jsonl) else content
+        joined = content.replace("\n", f"\n{mark}") if reader in (samples_in, read_jsonl) else content
         path.write_text(mark + joined)
         assert reader(path) == wanted, reader
 
@@ -125,7 +125,7 @@ def test_a_run_scores_each_task_and_resumes(tmp_path, capsys):
     write(tmp_path / "hotpotqa.jsonl", row, other, {**row, "_id": "3", "context": "b=407;" * 99})
     write(tmp_path / "trec.jsonl", {**row, "all_classes": ["211", "407"]})
     decoding = Decoding(block=2, max_positions=200)
-    options = cli.Options(decoding=decoding, out=tmp_path / "out")
+    options = cli.EvalOptions(decoding=decoding, out=tmp_path / "out")
     asked = dict(tasks=("hotpotqa", "trec"), answer_length=4)
     run = lambda **other: cli.run_longbench(tmp_path, options, **asked, **other)
     assert run() == 1  # a failed request
@@ -148,7 +148,7 @@ def test_a_run_scores_each_task_and_resumes(tmp_path, capsys):
 def test_steps_are_literal_and_refused_where_they_do_not_fit(tmp_path):
     write(tmp_path / "dataset2prompt.json", TEMPLATES)
     write(tmp_path / "trec.jsonl", {**ROW, "all_classes": ["m", "w"]})
-    shared = lambda out="out", **of: cli.Options(decoding=Decoding(block=2, **of), out=tmp_path / out)
+    shared = lambda out="out", **of: cli.EvalOptions(decoding=Decoding(block=2, **of), out=tmp_path / out)
     run = lambda options, **other: cli.run_longbench(tmp_path, options, tasks=("trec",), **other)
     assert run(shared(steps=4), answer_length=4) == 0
     found = record.read(tmp_path / "out" / "longbench-Policy.json")
@@ -173,7 +173,7 @@ def test_samples_that_could_not_be_scored_are_refused_before_decoding(tmp_path):
         ("qasper_zh", "'qasper_zh' is not among"),
     ):
         with pytest.raises(ValueError, match=reason):
-            cli.run_longbench(tmp_path, cli.Options(out=tmp_path / "out"), tasks=(task,))
+            cli.run_longbench(tmp_path, cli.EvalOptions(out=tmp_path / "out"), tasks=(task,))
 
 
 def test_sixteen_tasks_with_their_published_lengths():

@@ -56,14 +56,14 @@ def test_texts_and_needles_from_files(tmp_path):
         needle.haystack(tmp_path)
     fields = {"text": "*", "question": "?", "keyword": "*", "template": "{context}"}
     (tmp_path / "needle.json").write_text(json.dumps(fields))
-    assert needle.read(tmp_path / "needle.json").keyword == "*"
+    assert needle.read_needle(tmp_path / "needle.json").keyword == "*"
     (tmp_path / "needle.json").write_text(json.dumps({**fields, "depth": 1}))
     with pytest.raises(ValueError, match=r"needle\.json: expected an object with exactly"):
-        needle.read(tmp_path / "needle.json")
+        needle.read_needle(tmp_path / "needle.json")
 
 
 def test_recall_asks_for_the_pair_at_the_depth():
-    cells = synthetic.grid((64, 130), (0, 50, 100), 2, seed=0)
+    cells = synthetic.recall_grid((64, 130), (0, 50, 100), 2, seed=0)
     assert len(cells) == 12
     for length, depth, example in cells:
         pairs = length // 8
@@ -71,8 +71,10 @@ def test_recall_asks_for_the_pair_at_the_depth():
         assert example.prompt.count(";") == pairs
         assert asked_pair(example) == {0: 0, 50: round((pairs - 1) / 2), 100: pairs - 1}[depth]
         assert Recall().split_of(example) == "held_out"
-    assert cells == synthetic.grid((64, 130), (0, 50, 100), 2, seed=0)
-    alone = synthetic.grid((64,), (50.0,), 2, seed=0)  # a cell's questions do not depend on the other cells
+    assert cells == synthetic.recall_grid((64, 130), (0, 50, 100), 2, seed=0)
+    alone = synthetic.recall_grid(
+        (64,), (50.0,), 2, seed=0
+    )  # a cell's questions do not depend on the other cells
     assert [example for *_, example in alone] == [e for n, d, e in cells if (n, d) == (64, 50)]
     for cell, reason in (
         (((64,), (120,)), "depths="),
@@ -80,13 +82,13 @@ def test_recall_asks_for_the_pair_at_the_depth():
         (((20,), (0,)), "tokens=20 must be at least 42"),
     ):
         with pytest.raises(ValueError, match=reason):
-            synthetic.grid(*cell, 1, 0)
+            synthetic.recall_grid(*cell, 1, 0)
 
 
 def test_a_haystack_of_text(tmp_path, monkeypatch, capsys):
     fields = {"text": "T=211;", "question": "T=", "keyword": "211", "template": "{context}{question}"}
     (tmp_path / "needle.json").write_text(json.dumps(fields))
-    options = cli.Options(decoding=SHORT, out=tmp_path)
+    options = cli.EvalOptions(decoding=SHORT, out=tmp_path)
     grid = dict(lengths=(40,), depths=(0.0, 100.0), buffer=4, needle_file=tmp_path / "needle.json", chat=True)
     assert cli.run_needle(HAYSTACK, options, scoring="keyword", **grid) == 0
     with pytest.raises(ValueError, match="nothing to evaluate"):

@@ -10,7 +10,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax.eval.cli.reproduce import reproduce
 from dllm_jax.eval.run.files import write_json
-from dllm_jax.eval.run.published import Asked, _scores
+from dllm_jax.eval.run.published import TableRequest, _scores
 from dllm_jax.eval.run.settings import Checkpoint
 from dllm_jax.published import tables
 from tests import refuses
@@ -114,7 +114,7 @@ def test_rows_that_cannot_be_measured_are_refused_before_anything_is_loaded(
     assert evaluate("reproduce", *words, error=reason) == 2
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     cell = tables.table("dkv-cache/1").of("llada-8b-instruct")["gsm8k", "Base (random)"]
-    assert "lm_eval is not installed" in Asked().lacks(cell)
+    assert "lm_eval is not installed" in TableRequest().lacks(cell)
 
 
 def test_list_alone_says_which_tables_there_are(evaluate, capsys):
@@ -175,10 +175,10 @@ def data(tmp_path):
 
 def test_cells_are_measured_beside_what_is_printed_and_resumed(data, tmp_path, monkeypatch, capsys):
     table, model, out = small(), MODEL, tmp_path / "out"
-    asked = Asked(data=data, out=out, methods=("cached",))
+    asked = TableRequest(data=data, out=out, methods=("cached",))
     cells = asked.chosen(table, model)
     assert [method for _, method in cells] == ["exact", "cached"]  # the exact decoder comes along
-    assert len(Asked(data=data).chosen(table, model)) == 3  # what is lost is left out
+    assert len(TableRequest(data=data).chosen(table, model)) == 3  # what is lost is left out
     figure = tmp_path / "figure.png"
     assert reproduce(table, model, cells, asked, Checkpoint(), figure) == 0
     text = capsys.readouterr().out
@@ -198,7 +198,7 @@ def test_cells_are_measured_beside_what_is_printed_and_resumed(data, tmp_path, m
     assert reproduce(table, model, cells, asked, Checkpoint()) == 0
     assert cells_in(out) == [*found]
     with pytest.raises(ValueError, match="choose another --out"):
-        reproduce(table, model, cells, Asked(data=data, out=out, limit=1), Checkpoint())
+        reproduce(table, model, cells, TableRequest(data=data, out=out, limit=1), Checkpoint())
 
 
 def test_averages_are_over_tasks(data, tmp_path):
@@ -208,7 +208,7 @@ def test_averages_are_over_tasks(data, tmp_path):
     known = tomllib.loads(tables.FILE.read_text())["benchmarks"]
     known["both"] = {"average": ["hotpotqa", "qasper"]}
     table = tables.of(tomllib.loads(SMALL) | {"tasks": ["both"]}, known, "small/1")
-    asked = Asked(data=data, out=tmp_path, methods=("exact",))
+    asked = TableRequest(data=data, out=tmp_path, methods=("exact",))
     assert reproduce(table, MODEL, asked.chosen(table, MODEL), asked, Checkpoint()) == 0
     (row,) = cells_in(tmp_path)
     mean, low, high = row["ours"]["accuracy"]
@@ -243,7 +243,7 @@ def test_tasks_of_lm_eval_are_asked(data, tmp_path, monkeypatch):
     (data / "lm_eval" / "gsm8k.yaml").write_text(TASK + files)
     methods = tomllib.loads(SMALL.replace('"maskkv"', '"dkv-decode"'))["methods"]
     table = small(tasks=["gsm8k"], shots=[0], methods=methods)
-    asked = Asked(data=data, out=tmp_path, methods=("cached",), limit=2)
+    asked = TableRequest(data=data, out=tmp_path, methods=("cached",), limit=2)
     cells = asked.chosen(table, MODEL)
     assert reproduce(table, MODEL, cells, asked, Checkpoint()) == 0
     exact, cached = cells_in(tmp_path)

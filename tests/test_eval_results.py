@@ -20,7 +20,7 @@ from dllm_jax.eval.benchmarks import synthetic
 from dllm_jax.eval.cli import commands as cli
 from dllm_jax.eval.cli.options import part_of
 from dllm_jax.eval.results import record, show
-from dllm_jax.eval.results.comparison import bootstrap, compare
+from dllm_jax.eval.results.comparison import bootstrap, compare_records
 from dllm_jax.eval.results.record import paths, read
 from dllm_jax.eval.results.schema import Entry
 from dllm_jax.eval.run.files import write_json
@@ -33,7 +33,7 @@ COUNT = 7
 
 
 def answer(out, part: str = "1/1") -> int:
-    options = cli.Options(decoding=Decoding(length=4, block=2, batch=2), out=out, part=part)
+    options = cli.EvalOptions(decoding=Decoding(length=4, block=2, batch=2), out=out, part=part)
     return cli.run_tasks(options, "FewShot(kinds=3)", (5,), COUNT)
 
 
@@ -82,7 +82,7 @@ def test_files_that_are_no_part_are_refused(tmp_path):
 
 def test_a_result_is_replaced_by_the_same_run_only(tmp_path):
     decoding = Decoding(length=4, block=2, batch=2)
-    options = cli.Options(decoding=decoding, out=tmp_path)
+    options = cli.EvalOptions(decoding=decoding, out=tmp_path)
     run = lambda task="FewShot(kinds=3)", **changes: cli.run_tasks(
         dataclasses.replace(options, **changes), task, (5,), 1
     )
@@ -133,7 +133,7 @@ def scored(scores: dict[str, list[float]], **changes) -> dict:
 def test_the_interval_is_the_percentile_bootstrap_of_paired_differences():
     rng = np.random.default_rng(1)
     a, b = rng.random(50), rng.random(50)
-    found = compare(scored({"t": list(a)}), scored({"t": list(b)}), confidence=0.9, draws=4000).scores
+    found = compare_records(scored({"t": list(a)}), scored({"t": list(b)}), confidence=0.9, draws=4000).scores
     assert len(found) == 1
     resampled = [np.mean(rng.choice(b - a, 50)) for _ in range(4000)]
     assert found[0].difference == pytest.approx(np.mean(b) - np.mean(a))
@@ -146,13 +146,13 @@ def test_the_interval_is_the_percentile_bootstrap_of_paired_differences():
 def test_requests_are_paired_and_tasks_are_averaged():
     """Pairing is narrower than the two means are wide; the average is over tasks, not over requests."""
     a = np.random.default_rng(0).random(60)
-    found = compare(scored({"t": list(a)}), scored({"t": list(a + 0.1)})).scores[0]
+    found = compare_records(scored({"t": list(a)}), scored({"t": list(a + 0.1)})).scores[0]
     assert (found.low, found.high) == pytest.approx((0.1, 0.1))
-    found = compare(scored({"x": [0] * 9, "y": [0]}), scored({"x": [0] * 9, "y": [1]})).scores
+    found = compare_records(scored({"x": [0] * 9, "y": [0]}), scored({"x": [0] * 9, "y": [1]})).scores
     assert [d.group for d in found] == ["x", "y", "average"]
     assert (found[-1].count, found[-1].a, found[-1].b, found[-1].difference) == (10, 0, 0.5, 0.5)
     assert 0.5 == found[-1].low == found[-1].high  # of the tasks' resamples, each of which is certain
-    found = compare(scored({"t": [1, 1, 1]}), scored({"t": [1, 0], "u": [1]}))
+    found = compare_records(scored({"t": [1, 1, 1]}), scored({"t": [1, 0], "u": [1]}))
     assert (found.scores[0].count, found.unpaired, found.same) == (2, 2, 0.5)
 
 
@@ -160,18 +160,18 @@ def test_requests_of_equal_name_but_another_question_have_no_partner():
     other = scored({"t": [1, 0, 1]}, settings={"seed": 1})
     for row in other["requests"][1:]:
         row["question"] = "another"
-    found = compare(scored({"t": [1, 1, 1]}), other)
+    found = compare_records(scored({"t": [1, 1, 1]}), other)
     assert (found.scores[0].count, found.unpaired) == (1, 4)
     other["requests"][0]["question"] = "another"
     with pytest.raises(
         ValueError, match=r"different questions: .* all 3 requests .* of t 0; settings\.seed: 0 and 1"
     ):
-        compare(scored({"t": [1, 1, 1]}, settings={"seed": 0}), other)
+        compare_records(scored({"t": [1, 1, 1]}, settings={"seed": 0}), other)
 
 
 def test_differing_settings_are_named():
     other = scored({"t": [1]}, decoding={"policy": "DualCache()"}, batch=2)
-    found = compare(scored({"t": [1]}), other)
+    found = compare_records(scored({"t": [1]}), other)
     assert found.settings == {"decoding.policy": ("Policy()", "DualCache()"), "batch": (8, 2)}
     assert found.costs["forwards"] == (4, 4)
     for other, options, reason in (
@@ -180,9 +180,9 @@ def test_differing_settings_are_named():
         (scored({"t": [1]}), {"confidence": 1.0}, "confidence=1"),
     ):
         with pytest.raises(ValueError, match=reason):
-            compare(scored({"t": [1]}), other, **options)
+            compare_records(scored({"t": [1]}), other, **options)
     console = rich.console.Console(record=True, width=120)
-    for table in show.compared(found, ("a[1].json", "b.json"), 0.95):
+    for table in show.compared_tables(found, ("a[1].json", "b.json"), 0.95):
         console.print(table)
     assert "DualCache()" in (text := console.export_text())
     assert "a[1].json" in text
@@ -190,7 +190,7 @@ def test_differing_settings_are_named():
 
 def test_a_malformed_record_is_refused_with_what_it_lacks(tmp_path):
     path = tmp_path / "tasks-Policy.json"
-    options = cli.Options(decoding=Decoding(length=4, block=2), out=tmp_path)
+    options = cli.EvalOptions(decoding=Decoding(length=4, block=2), out=tmp_path)
     assert cli.run_tasks(options, "FewShot", (5,), 1) == 0
     whole = read(path)
     assert (whole["decoding"]["policy"], whole["model"]["dtype"]) == ("Policy()", "float32")
@@ -296,7 +296,7 @@ def test_old_names_of_options_work_and_name_the_new_ones(monkeypatch, capsys):
 def test_responses_without_a_length_are_as_long_as_the_longest_answer_and_its_end_in_whole_blocks():
     needed = synthetic.response(FewShot(), (3, 5)), synthetic.response(Sorting(), (3, 5)), synthetic.RECALLED
     assert needed == (2, 6, 4)
-    of = lambda **options: cli.Options(decoding=Decoding(**options)).with_length(6).decoding.length
+    of = lambda **options: cli.EvalOptions(decoding=Decoding(**options)).with_length(6).decoding.length
     assert (of(), of(block=4), of(block=Sliding(4)), of(block=4, length=12)) == (6, 8, 8, 12)
 
 

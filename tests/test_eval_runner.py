@@ -18,7 +18,7 @@ from dllm_jax.eval.results.record import totals
 from dllm_jax.eval.run import runner as runner_module
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.likelihoods import Likelihood
-from dllm_jax.eval.run.runner import Request, Runner, cut
+from dllm_jax.eval.run.runner import EvalRequest, Runner, cut
 from dllm_jax.eval.run.settings import Checkpoint, Decoding, LanguageModel, fingerprint
 from dllm_jax.published import expressions
 from dllm_jax.samplers import DAEDAL, DreamOn
@@ -36,9 +36,9 @@ def runner(lm, **changes) -> Runner:
 
 
 @pytest.fixture(scope="module")
-def asked(lm) -> list[Request]:
+def asked(lm) -> list[EvalRequest]:
     ids = lambda text: tuple(chat_ids(lm.tokenizer, [{"role": "user", "content": text}]))
-    return [Request(name, ids(text), 4) for name, text in QUESTIONS]
+    return [EvalRequest(name, ids(text), 4) for name, text in QUESTIONS]
 
 
 def answers(entries) -> list[str]:

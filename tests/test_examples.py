@@ -80,7 +80,7 @@ def test_a_form_is_filled_with_digits_and_words(capsys):
 ASKED_BY, ANSWER = 3, "P>L;"
 
 
-def panel(computed: list[str]) -> animate.Panel:
+def panel(computed: list[str]) -> animate.FramePanel:
     """A panel of four steps, which decode the answer from left to right and compute what is marked."""
     steps = np.array([[mark == "x" for mark in row] for row in computed])
     tokens = np.full((5, ASKED_BY + 4), 2)
@@ -88,7 +88,7 @@ def panel(computed: list[str]) -> animate.Panel:
         tokens[t, :ASKED_BY], tokens[t, ASKED_BY : ASKED_BY + t] = 1, 3
     score, widened = np.zeros(steps.shape), np.zeros((4, 1), bool)
     recording = Recording(tokens, steps, steps, tokens[1:], score, widened, mask_id=2)
-    return animate.Panel("title", recording, [*"abc", *ANSWER])
+    return animate.FramePanel("title", recording, [*"abc", *ANSWER])
 
 
 EXACT, CACHED = panel(["x" * 7] * 4), panel(["x" * 7, "...xxxx", "....xxx", ".....xx"])
@@ -96,7 +96,7 @@ EXACT, CACHED = panel(["x" * 7] * 4), panel(["x" * 7, "...xxxx", "....xxx", "...
 
 def cells(clock: float) -> np.ndarray:
     """Which cells of the cached panel's map have the color of what is computed, read from the picture."""
-    image = np.asarray(animate.picture([EXACT, CACHED], "question", clock))
+    image = np.asarray(animate.frame_picture([EXACT, CACHED], "question", clock))
     left, top = 2 * animate.MARGIN + EXACT.width, animate.MAP
     rows, columns = image[top + animate.ROW // 2 :: animate.ROW], slice(left + 3, None, animate.COLUMN)
     return np.all(rows[:4, columns][:, :7] == animate.NOW, axis=-1)
@@ -184,7 +184,7 @@ def test_a_line_that_cannot_be_read_is_reported_and_the_others_are_answered(monk
 
 
 def test_a_picture_shows_masks_ends_and_what_has_just_been_decoded():
-    conversation = chatting.Conversation.open(chatting.Arguments("tiny-llada", length=4, block="2"))
+    conversation = chatting.ChatConversation.open(chatting.ChatArguments("tiny-llada", length=4, block="2"))
     ids = conversation.lm.tokenizer.encode("21", add_special_tokens=False)
     end, mask = conversation.lm.model.spec.eot_id, conversation.lm.model.spec.mask_id
     tokens = np.array([[0, *ids, end, mask]])
@@ -268,7 +268,7 @@ def test_a_file_of_prompts_is_answered_once_line_by_line(tmp_path):
     questions, answers = tmp_path / "questions.txt", tmp_path / "answers.jsonl"
     questions.write_text("T=211;T=\nT=105;T=\n\nT=211;T=\n", encoding="utf-8-sig")
     files = {"questions": questions, "answers": answers}
-    ask = lambda: answering.answer(answering.Arguments(**files, slots=2, length=4, block="2"))
+    ask = lambda: answering.answer(answering.GenerateArguments(**files, slots=2, length=4, block="2"))
     assert ask() == 0
     whole = answers.read_bytes()
     entries = [json.loads(line) for line in whole.splitlines()[1:]]
@@ -280,16 +280,19 @@ def test_a_file_of_prompts_is_answered_once_line_by_line(tmp_path):
         refuses(f"{answers}: another run is adding answers to it", ask)
     ask()
     assert answers.read_bytes() == whole
-    answering.answer(answering.Arguments(**files, rope_factor=2, slots=2, length=4, block="2"))
+    answering.answer(answering.GenerateArguments(**files, rope_factor=2, slots=2, length=4, block="2"))
     assert len(answers.read_bytes().splitlines()) == 7, "other options, other answers"
     growing = dict(length=2, max_length=8, block="2", sampler="DAEDAL(expansion=2, checked=2)")
     grown = tmp_path / "grown.jsonl"
-    assert answering.answer(answering.Arguments(questions=questions, answers=grown, **growing)) == 0
+    assert answering.answer(answering.GenerateArguments(questions=questions, answers=grown, **growing)) == 0
     of = lambda path: {e["asked"]: e["answer"] for e in map(json.loads, path.read_text().splitlines()[1:])}
     assert of(grown) == {"T=211;T=": "211", "T=105;T=": "105"}
     questions.write_text("iez=830;T=211;T=")  # tokens after the end of this answer are no part of it
     cut = tmp_path / "cut.jsonl"
-    assert answering.answer(answering.Arguments(questions=questions, answers=cut, length=8, block="4")) == 0
+    assert (
+        answering.answer(answering.GenerateArguments(questions=questions, answers=cut, length=8, block="4"))
+        == 0
+    )
     assert of(cut) == {"iez=830;T=211;T=": "21"}
     questions.write_bytes(b"T=1\nT=\xe9\n")
     refuses(f"{questions}:2: not UTF-8: byte 0xe9", ask)

@@ -259,7 +259,9 @@ def test_tpu_programs_read_half_the_bytes():
     n, q, m, f = 8, 32, 4096, 12288
     moved = {}
     for name in (None, "int8"):
-        matrix = int8.abstract(tiny(layers=n, width=m, mlp_width=f), "up", jnp.bfloat16, name, stacked=True)
+        matrix = int8.abstract_weights(
+            tiny(layers=n, width=m, mlp_width=f), "up", jnp.bfloat16, name, stacked=True
+        )
         tree = jax.tree.structure(matrix)
 
         def program(x, *arrays, tree=tree):

@@ -14,7 +14,7 @@ from dllm_jax import policies, samplers
 from dllm_jax.engine.nonfinite import NonFiniteWarning
 from dllm_jax.eval.run.answering import NOT_FINITE
 from dllm_jax.eval.run.likelihoods import Likelihood
-from dllm_jax.eval.run.runner import Request, Runner
+from dllm_jax.eval.run.runner import EvalRequest, Runner
 from dllm_jax.eval.run.settings import Decoding, LanguageModel
 from dllm_jax.testing.runs import assert_same_run, assert_same_stats, of_sequence
 from tests.models import FAMILIES, frequencies, tiny
@@ -121,7 +121,7 @@ class Letters:
 def test_an_evaluation_records_such_a_sequence_as_a_failure():
     lm = LanguageModel("tiny", poisoned("llada"), Letters(), "weights")
     runner = Runner(lm, Decoding(batch=2, bucket=4, block=2, length=4))
-    entries = runner.run([Request("bad", (POISON, 1), 4), Request("good", (2, 3), 4)])
+    entries = runner.run([EvalRequest("bad", (POISON, 1), 4), EvalRequest("good", (2, 3), 4)])
     assert [entry["error"] for entry in entries] == [NOT_FINITE, None]
     assert entries[0]["answer"] is None
     pairs = [((2, POISON), (4,)), ((2, 3), (4,))]

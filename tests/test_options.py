@@ -371,7 +371,7 @@ def test_every_hint_names_arguments_and_samplers_that_exist():
             assert not argument.isidentifier() or argument in known, fix
             for sampler in re.findall(r"samplers\.(\w+)|, (\w+)\(\) for", fix):
                 assert hasattr(samplers, "".join(sampler)), fix
-    assert "| `max_new_tokens` | transformers, Dream | `length=...` |" in hints.table()
+    assert "| `max_new_tokens` | transformers, Dream | `length=...` |" in hints.names_table()
 
 
 def test_help_describes_every_option_of_every_policy_and_sampler():
@@ -434,7 +434,7 @@ def test_old_field_names_work_with_a_warning():
 
 def test_every_function_shows_its_options_and_their_defaults():
     declared = keywords.GenerateOptions.__annotations__ | keywords.InfillOptions.__annotations__
-    assert {f.name: f.type for f in dataclasses.fields(keywords.Asked) if f.init} == declared
+    assert {f.name: f.type for f in dataclasses.fields(keywords.RequestOptions) if f.init} == declared
     for function in (dj.generate, dj.infill, dj.stream, dj.chat, dj.compare, dj.warmup, dj.generate_many):
         *_, group, widths = inspect.signature(function).parameters.values()
         assert (group.name, widths.name, widths.default) == ("group", "widths", None), function

@@ -11,7 +11,7 @@ import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.demo import chatting
 from dllm_jax.engine.features.prefix import reads_causally
-from dllm_jax.eval.run.runner import Request, Runner
+from dllm_jax.eval.run.runner import EvalRequest, Runner
 from dllm_jax.eval.run.settings import Decoding
 from tests.models import random_tokens, separate, tiny
 
@@ -119,7 +119,7 @@ def test_a_prefix_goes_on_where_another_one_differs():
 def test_requests_of_an_evaluation_share_their_beginning():
     model = tiny("sdar", **SPEC)
     lm = type("Model", (), dict(model=model, tokenizer=None, identity="", name="tiny"))()
-    pairs = [(str(i), Request(str(i), (*BEGINNING, 1 + i, *rest), 4)) for i, rest in enumerate(RESTS)]
+    pairs = [(str(i), EvalRequest(str(i), (*BEGINNING, 1 + i, *rest), 4)) for i, rest in enumerate(RESTS)]
     ready = Runner(lm, Decoding(batch=2))
     shared = ready._shared(pairs)
     assert shared.tokens == tuple(BEGINNING[:8])
@@ -136,7 +136,7 @@ def test_requests_of_an_evaluation_share_their_beginning():
 
 
 def test_a_conversation_computes_no_turn_twice(monkeypatch):
-    conversation = chatting.Conversation.open(chatting.Arguments("tiny-sdar", length=4))
+    conversation = chatting.ChatConversation.open(chatting.ChatArguments("tiny-sdar", length=4))
     asked = []
     monkeypatch.setattr(dj, "stream", lambda model, **given: asked.append(given) or iter(()))
     console, messages, prefix = rich.console.Console(file=io.StringIO()), [], None
@@ -148,7 +148,7 @@ def test_a_conversation_computes_no_turn_twice(monkeypatch):
     assert asked[1]["prompt"] == [[]]
     assert 0 < prefix.computed_tokens < len(prefix.tokens) // 4 * 4
     assert len(asked[0]["prefix"].tokens) < len(prefix.tokens)
-    assert not chatting.Conversation.open(chatting.Arguments("tiny-llada", length=4)).reuses
+    assert not chatting.ChatConversation.open(chatting.ChatArguments("tiny-llada", length=4)).reuses
 
 
 def test_requests_that_cannot_reuse_a_prefix_say_why():

@@ -13,7 +13,7 @@ from dllm_jax.decoding.request import prepare
 from dllm_jax.engine.pieces import begin_pieces
 from dllm_jax.nn.parameters import abstract, abstract_vision, count
 from dllm_jax.published import expressions
-from dllm_jax.published.preset import read
+from dllm_jax.published.preset import read_preset
 from tests import table
 from tests.policy_cases import KEY
 
@@ -140,4 +140,4 @@ def test_wrong_files_are_refused(tmp_path, line, reason):
     head = "" if "checkpoints" in line else "checkpoints = ['a']\n"
     path.write_text(f"paper = 'P'\n[[settings]]\nsource = 's'\n{head}{line}\n[settings.tasks]\nt = {{}}\n")
     with pytest.raises(ValueError, match=reason):
-        read(path)
+        read_preset(path)

@@ -16,7 +16,7 @@ from dllm_jax.nn.parameters import abstract, abstract_vision, count, separate
 from dllm_jax.roofline.steps import experts_read, layers_size, pair_size
 from dllm_jax.roofline.tower import tower_size
 from dllm_jax.vision import AnyRes, Pad
-from dllm_jax.vision.tower import encode, project
+from dllm_jax.vision.tower import encode_pictures, project
 from tests.models import families, random_tokens, spec, tiny
 from tests.policy_cases import daily, matrix, short, suited
 
@@ -304,7 +304,7 @@ def test_the_tower_s_work():
     params["layers"] = params["layers"][:2]
     short = dataclasses.replace(LLADA_V, vision=dataclasses.replace(spec, layers=2))
     pixels = jax.ShapeDtypeStruct((8, 384, 384, 3), jnp.float32)
-    run = lambda params, pixels: project(params, encode(params, spec, pixels))
+    run = lambda params, pixels: project(params, encode_pictures(params, spec, pixels))
     found = jax.jit(run).lower(params, pixels).cost_analysis()
     ours = roofline.tower_cost(short, 8, 2)
     assert ours.dense_flops < found["flops"] < min(ours.flops, 1.02 * ours.dense_flops)

@@ -13,7 +13,7 @@ from dllm_jax import policies
 from dllm_jax.published import expressions
 from dllm_jax.samplers import KLASS, LocalLeap, PCSampler, Threshold, TokenFrequencies
 from dllm_jax.samplers.parallel import bounded_prefix
-from dllm_jax.testing.checks import PROGRAM, Subject, cache_copies_in_loops, optimized_text, traced
+from dllm_jax.testing.checks import PROGRAM, Subject, cache_copies_in_loops, optimized_text, traced_run
 from tests.models import candidates, canvas, families, frequencies, generated, prompts, tiny
 
 counted = jax.jit(bounded_prefix)
@@ -59,7 +59,7 @@ def test_predictions_of_later_blocks_count():
 
 @pytest.mark.exhaustive
 def test_remembered_predictions_are_not_copied_in_the_loop(optimized):
-    text = optimized_text(traced(Subject(policies.DualCache(), SOME)))
+    text = optimized_text(traced_run(Subject(policies.DualCache(), SOME)))
     shape = f"f32[2,{PROGRAM.response},{V}]"
     assert shape in text
     assert not cache_copies_in_loops(text, shape)

@@ -14,8 +14,8 @@ from convert.verify import verify
 from dllm_jax.checkpoint import convert, save_hf
 from dllm_jax.checkpoint.converted import piece
 from dllm_jax.checkpoint.families import units_of
-from dllm_jax.checkpoint.sharded import Stored, whole
-from dllm_jax.checkpoint.source import open_checkpoint, opened, read
+from dllm_jax.checkpoint.sharded import Stored, whole_array
+from dllm_jax.checkpoint.source import open_checkpoint, opened, read_checkpoint
 from dllm_jax.nn import parameters
 from dllm_jax.nn.int8 import Int8Matrix
 from dllm_jax.nn.sharding import AXES, OUTPUTS, leaves, sharding
@@ -40,7 +40,7 @@ def test_any_part_is_that_of_the_whole(places, kind):
     parts = 0
     for unit in units_of(source.spec):
         for leaf, parameter in source.parameters(unit).items():
-            full = read(reference, unit)[leaf]
+            full = read_checkpoint(reference, unit)[leaf]
             pairs = [(parameter, full)]
             if isinstance(parameter, Int8Matrix):
                 pairs = [(parameter.values, full.values), (parameter.scale, full.scale)]
@@ -61,7 +61,7 @@ def test_a_part_of_an_int8_matrix_is_that_of_the_whole_one(places, kind):
         for leaf, parameter in held.items():
             if not isinstance(parameter, Int8Matrix):
                 continue
-            full = whole({leaf: parameter})[leaf]
+            full = whole_array({leaf: parameter})[leaf]
             half = tuple(slice(length // 4, length // 2) for length in full.shape)
             np.testing.assert_array_equal(parameter.values.read(half), full.values[half])
             half = tuple(slice(length // 4, length // 2) for length in full.scale.shape)

@@ -105,13 +105,13 @@ def test_a_model_without_a_tower_refuses_images(batch):
 
 def test_a_tower_from_nothing_has_the_published_shapes_and_its_signal_neither_dies_nor_grows(model):
     spec = model.spec
-    vision = tower.initialize(spec, jax.random.key(0))
+    vision = tower.initialize_tower(spec, jax.random.key(0))
     shapes = lambda params: jax.tree.map(jnp.shape, separate(params))
     assert shapes(vision) == shapes(model.vision)
     pixels = np.random.default_rng(0).integers(0, 256, (2, 30, 30, 3), np.uint8)
     features = tower.view_embeddings(vision, spec.vision, pixels, 2)
     assert 0.1 < float(jnp.std(features)) < 3
-    refuses("has no vision tower", tower.initialize, tiny("llada").spec, jax.random.key(0))
+    refuses("has no vision tower", tower.initialize_tower, tiny("llada").spec, jax.random.key(0))
 
 
 def test_preferences_between_answers_about_images_are_refused(model, batch):

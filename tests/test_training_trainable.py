@@ -11,7 +11,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.sharding import OUTPUTS
 from dllm_jax.training import Batch, Batches, TrainConfig, begin, model_of, prepare, train, train_step
 from dllm_jax.training.config import MATRICES as OF_MUON
-from dllm_jax.training.config import optimizer_of, schedule
+from dllm_jax.training.config import optimizer_of, rate_schedule
 from tests import refuses
 from tests.models import EXHAUSTIVE, cast, separate, tiny
 
@@ -166,7 +166,7 @@ def test_micro_batches_make_the_step_of_the_whole_batch():
 
 def test_the_rate_rises_stays_and_falls():
     config = TrainConfig(steps=100, learning_rate=2.0, muon=0.5, warmup=10, decay=50)
-    for peak, rate in ((2.0, schedule(config)), (0.5, schedule(config, config.muon))):
+    for peak, rate in ((2.0, rate_schedule(config)), (0.5, rate_schedule(config, config.muon))):
         np.testing.assert_allclose(
             [rate(i) for i in (0, 5, 10, 50, 75, 100)], peak * np.array([0, 0.5, 1, 1, 0.5, 0])
         )

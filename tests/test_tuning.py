@@ -14,18 +14,18 @@ import scipy.stats
 
 import dllm_jax as dj
 from dllm_jax import eviction, policies, samplers
-from dllm_jax.eval.cli.tune import named, read_jsonl
+from dllm_jax.eval.cli.tune import named_candidates, read_jsonl
 from dllm_jax.eval.results.schema import Decoded, Entry
 from dllm_jax.eval.run.journal import Journal
-from dllm_jax.eval.run.runner import Request, Runner
+from dllm_jax.eval.run.runner import EvalRequest, Runner
 from dllm_jax.eval.run.settings import Decoding, LanguageModel
 from dllm_jax.eval.tuning import Candidate, Objective, Search, Tuned, evidence
 from dllm_jax.eval.tuning.candidates import candidates, default_block
 from dllm_jax.eval.tuning.objectives import MeasuredTime, objective_for
-from dllm_jax.eval.tuning.questions import prompt_ids
+from dllm_jax.eval.tuning.questions import question_ids
 from dllm_jax.eval.tuning.search import exact_decoding
 from dllm_jax.policies import Policy
-from dllm_jax.published.preset import read
+from dllm_jax.published.preset import read_preset
 from dllm_jax.roofline import HARDWARE, work
 from dllm_jax.tasks import Example
 from tests.models import tiny
@@ -36,12 +36,14 @@ SETTINGS = [
     Candidate(policy).filled(DECODING)
     for policy in (policies.DualCache(), policies.PrefixCache(), policies.DKVDecode(), policies.DKVPrefill())
 ]
-REQUESTS = [Request(f"{i}", (1, 2, i), 4, score=lambda answer: float(answer == "right")) for i in range(64)]
+REQUESTS = [
+    EvalRequest(f"{i}", (1, 2, i), 4, score=lambda answer: float(answer == "right")) for i in range(64)
+]
 
 
 @pytest.mark.parametrize(("right", "asked"), [(0, 1), (3, 8), (64, 64), (201, 256)])
 def test_intervals_of_accuracies_are_those_of_scipy(right, asked):
-    found = evidence.accuracy([1.0] * right + [0.0] * (asked - right), evidence.quantile(0.9, 2))
+    found = evidence.accuracy_estimate([1.0] * right + [0.0] * (asked - right), evidence.quantile(0.9, 2))
     wanted = scipy.stats.binomtest(right, asked).proportion_ci(0.9, method="wilson")
     np.testing.assert_allclose(found, (right / asked, wanted.low, wanted.high), atol=1e-12)
 
@@ -195,22 +197,25 @@ def test_bounds_share_what_may_go_wrong_among_settings_rivals_and_rounds(monkeyp
 
 
 def test_prompts_are_text_messages_or_ids(lm):
-    ids = prompt_ids(lm.tokenizer, "ab")
-    assert ids == prompt_ids(lm.tokenizer, [{"role": "user", "content": "ab"}])
-    assert ids == prompt_ids(lm.tokenizer, np.asarray(ids))
+    ids = question_ids(lm.tokenizer, "ab")
+    assert ids == question_ids(lm.tokenizer, [{"role": "user", "content": "ab"}])
+    assert ids == question_ids(lm.tokenizer, np.asarray(ids))
     for bad in (3, [], ["a", 1.5], None):
         with pytest.raises(ValueError, match="must be text, messages, or token ids"):
-            prompt_ids(lm.tokenizer, bad)
+            question_ids(lm.tokenizer, bad)
     with pytest.raises(ValueError, match=r"prompt='1.ud83d' holds the lone surrogate U.D83D at position 1"):
-        prompt_ids(lm.tokenizer, "1\ud83d")
+        question_ids(lm.tokenizer, "1\ud83d")
     with pytest.raises(ValueError, match=r"questions.1..answer='.ud83d' holds the lone surrogate"):
         dj.tune(lm.model, lm.tokenizer, [("a", "1"), ("a", "\ud83d")])
 
 
 def test_names_on_the_command_line_are_classes_and_candidates():
     text = "Candidate(EvictPrompt(layers=PyramidKV()); Threshold(0.8); block=Sliding(4; longest=8))"
-    assert (named("DualCache"), named("DualCache()")) == (policies.DualCache, policies.DualCache())
-    assert named(text) == Candidate(
+    assert (named_candidates("DualCache"), named_candidates("DualCache()")) == (
+        policies.DualCache,
+        policies.DualCache(),
+    )
+    assert named_candidates(text) == Candidate(
         policies.EvictPrompt(layers=eviction.PyramidKV()), samplers.Threshold(0.8), dj.Sliding(4, longest=8)
     )
 
@@ -337,14 +342,14 @@ class Mine(policies.DualCache):
 def test_the_preset_is_read_back(found, tmp_path):
     path, preset = tmp_path / "tune.toml", found.preset
     path.write_text(found.preset_toml("ours"))
-    assert read(path) == {"tiny-llada/ours": preset}
+    assert read_preset(path) == {"tiny-llada/ours": preset}
     assert (preset.policy, preset.sampler) == (policies.DualCache(), samplers.Confidence())
     assert (preset.length, preset.block, preset.steps) == (4, 2, 4)
     assert "64 questions of tiny-llada" in preset.source
     set_ = lambda row, changes: dataclasses.replace(row, setting=dataclasses.replace(row.setting, **changes))
     of = lambda **changes: dataclasses.replace(found, rows=tuple(set_(row, changes) for row in found.rows))
     path.write_text(of(block=(block := dj.Sliding(2, longest=3))).preset_toml())
-    assert [preset.block for preset in read(path).values()] == [block]
+    assert [preset.block for preset in read_preset(path).values()] == [block]
     with pytest.raises(ValueError, match="Mine"):
         of(policy=Mine()).preset_toml()
 

@@ -14,7 +14,7 @@ from dllm_jax import policies, samplers
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.settings import identity_in_memory
 from dllm_jax.eval.tuning import Candidate, exact_match, search
-from dllm_jax.published.preset import read
+from dllm_jax.published.preset import read_preset
 from dllm_jax.tasks import FewShot, examples
 from examples import tune
 from tests import DOCS, run_page
@@ -139,7 +139,7 @@ def test_the_command_of_the_page_runs_as_printed(tmp_path, monkeypatch, capsys, 
     assert (result["kind"], result["settings"]["count"]) == ("tune", 16)
     assert result["model"]["name"] == "tiny-llada"
     assert [row["policy"] for row in result["rows"]] == ["Policy()", "DualCache()"]
-    assert read(tmp_path / "runs/tune/tune.toml").keys() == {"tiny-llada/FewShot"}
+    assert read_preset(tmp_path / "runs/tune/tune.toml").keys() == {"tiny-llada/FewShot"}
     assert (tmp_path / "runs/tune/tune.png").stat().st_size > 1000
 
     # The same questions from a file are the same requests: the journal answers them.
@@ -157,7 +157,7 @@ def test_the_command_of_the_page_runs_as_printed(tmp_path, monkeypatch, capsys, 
     assert not (tmp_path / "runs/tune/tune.png").exists()
     again = json.loads((tmp_path / "runs/tune/tune.json").read_text())
     assert again["rows"] == result["rows"]
-    assert read(tmp_path / "runs/tune/tune.toml").keys() == {"tiny-llada/mine"}
+    assert read_preset(tmp_path / "runs/tune/tune.toml").keys() == {"tiny-llada/mine"}
 
 
 @pytest.mark.exhaustive

@@ -16,7 +16,7 @@ from PIL import Image
 
 import dllm_jax as dj
 from dllm_jax import vision
-from dllm_jax.eval.benchmarks.images import read
+from dllm_jax.eval.benchmarks.images import read_pictures
 from dllm_jax.nn.spec import VisionSpec
 from dllm_jax.vision import AnyRes, Pad, tower
 from dllm_jax.vision.images import open_image, views_of_config
@@ -173,7 +173,7 @@ def test_data_uris_are_images_and_other_long_texts_are_refused_in_a_line(tmp_pat
         json.dumps({"id": "1", "image": text * 30, "question": "?", "answer": "2"})
     )
     with pytest.raises(ValueError, match=r"q\.jsonl:1: image .* does not exist in") as refused:
-        read(tmp_path / "q.jsonl")
+        read_pictures(tmp_path / "q.jsonl")
     assert len(str(refused.value)) < 1500
 
 

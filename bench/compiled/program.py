@@ -18,7 +18,7 @@ from bench.compiled.targets import TARGETS, Target
 from bench.shared.measure import Run
 from bench.shared.models import PIXELS, policies_named, shape
 from dllm_jax import roofline
-from dllm_jax.check.steps import held
+from dllm_jax.check.steps import held_bytes
 from dllm_jax.decoding.placement import Placed, place, traced_for
 from dllm_jax.engine.group import full_step_batch
 from dllm_jax.engine.loop import denoise, scope
@@ -168,7 +168,11 @@ def _memory(case: Case, compiled: jax.stages.Compiled) -> dict[str, Any]:
     """Bytes per chip, by the compiler's account."""
     m = compiled.memory_analysis()
     assert m is not None, "compilers for described devices say what a program takes"
-    sizes = {"arguments": m.argument_size_in_bytes, "temporaries": m.temp_size_in_bytes, "peak": held(m)}
+    sizes = {
+        "arguments": m.argument_size_in_bytes,
+        "temporaries": m.temp_size_in_bytes,
+        "peak": held_bytes(m),
+    }
     return sizes | {"fits": sizes["peak"] <= case.on.hardware.capacity}
 
 

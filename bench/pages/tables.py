@@ -189,6 +189,6 @@ TABLES: dict[str, Any] = {  # what makes a table, and the files that it is from
         "policies_pictures_cpu.json",
     ),
     "what bundled models can be asked": (asked.table, "asked_cpu.json"),
-    "names of other libraries": hints.table,
+    "names of other libraries": hints.names_table,
     "published checkpoints": checkpoints.table,
 }

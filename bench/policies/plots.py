@@ -76,9 +76,9 @@ def growth(prompts: Sequence[int]) -> Figure:
     for i, made in enumerate(ran):
         color = f"C{i}"
         layouts = [dj.Layout(prompt, speed.LENGTH, 32, speed.LENGTH) for prompt in prompts]
-        works = [dj.roofline.work(spec, getattr(p, one.policy)(), layout, 1) for layout in layouts]
-        axes.plot(prompts, [work.on(card).ms_per_token for work in works], color=color, label=one.policy)
-        axes.plot(1024, 1000 * one.seconds / speed.LENGTH, MARKERS[i], color=color, markersize=5)
+        works = [dj.roofline.work(spec, getattr(p, made.policy)(), layout, 1) for layout in layouts]
+        axes.plot(prompts, [work.on(card).ms_per_token for work in works], color=color, label=made.policy)
+        axes.plot(1024, 1000 * made.seconds / speed.LENGTH, MARKERS[i], color=color, markersize=5)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.xaxis.set_major_locator(FixedLocator(list(prompts)))

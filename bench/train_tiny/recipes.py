@@ -62,7 +62,7 @@ class Recipe:
         params = initialize(spec, key, gain=INIT_GAIN)
         # A direction common to all tokens lets heads attend by position from the start.
         shift = INIT_GAIN * INIT_STD * jax.random.normal(common, (spec.width,))
-        vision = tower.initialize(spec, jax.random.key(1)) if spec.vision else None
+        vision = tower.initialize_tower(spec, jax.random.key(1)) if spec.vision else None
         return Model(params | {"embed": params["embed"] + shift}, spec, vision=vision)
 
 

@@ -10,17 +10,17 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.analysis.passes import AXES, Asked, What, captured
+from dllm_jax.analysis.passes import AXES, CapturedParts, What, captured
 from dllm_jax.decoding.output import Output
 from dllm_jax.engine.features.trace import Trace
-from dllm_jax.nn.intervention import Intervention, checked
+from dllm_jax.nn.intervention import Intervention, checked_interventions
 from dllm_jax.nn.mask import require_mask_token
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.places import Indices, distinct, indices, within
 from dllm_jax.options import PositiveInt, check_argument, short_help, shown
 from dllm_jax.state import host, inputs
 
-Source = Output | Trace | Int[Array, "..."] | Int[np.ndarray, "..."] | inputs.Ids | Mapping[str, Any]
+Watched = Output | Trace | Int[Array, "..."] | Int[np.ndarray, "..."] | inputs.Ids | Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -89,7 +89,7 @@ class Capture:
 @short_help
 def capture(
     model: Model,
-    source: Source,
+    source: Watched,
     what: What | tuple[What, ...] = ("residual", "attention", "k", "v"),
     *,
     layers: Indices | None = None,
@@ -144,19 +144,19 @@ def capture(
     batch, length = seen.tokens.shape[1:]
     # The residual stream has one place more than there are layers: what the last one returns.
     count, only = model.spec.layers, what == ("residual",)
-    stream = chosen("layers", layers, count + (only or layers is None), "the model has the layers")
-    of_layers = stream[:0] if only else chosen("layers", layers, count, "the model has the layers")
+    stream = chosen_indices("layers", layers, count + (only or layers is None), "the model has the layers")
+    of_layers = stream[:0] if only else chosen_indices("layers", layers, count, "the model has the layers")
     distinct("layers", stream)
     stream = stream if "residual" in what else stream[:0]
     at = _positions(positions, batch, length)
-    fitting = checked(interventions, model.spec, batch, length, int(seen.taken.max()) + 1)
+    fitting = checked_interventions(interventions, model.spec, batch, length, int(seen.taken.max()) + 1)
 
     # Chunks of one width share a program: the last one is filled up with its last canvas.
     parts, count = [], len(seen.steps)
     width = min(chunk, count)
     for start in range(0, count, width):
         index = np.minimum(np.arange(start, start + width), count - 1)
-        asked = Asked(of_layers, stream, at, fitting, seen.taken[index])
+        asked = CapturedParts(of_layers, stream, at, fitting, seen.taken[index])
         valid = seen.valid[index] if seen.valid is not None and seen.valid.ndim == 3 else seen.valid
         of_chunk = captured(model, seen.tokens[index], valid, asked, what)
         parts.append({name: host.everywhere(array)[: count - start] for name, array in of_chunk.items()})
@@ -197,7 +197,7 @@ def _positions(positions: Indices | None, batch: int, length: int) -> Int[np.nda
     return np.broadcast_to(at, (batch, at.shape[-1]))
 
 
-class Canvases(NamedTuple):
+class CanvasesOfSteps(NamedTuple):
     """Chosen canvases on the host.
 
     Attributes:
@@ -216,23 +216,23 @@ class Canvases(NamedTuple):
 
 def canvases(
     model: Model, source: Any, steps: Indices | None = None, prompt_mask: ArrayLike | None = None
-) -> Canvases:
+) -> CanvasesOfSteps:
     """The canvases of a source that are asked for; arguments and errors are those of `capture`."""
     if not isinstance(source, Output | Trace) and isinstance(source, list | tuple | Mapping):
         ids: Any = source
         source, prompt_mask = inputs.padded_ids(ids, prompt_mask, model.spec, "source")
     tokens, taken = _all(model, source)
     count, batch, length = tokens.shape
-    index = chosen("steps", steps, count, "the canvases are")
+    index = chosen_indices("steps", steps, count, "the canvases are")
     valid = _valid(prompt_mask, batch, length)
     trace = source.trace if isinstance(source, Output) else source
     if isinstance(trace, Trace) and trace.end is not None:
         exist = np.arange(length) < host.everywhere(trace.end)[index, :, None]
         valid = exist if valid is None else exist & valid
-    return Canvases(tokens[index], valid, index, taken[index])
+    return CanvasesOfSteps(tokens[index], valid, index, taken[index])
 
 
-def chosen(name: str, given: Indices | None, count: int, what: str) -> Int[np.ndarray, "n"]:
+def chosen_indices(name: str, given: Indices | None, count: int, what: str) -> Int[np.ndarray, "n"]:
     """The chosen ones of `count` layers or canvases; None for all. Errors are those of `within`."""
     if given is None:
         return np.arange(count, dtype=np.int32)

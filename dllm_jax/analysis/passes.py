@@ -36,7 +36,7 @@ Pick = Callable[[Shaped[Array, "b l *rest"]], Shaped[Array, "b j *rest"]]
 Stores = dict[What, Float[Array, "n b ..."]]
 
 
-class Asked(NamedTuple):
+class CapturedParts(NamedTuple):
     """Where a pass looks; numbers, so that others do not compile again.
 
     Attributes:
@@ -59,7 +59,7 @@ def captured(
     model: Model,
     tokens: Int[Array, "c b l"],
     valid: Bool[Array, "b l"] | Bool[Array, "c b l"] | None,
-    asked: Asked,
+    asked: CapturedParts,
     what: tuple[What, ...],
 ) -> dict[What, Float[Array, "c n b ..."]]:
     """Captures activations of a full forward pass over a chunk of canvases, by name.
@@ -85,7 +85,7 @@ def captured(
         taken=flat(asked.taken),
     )
 
-    def whole(model: Model, tokens, valid, asked: Asked) -> Stores:
+    def whole(model: Model, tokens, valid, asked: CapturedParts) -> Stores:
         tokens = constrain(tokens.astype(jnp.int32), model.rules, "bl")
         position, mask, rope = full_pass(spec, tokens, valid)
         x = embedded(asked.interventions, embed(model.params, tokens), position, asked.taken)

@@ -23,11 +23,11 @@ from pallas_kernels.choice import NAMES, Implementation
 from pallas_kernels.evidence import known, platform_of, user_file
 from pallas_kernels.operands import FAMILIES
 
-Part = Literal["environment", "operations", "tokens", "speed", "several"]
+CheckPart = Literal["environment", "operations", "tokens", "speed", "several"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Arguments(Options):
+class CheckArguments(Options):
     """Options of `dllm-jax check`."""
 
     shape: str | None = None
@@ -43,20 +43,20 @@ class Arguments(Options):
     """Time limit of the speed part, in minutes; the correctness parts always finish."""
     peers: bool = False
     """Also time the reference implementations in torch, which must be installed; needs a clone."""
-    parts: Annotated[tuple[Part, ...], tyro.conf.arg(metavar="PART...")] = get_args(Part)
+    parts: Annotated[tuple[CheckPart, ...], tyro.conf.arg(metavar="PART...")] = get_args(CheckPart)
     """Parts of the report to run."""
 
 
-def main(arguments: Annotated[Arguments, tyro.conf.arg(name="")]) -> int:
+def main(arguments: Annotated[CheckArguments, tyro.conf.arg(name="")]) -> int:
     """Checks correctness and speed of dllm_jax on this machine's device, and finds the fastest kernels.
 
     Works offline. Prints a line per check, then a verdict. The exit code is 0 only if every check passes.
     Ctrl-C leaves a valid report.
     """
-    return check(arguments, rich.console.Console())
+    return run_checks(arguments, rich.console.Console())
 
 
-def check(arguments: Arguments, console: rich.console.Console) -> int:
+def run_checks(arguments: CheckArguments, console: rich.console.Console) -> int:
     """Runs the parts that are asked for and prints the verdict.
 
     Raises:
@@ -66,9 +66,9 @@ def check(arguments: Arguments, console: rich.console.Console) -> int:
     beside = Report({})
     if arguments.peers:  # before jax holds the memory of the device
         peers.check_installed()
-        beside.run("peers", lambda: peers.findings(arguments.shape), say)
+        beside.run("peers", lambda: peers.peer_findings(arguments.shape), say)
     until = time.monotonic() + 60 * arguments.minutes
-    spec = shape(arguments.shape)
+    spec = timed_spec(arguments.shape)
     dtype = default_dtype(device().platform)
     asked = dataclasses.asdict(arguments) | {"json": None}
     report = Report(measured_on(dtype) | {"asked": asked}, arguments.json)
@@ -93,7 +93,7 @@ def check(arguments: Arguments, console: rich.console.Console) -> int:
     return 0 if report.complete and not report.wrong else 1
 
 
-def shape(name: str | None) -> dj.ModelSpec:
+def timed_spec(name: str | None) -> dj.ModelSpec:
     """The spec to time, by the name of a model or a checkpoint's path.
 
     Raises:
@@ -106,8 +106,8 @@ def shape(name: str | None) -> dj.ModelSpec:
 
 
 def _parts(
-    arguments: Arguments, spec: dj.ModelSpec, dtype: str, until: float
-) -> dict[Part, Callable[[], Findings]]:
+    arguments: CheckArguments, spec: dj.ModelSpec, dtype: str, until: float
+) -> dict[CheckPart, Callable[[], Findings]]:
     """Makes the function of each part; rates are measured when the first one needs them."""
     here, quick = jax.devices()[0], arguments.quick
     on_cpu = here.platform == "cpu"
@@ -120,11 +120,11 @@ def _parts(
     by: list[Implementation] = [name for name in every if name == "xla" or _takes(name, dtype)]
     cases = speed.cases(geometry, by, quick)
     return {
-        "environment": lambda: environment.findings(spec, hardware()),
-        "operations": lambda: operations.findings(hardware(), dtypes, quick),
-        "tokens": lambda: tokens.findings(here, _reference(), bundled_models, dtypes, policies),
-        "speed": lambda: speed.findings(spec, dtype, hardware(), geometry, cases, known(here), until),
-        "several": lambda: several.findings(spec, dtype, geometry),
+        "environment": lambda: environment.environment_findings(spec, hardware()),
+        "operations": lambda: operations.operation_findings(hardware(), dtypes, quick),
+        "tokens": lambda: tokens.token_findings(here, _reference(), bundled_models, dtypes, policies),
+        "speed": lambda: speed.speed_findings(spec, dtype, hardware(), geometry, cases, known(here), until),
+        "several": lambda: several.device_findings(spec, dtype, geometry),
     }
 
 

@@ -23,7 +23,7 @@ GPU = Path("/proc/driver/nvidia/version")
 LIBRARIES = ("libtpu", "nvidia-cudnn", "nvidia-nccl", "nvidia-cublas")
 
 
-def findings(spec: dj.ModelSpec, hardware: Hardware) -> Iterator[Finding]:
+def environment_findings(spec: dj.ModelSpec, hardware: Hardware) -> Iterator[Finding]:
     """The device, versions, what does not go together, and the memory that a shape needs.
 
     Args:
@@ -40,7 +40,7 @@ def findings(spec: dj.ModelSpec, hardware: Hardware) -> Iterator[Finding]:
     listed = versions((*PACKAGES, *extra))
     yield Finding("versions", ", ".join(f"{name} {is_}" for name, is_ in listed.items()), None, listed)
 
-    problems = list(mismatches(listed, chip.platform, about["driver"]))
+    problems = list(version_mismatches(listed, chip.platform, about["driver"]))
     yield Finding("together", "; ".join(problems) or "all versions go together", not problems)
 
     memory = predict.work(spec, dj.policies.DualCache(), dj.Layout(1024, 256, 32, 256)).memory
@@ -52,7 +52,7 @@ def findings(spec: dj.ModelSpec, hardware: Hardware) -> Iterator[Finding]:
     yield Finding("memory", told, memory.fits(hardware) and free >= data["needed"], data)
 
 
-def mismatches(installed: dict[str, str], platform: str, driver: str | None) -> Iterator[str]:
+def version_mismatches(installed: dict[str, str], platform: str, driver: str | None) -> Iterator[str]:
     """Lists known incompatibilities, a sentence each.
 
     Args:

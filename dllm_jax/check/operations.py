@@ -23,7 +23,7 @@ MARGIN = 1.05  # times faster than XLA's at which another implementation is set
 SMALL = 3  # of the small shapes, which have odd lengths, masks of all kinds and grouped heads; if quick, one
 
 
-def findings(
+def operation_findings(
     hardware: Hardware,
     dtypes: Sequence[str],
     quick: bool,

@@ -20,7 +20,7 @@ def check_installed():
         raise ValueError(f"--peers: {missing[0]} is missing: install torch, and run this from a clone")
 
 
-def findings(shape: str | None) -> Iterator[Finding]:
+def peer_findings(shape: str | None) -> Iterator[Finding]:
     """A finding per policy: their time over ours. To be taken before this process holds the device's memory.
 
     Args:

@@ -10,7 +10,7 @@ import numpy as np
 import dllm_jax as dj
 from dllm_jax.check import timing
 from dllm_jax.check.report import Finding, failed
-from dllm_jax.check.speed import Case, Geometry, request
+from dllm_jax.check.speed import Geometry, SpeedCase, speed_request
 from dllm_jax.check.steps import program
 from dllm_jax.check.weights import random_model
 from dllm_jax.decoding.placement import place, runs_on
@@ -19,7 +19,7 @@ from dllm_jax.nn.mesh import ReplicationWarning
 AXES = ("tp", "dp")  # weights and heads; sequences
 
 
-def findings(
+def device_findings(
     spec: dj.ModelSpec, dtype: str, geometry: Geometry, axes: tuple[str, ...] = AXES
 ) -> Iterator[Finding]:
     """Per axis: are the tokens of a bundled model those of one device, and how long does a shape take?
@@ -45,7 +45,7 @@ def findings(
                 equal = bool((_tokens(mesh) == alone).all())
                 text = "the tokens of one device" if equal else "other tokens than one device's"
                 yield Finding(f"{title}, tokens", text, equal)
-            case = Case(dj.policies.DualCache(), geometry.prompts[0], count)
+            case = SpeedCase(dj.policies.DualCache(), geometry.prompts[0], count)
             taken = _time(spec, dtype, case, geometry, mesh)
             text = f"{taken.median:.2f} s for {count} sequences"
             if mesh is not None and alone_takes is not None:
@@ -67,14 +67,14 @@ def _tokens(mesh: jax.sharding.Mesh | None) -> np.ndarray:
 
 
 def _time(
-    spec: dj.ModelSpec, dtype: str, case: Case, geometry: Geometry, mesh: jax.sharding.Mesh | None
+    spec: dj.ModelSpec, dtype: str, case: SpeedCase, geometry: Geometry, mesh: jax.sharding.Mesh | None
 ) -> timing.Time:
     """Of a generation; what does not fit on one device is an error that says so."""
     model = random_model(spec, dtype)
     if mesh is not None:
         where = jax.tree.map(lambda leaf: leaf.sharding, dj.abstract(spec, dtype, mesh).params)
         model = dj.Model(jax.device_put(model.params, where), spec)
-    asked = request(model, case, geometry)
+    asked = speed_request(model, case, geometry)
     placed = place(model, asked, asked.inputs.tokens)
     with runs_on(placed):
         return timing.timed(program(placed.model, placed).run, 3)

@@ -39,7 +39,7 @@ class Geometry:
 SMALL = Geometry((48,), (1,), 16, 8)
 
 
-class Case(NamedTuple):
+class SpeedCase(NamedTuple):
     """One generation.
 
     Attributes:
@@ -64,7 +64,7 @@ class Case(NamedTuple):
         return f"{type(self.policy).__name__}, prompt {self.prompt}, batch {self.batch}{form}{by}"
 
 
-def cases(geometry: Geometry, implementations: Sequence[Implementation], quick: bool) -> list[Case]:
+def cases(geometry: Geometry, implementations: Sequence[Implementation], quick: bool) -> list[SpeedCase]:
     """Lists the cases to measure, the most important first, as time may not suffice for all.
 
     Args:
@@ -73,24 +73,24 @@ def cases(geometry: Geometry, implementations: Sequence[Implementation], quick: 
       quick: the policies at the first prompt and batch alone.
     """
     prompt, batch = geometry.prompts[0], geometry.batches[0]
-    first = [Case(policy, prompt, batch) for policy in POLICIES]
+    first = [SpeedCase(policy, prompt, batch) for policy in POLICIES]
     if quick:
         return first[:3]
-    by = [Case(DualCache(), prompt, batch, None, name) for name in implementations]
+    by = [SpeedCase(DualCache(), prompt, batch, None, name) for name in implementations]
     others = [(p, b) for b in geometry.batches for p in geometry.prompts if (p, b) != (prompt, batch)]
-    rest = [Case(policy, p, b) for p, b in others for policy in POLICIES]
-    quantized = [Case(policy, prompt, batch, "int8") for policy in POLICIES]
+    rest = [SpeedCase(policy, p, b) for p, b in others for policy in POLICIES]
+    quantized = [SpeedCase(policy, prompt, batch, "int8") for policy in POLICIES]
     every = itertools.product(others, implementations, POLICIES[:2])
-    more = [Case(policy, p, b, None, name) for (p, b), name, policy in every]
+    more = [SpeedCase(policy, p, b, None, name) for (p, b), name, policy in every]
     return [*first, *by, *quantized, *rest, *more]
 
 
-def findings(
+def speed_findings(
     spec: ModelSpec,
     dtype: str,
     hardware: Hardware,
     geometry: Geometry,
-    chosen: Sequence[Case],
+    chosen: Sequence[SpeedCase],
     choice: Choice,
     until: float,
 ) -> Iterator[Finding]:
@@ -117,7 +117,7 @@ def findings(
                 model = None  # never two at once
                 model = random_model(spec, dtype, weights=case.weights)
             by = case.implementation or choice
-            yield measure(dataclasses.replace(model, implementation=by), case, hardware, geometry)
+            yield measure_case(dataclasses.replace(model, implementation=by), case, hardware, geometry)
         except Exception as error:  # the other cases are measured all the same
             # Memory that does not suffice is no fault; anything else is.
             full = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
@@ -127,19 +127,21 @@ def findings(
             jax.clear_caches()  # programs hold memory
 
 
-def request(model: Model, case: Case, geometry: Geometry) -> Request:
+def speed_request(model: Model, case: SpeedCase, geometry: Geometry) -> Request:
     """A generation from random ids with a fixed schedule."""
     tokens = random_tokens(model.spec, case.batch, case.prompt)
     return prepare(model, tokens, length=geometry.length, block=geometry.block, policy=case.policy)
 
 
-def measure(model: Model, case: Case, hardware: Hardware, geometry: Geometry, repeats: int = 5) -> Finding:
+def measure_case(
+    model: Model, case: SpeedCase, hardware: Hardware, geometry: Geometry, repeats: int = 5
+) -> Finding:
     """Times the steps of a case and its whole generation, with the prediction.
 
     Raises:
       MemoryError: by prediction it does not fit.
     """
-    asked = request(model, case, geometry)
+    asked = speed_request(model, case, geometry)
     predicted = _predicted(model, case, asked)
     if not predicted.memory.fits(hardware):
         raise MemoryError(f"needs {predicted.memory.total(hardware) / 1e9:.1f} GB by prediction")
@@ -174,7 +176,7 @@ def measure(model: Model, case: Case, hardware: Hardware, geometry: Geometry, re
     return Finding(case.title, text, None, data)
 
 
-def _predicted(model: Model, case: Case, asked: Request) -> Work:
+def _predicted(model: Model, case: SpeedCase, asked: Request) -> Work:
     """Predicts the work of a case; int8 matrices have a byte per scalar, their scales are left out."""
     cost = work(model.spec, case.policy, asked.plan.layout, case.batch, model.dtype)
     if case.weights is None:

@@ -109,10 +109,10 @@ class Program:
     @property
     def bytes(self) -> int | None:
         """Returns the bytes that the compiler reports; None if it reports none."""
-        return (m := self.compiled.memory_analysis()) and held(m)
+        return (m := self.compiled.memory_analysis()) and held_bytes(m)
 
 
-def held(m: Any) -> int:
+def held_bytes(m: Any) -> int:
     """Arguments, results and temporaries of a program at once, by its memory analysis; without its code."""
     return m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes - m.alias_size_in_bytes
 

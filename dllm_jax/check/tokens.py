@@ -22,7 +22,7 @@ QUESTIONS = 2
 CLOSE = 0.1
 
 
-class Case(NamedTuple):
+class TokenCase(NamedTuple):
     """Generation to compare.
 
     Attributes:
@@ -50,7 +50,7 @@ class Case(NamedTuple):
             return dj.generate(model, prompt, prompt_mask=mask, **options)
 
 
-def findings(
+def token_findings(
     device: jax.Device,
     reference: jax.Device,
     models: Sequence[str] = dj.bundled.TEXT,
@@ -73,7 +73,7 @@ def findings(
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) - 1)) as pool:
         for name, dtype in itertools.product(models, dtypes):
             _asked(name)  # here, as transformers must not be imported by several threads at a time
-            loaded, cases = [], [Case(name, dtype, policy) for policy in policies]
+            loaded, cases = [], [TokenCase(name, dtype, policy) for policy in policies]
             for place in places:
                 with jax.default_device(place):
                     loaded.append(dj.load(dj.bundled.path(name), dtype=dtype, implementation="xla"))
@@ -93,7 +93,7 @@ def _asked(name: str) -> tuple[Any, list[Example]]:
     return dj.load_tokenizer(dj.bundled.path(name)), examples(Chain(), 0, 7, QUESTIONS, "held_out")
 
 
-def _compared(case: Case, model: dj.Model, out: dj.Output, theirs: dj.Output | None = None) -> Finding:
+def _compared(case: TokenCase, model: dj.Model, out: dj.Output, theirs: dj.Output | None = None) -> Finding:
     """Compares a device's output with the reference's; on one device alone, its answers are looked at.
 
     Args:
@@ -121,7 +121,7 @@ def _compared(case: Case, model: dj.Model, out: dj.Output, theirs: dj.Output | N
     return Finding(case.title, text, close, where | {"gap": gap})
 
 
-def _answered(case: Case, model: dj.Model, out: dj.Output) -> Finding:
+def _answered(case: TokenCase, model: dj.Model, out: dj.Output) -> Finding:
     """Without a device to compare with: the exact decoder knows the answers."""
     tokenizer, questions = _asked(case.name)
     answers = dj.decode_answers(model, tokenizer, out.tokens[:, -SHAPE["length"] :])

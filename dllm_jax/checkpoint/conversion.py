@@ -102,7 +102,7 @@ def _provenance(
     return {
         "source": source,
         "date": now(),
-        "files": {file.relative_to(root).as_posix(): files.described(file) for file in read},
+        "files": {file.relative_to(root).as_posix(): files.described_files(file) for file in read},
         **({} if checkpoint.quantized is None else {"quantized": checkpoint.quantized}),
         "dtype": {"stored": sorted(map(str, checkpoint.dtypes)), "written": str(written)},
         **({} if weights is None else {"weights": weights}),

@@ -8,7 +8,7 @@ from dllm_jax.checkpoint.config import Config, Requirement
 from dllm_jax.checkpoint.names import diffusion_gemma, llada, llama, qwen
 from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.table import Unit, units
-from dllm_jax.checkpoint.refused import refuse
+from dllm_jax.checkpoint.refused import refuse_config
 from dllm_jax.checkpoint.signs import signed
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument, shown
@@ -66,7 +66,7 @@ def config_to_spec(config: Config, family: Family | None = None) -> ModelSpec:
     """
     check_argument("family", family, Family | None, f", such as {EXAMPLE}")
     if family is None:
-        refuse(config)
+        refuse_config(config)
     known = FAMILIES.values() if family is None else (family,)
     types = tuple(dict.fromkeys(layout.model_type for layout in known))
     config.check((Requirement("model_type", types, needed=True),))

@@ -171,7 +171,7 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def described(file: Path) -> dict[str, Any]:
+def described_files(file: Path) -> dict[str, Any]:
     """Size and SHA-256 of a file."""
     return {"bytes": file.stat().st_size, "sha256": sha256(file)}
 
@@ -183,7 +183,7 @@ def written(folder: Path) -> dict[str, dict[str, Any]]:
     """
     files = [file for file in sorted((folder / PARAMS).rglob("*")) if not file.is_dir()]
     shown = [file for file in files if not file.relative_to(folder).parts[1].startswith(".")]
-    return {file.relative_to(folder).as_posix(): described(file) for file in (folder / SPEC, *shown)}
+    return {file.relative_to(folder).as_posix(): described_files(file) for file in (folder / SPEC, *shown)}
 
 
 def check_integrity(folder: Path):

@@ -23,7 +23,7 @@ from dllm_jax.checkpoint.names.table import (
     FUSED_PARTS,
     TensorName,
     Unit,
-    check,
+    check_tensors,
     hf_ranges,
     own_axes,
     spelled,
@@ -59,7 +59,7 @@ def open_hf(path: Path, family: Family | None = None) -> Source:
     stored = dequantized({name: tensor for name, tensor in named.items() if name not in along}, config)
     stored = by_expert(stored, spec, str(path))
     # Headers alone: names, shapes and dtypes are judged before any weight is read.
-    check(spec, names, {name: tensor.shape for name, tensor in stored.items()}, str(path))
+    check_tensors(spec, names, {name: tensor.shape for name, tensor in stored.items()}, str(path))
     if has_entry(path, ADAPTER):
         warnings.warn(
             f"{path}: {ADAPTER} is a LoRA adapter, which load does not apply; lora.load(model, path) does",

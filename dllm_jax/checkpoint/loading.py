@@ -19,7 +19,7 @@ from dllm_jax.checkpoint.generation import generation_of
 from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.rope import MOST_POSITIONS
 from dllm_jax.checkpoint.sharded import Source, Stored
-from dllm_jax.checkpoint.source import open_checkpoint, opened, require_finite, resized
+from dllm_jax.checkpoint.source import open_checkpoint, opened, require_finite, resized_source
 from dllm_jax.nn.int8 import Weights, placements
 from dllm_jax.nn.mesh import MeshRules, context_mesh
 from dllm_jax.nn.model import Model
@@ -112,7 +112,7 @@ def load(
     separate_layers = check_argument("separate_layers", separate_layers, bool | None)
     vocab = check_argument("vocab", vocab, PositiveInt | None)
     source = open_checkpoint(path, revision, family)
-    source = source if vocab is None else resized(source, vocab)
+    source = source if vocab is None else resized_source(source, vocab)
     # Everything that can be refused is refused before a weight is read.
     generation = generation_of(source.path)
     asked = asked_for(implementation) if isinstance(implementation, Mapping) else implementation

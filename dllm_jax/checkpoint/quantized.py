@@ -39,7 +39,7 @@ def dequantized(stored: Tensors, config: Config) -> dict[str, Tensor]:
     Raises:
       ValueError: a method or a format that is not read, or parts of a matrix that do not fit.
     """
-    key, settings = settings_of(config)
+    key, settings = quantization_of(config)
     if settings is None:
         if odd := next((name for name in stored if name.endswith((".qweight", ".weight_packed"))), None):
             raise ValueError(f"{config.where}: {odd} is quantized, but no {key} says how. Add it")
@@ -60,14 +60,14 @@ def dequantized(stored: Tensors, config: Config) -> dict[str, Tensor]:
 
 def described(config: Config) -> str | None:
     """How weights are quantized, in words; None if they are not."""
-    if (settings := settings_of(config)[1]) is None:
+    if (settings := quantization_of(config)[1]) is None:
         return None
     bits = settings.get("bits", settings.get("w_bit"))
     kind = settings.get("format") or settings.get("checkpoint_format")
     return ", ".join([settings["quant_method"], *[f"{bits} bits"] * bool(bits), *[str(kind)] * bool(kind)])
 
 
-def settings_of(config: Config) -> tuple[str, Any]:
+def quantization_of(config: Config) -> tuple[str, Any]:
     """The key and the value of the quantization settings of a config.json; None for a value it has not."""
     settings = ((key, value) for key in QUANTIZED if (value := config.get(key)) is not None)
     return next(settings, (QUANTIZED[0], None))

@@ -89,7 +89,7 @@ def refuse_by_name(path: str | os.PathLike[str]):
             raise ValueError(f"{os.fspath(path)}: {model.sentence}")
 
 
-def refuse(config: Config):
+def refuse_config(config: Config):
     """Raises ValueError if a config.json names a class or a model type of a model that is not read."""
     named, model_type = [*class_names(config)], config.get("model_type")
     for model in REFUSED:

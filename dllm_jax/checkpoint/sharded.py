@@ -88,7 +88,7 @@ class Source:
     carried: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def whole(parameters: dict[str, StoredParameter]) -> dict[str, HostArray]:
+def whole_array(parameters: dict[str, StoredParameter]) -> dict[str, HostArray]:
     """All of some parameters, on the host."""
     return jax.tree.map(Stored.whole, parameters)
 

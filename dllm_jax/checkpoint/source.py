@@ -19,7 +19,7 @@ from dllm_jax.checkpoint.messages import named
 from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.table import Unit
 from dllm_jax.checkpoint.refused import refuse_by_name
-from dllm_jax.checkpoint.sharded import Source, StoredParameter, held, whole
+from dllm_jax.checkpoint.sharded import Source, StoredParameter, held, whole_array
 from dllm_jax.nn.int8 import HostArray, Weights, is_int8
 from dllm_jax.options import check_argument, local_path, shown
 
@@ -30,7 +30,7 @@ BUNDLED = Path(__file__).parents[1] / "bundled"
 HUB_ID = r"[\w.-]+/[\w.-]+"
 
 
-def resized(source: Source, vocab: int) -> Source:
+def resized_source(source: Source, vocab: int) -> Source:
     """A checkpoint of which the first `vocab` ids alone are used: rows of embedding and head.
 
     Raises:
@@ -52,9 +52,9 @@ def resized(source: Source, vocab: int) -> Source:
     return dataclasses.replace(source, spec=spec, parameters=parameters)
 
 
-def read(source: Source, unit: Unit) -> dict[str, HostArray]:
+def read_checkpoint(source: Source, unit: Unit) -> dict[str, HostArray]:
     """The parameters of one unit on the host, all of them."""
-    return whole(source.parameters(unit))
+    return whole_array(source.parameters(unit))
 
 
 def locate(path: str | os.PathLike[str], revision: str | None = None) -> Path:
@@ -171,7 +171,7 @@ def read_units(
         cannot be int8.
     """
     for unit, parameters in opened(source, dtype, weights):
-        arrays = whole(parameters)
+        arrays = whole_array(parameters)
         if check_finite:
             require_finite(unit, arrays, lambda array: np.isfinite(array).all(), source)
         yield unit, arrays

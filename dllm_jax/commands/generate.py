@@ -11,11 +11,11 @@ import jax
 import tyro
 
 import dllm_jax as dj
-from dllm_jax.commands.options import Answering
+from dllm_jax.commands.options import DecodingArguments
 from dllm_jax.decoding.chat import Message, chat_ids
 from dllm_jax.decoding.stream import progress_bar
 from dllm_jax.eval.run.files import read_objects, read_text
-from dllm_jax.eval.run.journal import Asked
+from dllm_jax.eval.run.journal import JournalRequest
 from dllm_jax.eval.run.settings import LanguageModel
 from dllm_jax.options import PositiveInt, shown
 from dllm_jax.policies import Policy
@@ -27,7 +27,7 @@ RULE = 'must have "prompt", a text, or "messages", a conversation that ends with
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Arguments(Answering):
+class GenerateArguments(DecodingArguments):
     """Options of `dllm-jax generate`, besides those that it shares with `chat`."""
 
     questions: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="QUESTIONS")]
@@ -56,7 +56,7 @@ class Question(NamedTuple):
         return talk if system is None or begins else [{"role": "system", "content": system}, *talk]
 
 
-def main(asked: Annotated[Arguments, tyro.conf.arg(name="")]) -> int:
+def main(asked: Annotated[GenerateArguments, tyro.conf.arg(name="")]) -> int:
     """Answers a file of prompts by continuous batching.
 
     Each answer is a line of JSON in the second file, with the number of its line and the settings. Run the
@@ -70,7 +70,7 @@ def main(asked: Annotated[Arguments, tyro.conf.arg(name="")]) -> int:
         raise KeyboardInterrupt(again) from None
 
 
-def answer(asked: Arguments) -> int:
+def answer(asked: GenerateArguments) -> int:
     """Appends answers and failures to the journal; returns the number of failures."""
     asked.given()  # refused before anything is read
     questions = list(read_questions(asked.questions))
@@ -83,7 +83,7 @@ def answer(asked: Arguments) -> int:
         if not left:
             print(f"{asked.answers} has an answer to each of {len(questions)} prompts", file=sys.stderr)
             return 0
-        requests = [request(asked, lm, item, questions[item.number], options) for item in left]
+        requests = [question_request(asked, lm, item, questions[item.number], options) for item in left]
         length = options.get("max_length") or options["length"]
         with (
             progress_bar("answered", "{task.description}") as bar,
@@ -107,8 +107,12 @@ def answer(asked: Arguments) -> int:
     return len(failures)
 
 
-def request(
-    asked: Arguments, lm: LanguageModel, item: Asked, question: Question, options: dict[str, Any]
+def question_request(
+    asked: GenerateArguments,
+    lm: LanguageModel,
+    item: JournalRequest,
+    question: Question,
+    options: dict[str, Any],
 ) -> dict[str, Any]:
     """A prompt as `generate_many` takes it; raises ValueError, with the line, for one that is no prompt."""
     try:
@@ -121,9 +125,9 @@ def request(
     return {"prompt": ids, "key": jax.random.fold_in(jax.random.key(asked.seed), item.number)}
 
 
-def settings_of(asked: Arguments, lm: LanguageModel, options: dict[str, Any]) -> dict[str, Any]:
+def settings_of(asked: GenerateArguments, lm: LanguageModel, options: dict[str, Any]) -> dict[str, Any]:
     """All that an answer depends on besides its prompt, as JSON holds it."""
-    said = lambda value: expressions.described(value) if isinstance(value, Policy | Sampler) else value
+    said = lambda value: expressions.described_call(value) if isinstance(value, Policy | Sampler) else value
     settings = {name: said(value) for name, value in options.items() if name != "stop"}
     settings |= {
         "block": expressions.call(options["block"]),

@@ -13,7 +13,7 @@ from dllm_jax.state.text import check_text
 
 
 @dataclasses.dataclass(frozen=True)
-class Answering(Checkpoint):
+class DecodingArguments(Checkpoint):
     """A checkpoint, and how its answers are decoded; what is left out is the checkpoint's own setting."""
 
     policy: Annotated[str | None, tyro.conf.arg(metavar="POLICY")] = None

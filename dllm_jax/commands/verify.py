@@ -16,7 +16,7 @@ from dllm_jax.checkpoint.files import check_integrity
 from dllm_jax.checkpoint.loading import fill
 from dllm_jax.checkpoint.names.table import own_axes
 from dllm_jax.checkpoint.sharded import Source
-from dllm_jax.checkpoint.source import locate, open_checkpoint, read
+from dllm_jax.checkpoint.source import locate, open_checkpoint, read_checkpoint
 from dllm_jax.decoding.full_pass import forward
 from dllm_jax.nn.int8 import HostArray, Int8Matrix, dequantize
 from dllm_jax.nn.model import Model
@@ -69,7 +69,7 @@ class LogitDifference(NamedTuple):
         return near and self.agreement >= allowed.agreement
 
 
-class Comparison(NamedTuple):
+class CheckpointComparison(NamedTuple):
     """Result of `verify`.
 
     Attributes:
@@ -127,7 +127,7 @@ def verify(
     tokens: int = 32,
     seed: int = 0,
     tolerance: Tolerance = Tolerance(),
-) -> Comparison:
+) -> CheckpointComparison:
     """Compares two checkpoints, each a Hugging Face directory, a converted one or a hub id.
 
     One model at a time is in memory. A checkpoint of int8 matrices is compared as it is: with another of them
@@ -154,20 +154,20 @@ def verify(
 
     # Tensors can be compared if they have the same names and shapes; other fields may differ and are listed.
     if any(getattr(left.spec, name) != getattr(right.spec, name) for name in SHAPES):
-        return Comparison(changed, 0, (), None, tolerance)
+        return CheckpointComparison(changed, 0, (), None, tolerance)
     count, differing = compare_tensors(left, right)
     logits = None
     if tokens:
         ids = np.random.default_rng(seed).integers(0, left.spec.vocab, (1, tokens), dtype=np.int32)
         logits = compare_logits(_logits(left, ids), _logits(right, ids), tolerance.top_k)
-    return Comparison(changed, count, differing, logits, tolerance)
+    return CheckpointComparison(changed, count, differing, logits, tolerance)
 
 
 def compare_tensors(a: Source, b: Source) -> tuple[int, tuple[TensorDifference, ...]]:
     """Counts the tensors and lists those whose bits differ; only one unit of each checkpoint is in memory."""
     count, differing = 0, []
     for unit in units_of(a.spec):
-        left, right = read(a, unit), read(b, unit)
+        left, right = read_checkpoint(a, unit), read_checkpoint(b, unit)
         count += len(unit.entries)
         for entry in unit.entries:
             x, y = left[entry.leaf], right[entry.leaf]

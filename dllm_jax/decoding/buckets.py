@@ -73,7 +73,7 @@ def check_ladder(name: str, value: Any):
 DEFAULT = geometric()
 
 
-def pad(prompts: Prompts, ladder: Ladder, pad_id: int) -> Prompts:
+def pad_prompts(prompts: Prompts, ladder: Ladder, pad_id: int) -> Prompts:
     """Pads prompts on the left to the next bucket length; their mask is never None.
 
     Raises:

@@ -16,9 +16,9 @@ from dllm_jax.decoding.answers import decode_answers
 from dllm_jax.decoding.buckets import Ladder, check_ladder
 from dllm_jax.decoding.defaults import generation_defaults
 from dllm_jax.decoding.generate import generate
-from dllm_jax.decoding.options import AskedConversation, GenerateOptions, check_options, options_of, shows
+from dllm_jax.decoding.options import ConversationOptions, GenerateOptions, check_options, options_of, shows
 from dllm_jax.decoding.output import Output
-from dllm_jax.decoding.stops import StopTexts, listed
+from dllm_jax.decoding.stops import StopTexts, listed_texts
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument, shown
@@ -49,7 +49,7 @@ RULE = 'must be messages {"role": "user", "content": "..."}, or a list of such c
 
 
 @runtime_checkable
-class Processor(Protocol):
+class ConversationProcessor(Protocol):
     """Interface of processors for conversations with images, such as `dllm_jax.vision.Processor`."""
 
     @property
@@ -67,7 +67,7 @@ class Processor(Protocol):
         ...
 
 
-@shows(options_of("chat"), AskedConversation)
+@shows(options_of("chat"), ConversationOptions)
 def chat(
     model: Model,
     tokenizer: Any,
@@ -171,13 +171,17 @@ def prepare_chat(
     """Encodes conversations; arguments and errors are those of `chat`."""
     check_argument("model", model, Model, ", such as dj.load(path)")
     check_argument("enable_thinking", enable_thinking, bool | None)
-    asked, passed = AskedConversation(**options), generation_defaults(model, **options)
-    processor = tokenizer if isinstance(tokenizer, Processor) and not isinstance(tokenizer, type) else None
+    asked, passed = ConversationOptions(**options), generation_defaults(model, **options)
+    processor = (
+        tokenizer
+        if isinstance(tokenizer, ConversationProcessor) and not isinstance(tokenizer, type)
+        else None
+    )
     tokenizer = tokenizer if processor is None else processor.tokenizer
     check_tokenizer(tokenizer)
     if not isinstance(messages, list | tuple):
         raise ValueError(f"messages={shown(messages)} {RULE}")
-    stops = StopTexts(tokenizer, texts) if (texts := listed(asked.stop)) else None
+    stops = StopTexts(tokenizer, texts) if (texts := listed_texts(asked.stop)) else None
     single = bool(messages) and isinstance(messages[0], dict)
     conversations = cast(list[list[Message]], [messages] if single else messages)
     if not conversations:

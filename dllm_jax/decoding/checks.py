@@ -5,12 +5,12 @@ A check that concerns one feature lies with the feature, where it is written in 
 
 from typing import NamedTuple
 
-from dllm_jax.decoding.options import Asked
+from dllm_jax.decoding.options import RequestOptions
 from dllm_jax.engine.block_schedule import check_schedule
 from dllm_jax.engine.branches import check_policy
 from dllm_jax.engine.drafts import check_drafting
 from dllm_jax.engine.generation import Inputs
-from dllm_jax.nn.intervention import Intervention, checked, moved
+from dllm_jax.nn.intervention import Intervention, checked_interventions, moved
 from dllm_jax.nn.low_rank import adapted, is_low_rank
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import Params
@@ -23,7 +23,7 @@ from dllm_jax.state import host, inputs
 from dllm_jax.state.layout import Layout
 
 
-class Case(NamedTuple):
+class CheckedRequest(NamedTuple):
     """A request, and what became of it.
 
     Attributes:
@@ -36,7 +36,7 @@ class Case(NamedTuple):
       extra: Positions that a bucket added on the left.
     """
 
-    asked: Asked
+    asked: RequestOptions
     model: Model
     policy: Policy
     constraints: tuple[Constraint, ...]
@@ -45,7 +45,7 @@ class Case(NamedTuple):
     extra: int
 
 
-def check_request(case: Case):
+def check_request(case: CheckedRequest):
     """Raises ValueError, by name, if parts of a request do not go together.
 
     Checks come in the order in which their messages help.
@@ -67,7 +67,7 @@ def check_request(case: Case):
     check_schedule(layout, policy, sampler)
 
 
-def notices_of(case: Case) -> tuple[Notice, ...]:
+def notices_of(case: CheckedRequest) -> tuple[Notice, ...]:
     """Warnings of a canvas beyond the model's context, and of steps that decode nothing."""
     layout, spec = case.layout, case.model.spec
 
@@ -94,7 +94,7 @@ def _check_logprobs(count: int, sampler: Sampler, spec: ModelSpec):
         )
 
 
-def _check_own_blocks(case: Case):
+def _check_own_blocks(case: CheckedRequest):
     """Refuses a sampler with blocks of its own that lacks a first token, or exact keys and values."""
     policy, prompt, name = case.asked.policy, case.layout.prompt, type(case.asked.sampler).__name__
     if policy.reuses:
@@ -118,7 +118,7 @@ def _check_draft_adapter(params: Params):
         )
 
 
-def fitting_interventions(case: Case, steps: int) -> tuple[Intervention, ...]:
+def fitting_interventions(case: CheckedRequest, steps: int) -> tuple[Intervention, ...]:
     """The interventions of a request at their positions on the canvas, which a bucket moves.
 
     Args:
@@ -130,7 +130,9 @@ def fitting_interventions(case: Case, steps: int) -> tuple[Intervention, ...]:
         would not act.
     """
     asked, batch, length = case.asked, len(case.arrays.tokens), case.layout.length
-    interventions = checked(asked.interventions, case.model.spec, batch, length - case.extra, steps)
+    interventions = checked_interventions(
+        asked.interventions, case.model.spec, batch, length - case.extra, steps
+    )
     sampler, drafting = asked.sampler, asked.drafting
     if interventions and (sampler.verifies or sampler.verifies_causally or drafting is not None):
         what, by = ("FreeDave", "drafts") if drafting else (type(sampler).__name__, "a shadow block")

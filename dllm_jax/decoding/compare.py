@@ -149,7 +149,7 @@ def compare(
     )
 
 
-class Run(NamedTuple):
+class CompiledRun(NamedTuple):
     """A program that is ready, and what it takes."""
 
     placed: Placed
@@ -171,7 +171,7 @@ def _named(policies: Any, options: Mapping[str, Any]) -> list[tuple[str, dict[st
     return [(title(name, run), {**options, **run}) for name, run in both]
 
 
-def compiled(model: Model, asked: Sequence[tuple[Any, dict[str, Any]]]) -> list[Run]:
+def compiled(model: Model, asked: Sequence[tuple[Any, dict[str, Any]]]) -> list[CompiledRun]:
     """Compiles generations for the shapes of a prompt and options each, all at once except on GPUs.
 
     There XLA times kernels while it compiles, which other programs would disturb.
@@ -188,10 +188,10 @@ def compiled(model: Model, asked: Sequence[tuple[Any, dict[str, Any]]]) -> list[
             program = denoise.lower(placed.model, placed.inputs, placed.plan)
         return placed, program, time.perf_counter() - start
 
-    def run(placed: Placed, program: jax.stages.Lowered, seconds: float) -> Run:
+    def run(placed: Placed, program: jax.stages.Lowered, seconds: float) -> CompiledRun:
         start = time.perf_counter()
         made = program.compile()
-        return Run(placed, made, seconds + time.perf_counter() - start, temporary_bytes(made))
+        return CompiledRun(placed, made, seconds + time.perf_counter() - start, temporary_bytes(made))
 
     # The first is compiled while the second is traced, which stays in this thread for its configuration.
     with ThreadPoolExecutor(1 if jax.default_backend() == "gpu" else None) as pool:
@@ -205,7 +205,7 @@ def temporary_bytes(program: jax.stages.Compiled) -> int:
     return -1 if account is None else account.temp_size_in_bytes
 
 
-def _timed(run: Run) -> tuple[float, Output]:
+def _timed(run: CompiledRun) -> tuple[float, Output]:
     """Seconds until the results of a run are there, and its output."""
     start = time.perf_counter()
     results = jax.block_until_ready(run.program(run.placed.model, run.placed.inputs, run.placed.plan))

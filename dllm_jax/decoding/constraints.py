@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
-from dllm_jax.decoding.checks import Case
+from dllm_jax.decoding.checks import CheckedRequest
 from dllm_jax.engine.generation import Allowed
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt, check_argument, shown
@@ -19,8 +19,8 @@ from dllm_jax.state.layout import Layout
 
 FORMS = "must be Bool[length, vocab], Bool[b, length, vocab], or a list with token ids or None per position"
 Lists = Sequence[Any]  # per position ids or None, or such a list per sequence
-Table = Int[np.ndarray, "choices width"]
-Choices = list[tuple[int, Table]]  # first position and table, of each sequence
+ChoiceTable = Int[np.ndarray, "choices width"]
+Choices = list[tuple[int, ChoiceTable]]  # first position and table, of each sequence
 
 
 def constraints_of(
@@ -44,7 +44,7 @@ def constraints_of(
     return tuple(several)
 
 
-def allowed_tokens(case: Case) -> Allowed | None:
+def allowed_tokens(case: CheckedRequest) -> Allowed | None:
     """The sets of allowed tokens of a canvas; None if every token is allowed everywhere.
 
     Ids that the sampler suppresses join `forbid`. The sets must leave the choices of constraints.
@@ -70,7 +70,7 @@ def allowed_tokens(case: Case) -> Allowed | None:
     which = host.module(which, masked).where(masked, which, 0)
     known = [host.readable(array) for array in (sets, which, masked, arrays.tokens)]
     if all(array is not None for array in known):
-        canvas = Canvas(*map(np.array, known))
+        canvas = ConstrainedCanvas(*map(np.array, known))
         never = [spec.mask_id] * spec.has_mask_token + [spec.eos_id] * asked.sampler.logits_eos_inf
         canvas.may[:, :, never] = False
         _none_empty(canvas, layout)
@@ -157,7 +157,7 @@ def _ids(name: str, ids: Any, spec: ModelSpec) -> list[int]:
     return list(read)
 
 
-class Canvas(NamedTuple):
+class ConstrainedCanvas(NamedTuple):
     """A canvas on the host.
 
     Attributes:
@@ -173,7 +173,7 @@ class Canvas(NamedTuple):
     tokens: Int[np.ndarray, "b l"]
 
 
-def _none_empty(canvas: Canvas, layout: Layout):
+def _none_empty(canvas: ConstrainedCanvas, layout: Layout):
     """Raises ValueError if a mask has no token that it may be unmasked to."""
     possible = np.take_along_axis(canvas.may.any(axis=2), canvas.which, axis=1)
     if (empty := np.argwhere(canvas.masked & ~possible)).size:
@@ -185,13 +185,13 @@ def _none_empty(canvas: Canvas, layout: Layout):
         )
 
 
-def _possible_choices(choice: OneOf, canvas: Canvas, case: Case) -> Choices:
+def _possible_choices(choice: OneOf, canvas: ConstrainedCanvas, case: CheckedRequest) -> Choices:
     """First position and table of the choices that agree with given text, of each sequence.
 
     Raises:
       ValueError: a choice does not fit the canvas, or holds what the sets rule out.
     """
-    table, layout, tables = choice.table(case.model.spec), case.layout, list[tuple[int, Table]]()
+    table, layout, tables = choice.table(case.model.spec), case.layout, list[tuple[int, ChoiceTable]]()
     for sequence, real in enumerate(case.arrays.valid):
         first = layout.prompt + choice.start + (0 if layout.prompt else int(np.argmax(real)))
         place = np.arange(first, first + table.shape[1])

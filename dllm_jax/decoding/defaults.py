@@ -2,14 +2,15 @@
 
 from typing import Any, Unpack
 
-from dllm_jax.decoding.options import AskedConversation, GenerateOptions, check_options
+from dllm_jax.decoding.options import ConversationOptions, GenerateOptions, check_options
 from dllm_jax.nn.model import Model
 from dllm_jax.options import check_argument
 from dllm_jax.policies.base import Policy
 from dllm_jax.samplers import EntropyNoise
 
 USUAL = {
-    name: getattr(AskedConversation, name) for name in ("length", "block", "policy", "sampler", "stop_at_eos")
+    name: getattr(ConversationOptions, name)
+    for name in ("length", "block", "policy", "sampler", "stop_at_eos")
 }
 # None is no value of these; with one of those an answer's length is not open.
 UNSET = ("length", "policy", "sampler")

@@ -74,7 +74,7 @@ class Call(NamedTuple):
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Recording(Kernels):
+class StepRecording(Kernels):
     """Kernels that record which operations are called with what.
 
     Attributes:
@@ -99,7 +99,7 @@ class Recorded(Model):
     @property
     @override
     def kernels(self) -> Kernels:
-        return Recording(self.implementation, self.rules, self.calls)
+        return StepRecording(self.implementation, self.rules, self.calls)
 
 
 @number_modes()

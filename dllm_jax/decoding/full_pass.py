@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.nn.gemma import in_window
 from dllm_jax.nn.intervened import embedded, intervened
-from dllm_jax.nn.intervention import Intervention, checked
+from dllm_jax.nn.intervention import Intervention, checked_interventions
 from dllm_jax.nn.layer import Layer, unembed, walk
 from dllm_jax.nn.mesh import constrain, over_mesh
 from dllm_jax.nn.model import Model, check_embeds, encode, exact_layer, first_inputs, full_pass
@@ -19,20 +19,20 @@ from dllm_jax.options import NonNegativeInt, check_argument, short_help, shown
 from dllm_jax.state import inputs
 from dllm_jax.state.host import AnyArray
 
-Tokens = inputs.Ids | Mapping[str, Any]
+TokenInputs = inputs.Ids | Mapping[str, Any]
 Valid = Bool[AnyArray, "b l"] | Sequence[Sequence[bool]]
-Embeds = Float[AnyArray, "b l m"]
+TokenEmbeds = Float[AnyArray, "b l m"]
 
 
 @short_help
 def forward(
     model: Model,
-    tokens: Tokens,
+    tokens: TokenInputs,
     valid: Valid | None = None,
     interventions: Sequence[Intervention] = (),
-    embeds: Embeds | None = None,
+    embeds: TokenEmbeds | None = None,
     response: int | None = None,
-    soft: Embeds | None = None,
+    soft: TokenEmbeds | None = None,
 ) -> Float[Array, "b l v"]:
     """Logits of every position, unshifted: Dream's output at i predicts token i + 1.
 
@@ -64,7 +64,7 @@ def forward(
       True
     """
     tokens, valid = _inputs(model, tokens, valid, embeds)
-    fitting = checked(interventions, model.spec, *tokens.shape, steps=None)
+    fitting = checked_interventions(interventions, model.spec, *tokens.shape, steps=None)
     response = check_argument("response", response, NonNegativeInt | None)
     _check_soft(soft, model, tokens.shape)
     return _result(_logits, "blv", model, tokens, valid, fitting, embeds, soft, response)
@@ -137,19 +137,19 @@ def _logits(model: Model, tokens, valid, interventions, embeds, soft, response) 
 @short_help
 def hidden_states(
     model: Model,
-    tokens: Tokens,
+    tokens: TokenInputs,
     valid: Valid | None = None,
     interventions: Sequence[Intervention] = (),
-    embeds: Embeds | None = None,
+    embeds: TokenEmbeds | None = None,
     response: int | None = None,
-    soft: Embeds | None = None,
+    soft: TokenEmbeds | None = None,
 ) -> Float[Array, "n_plus_1 b l m"]:
     """The residual stream: the embedding, then the output of every layer (before the final norm).
 
     Arguments and errors are those of `forward`.
     """
     tokens, valid = _inputs(model, tokens, valid, embeds)
-    fitting = checked(interventions, model.spec, *tokens.shape, steps=None)
+    fitting = checked_interventions(interventions, model.spec, *tokens.shape, steps=None)
     response = check_argument("response", response, NonNegativeInt | None)
     _check_soft(soft, model, tokens.shape)
     return _result(_stream, "nbl", model, tokens, valid, fitting, embeds, soft, response)

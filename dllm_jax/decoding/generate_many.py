@@ -18,7 +18,14 @@ from jax.core import Tracer
 from jaxtyping import Array, Key
 
 from dllm_jax.decoding import buckets as ladders
-from dllm_jax.decoding.options import Asked, AskedMany, GenerateOptions, check_options, options_of, shows
+from dllm_jax.decoding.options import (
+    GenerateOptions,
+    ManyOptions,
+    RequestOptions,
+    check_options,
+    options_of,
+    shows,
+)
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.report import report
 from dllm_jax.decoding.request import Request, prepare
@@ -66,7 +73,7 @@ class Waiting(NamedTuple):
     lane: Any
 
 
-@shows(options_of("generate_many"), AskedMany)
+@shows(options_of("generate_many"), ManyOptions)
 def generate_many(
     model: Model,
     prompts: Iterable[Any],
@@ -141,7 +148,7 @@ def generate_many(
 
 def _check_common(model: Model, options: dict[str, Any], has_length: bool):
     """Raises ValueError for options that no request could ask for, by the shortest of prompts and answers."""
-    asked = Asked(**options)
+    asked = RequestOptions(**options)
     check_argument("steps", asked.steps, PositiveInt | None)
     least: dict[str, Any] = {"key": seeded(0)} if asked.sampler.draws else {}
 
@@ -174,7 +181,7 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
     ):
         self._model, self._prompts, self._count = model, prompts, slots
         self._errors, self._key, self._options, self._bar = errors, key, options, bar
-        asked = Asked(**options)
+        asked = RequestOptions(**options)
         self._policy, self._sampler = asked.policy, asked.sampler
         self._nonfinite: NonFinite = asked.nonfinite
         self._read, self._item = 0, NONE  # requests made, and the prompt of which the next one is

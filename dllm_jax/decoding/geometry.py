@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
-from dllm_jax.decoding.options import Asked
+from dllm_jax.decoding.options import RequestOptions
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt, check_argument, refuse, shown
 from dllm_jax.policies.base import Policy
@@ -71,7 +71,7 @@ def blocks_of(
     return together, size - 1 if completed else 0
 
 
-def completed(layout: Layout, asked: Asked, initial: int) -> Layout:
+def completed_layout(layout: Layout, asked: RequestOptions, initial: int) -> Layout:
     """The layout with what a sampler's own blocks change, and an answer that may grow.
 
     Args:
@@ -90,7 +90,7 @@ def completed(layout: Layout, asked: Asked, initial: int) -> Layout:
 # -- answers that grow ------------------------------------------------------------------------------------
 
 
-def canvas_length(asked: Asked, spec: ModelSpec, prompt: int) -> int:
+def canvas_length(asked: RequestOptions, spec: ModelSpec, prompt: int) -> int:
     """Response positions of the canvas: the answer's, or the largest number that it may grow to.
 
     Args:
@@ -130,7 +130,7 @@ def canvas_length(asked: Asked, spec: ModelSpec, prompt: int) -> int:
 
 
 def template_room(
-    asked: Asked, spec: ModelSpec, tokens: Int[AnyArray, "b l"], valid: Bool[AnyArray, "b l"]
+    asked: RequestOptions, spec: ModelSpec, tokens: Int[AnyArray, "b l"], valid: Bool[AnyArray, "b l"]
 ) -> int:
     """Positions that the canvas of templates has in addition, for answers that may grow.
 
@@ -178,7 +178,7 @@ def template_room(
     return most - int(masks.min())
 
 
-def _largest_length(asked: Asked, spec: ModelSpec, grows: str, stays: str) -> int:
+def _largest_length(asked: RequestOptions, spec: ModelSpec, grows: str, stays: str) -> int:
     """The largest length of answers that grow; refuses options and samplers that do not go with it.
 
     Args:

@@ -156,7 +156,7 @@ def _terms(
     return part(terms, slice(batch), batch=0)
 
 
-class Asked(NamedTuple):
+class LikelihoodArrays(NamedTuple):
     """The checked arrays of a request, on the host unless they are traced or global.
 
     Attributes:
@@ -174,7 +174,7 @@ class Asked(NamedTuple):
     masks: Bool[AnyArray, "draws b r"]
 
 
-def _asked(model: Model, prompt: Any, answer: Any, estimator: Estimator) -> Asked:
+def _asked(model: Model, prompt: Any, answer: Any, estimator: Estimator) -> LikelihoodArrays:
     """Checks and pads the arrays of a request."""
     spec = model.spec
     prompt, padding = inputs.padded_ids(prompt, estimator.prompt_mask, spec, "prompt")
@@ -198,7 +198,7 @@ def _asked(model: Model, prompt: Any, answer: Any, estimator: Estimator) -> Aske
             masks = _drawn(estimator, answer.shape, real)
     else:
         masks = _recorded_masks(estimator.masks, answer.shape, real)
-    return Asked(prompt, answer, padding, real, masks)
+    return LikelihoodArrays(prompt, answer, padding, real, masks)
 
 
 def _recorded_masks(
@@ -286,14 +286,14 @@ def _all_masks(
 
 @functools.partial(jax.jit, static_argnames=("chunk", "order"))
 def _estimate(
-    model: Model, asked: Asked, guidance: Number | None, chunk: int, order: Order
+    model: Model, asked: LikelihoodArrays, guidance: Number | None, chunk: int, order: Order
 ) -> Float[Array, "b r"]:
     mean = functools.partial(_mean_over_draws, chunk=chunk) if order == "random" else _by_confidence
     out = model.rules.of_results((model, asked.prompt), "b", b=len(asked.prompt))
     return over_mesh(mean, model, asked, guidance, out=out)
 
 
-def _by_confidence(model: Model, asked: Asked, guidance: Number | None) -> Float[Array, "b r"]:
+def _by_confidence(model: Model, asked: LikelihoodArrays, guidance: Number | None) -> Float[Array, "b r"]:
     """Log-probabilities of the answer's tokens, each when those that are more probable are revealed."""
     prompt, answer = (constrain(tokens, model.rules, "bl") for tokens in (asked.prompt, asked.answer))
     cfg_scale = 0.0 if guidance is None else guidance
@@ -310,7 +310,9 @@ def _by_confidence(model: Model, asked: Asked, guidance: Number | None) -> Float
     return jax.lax.fori_loop(0, answer.shape[1], reveal, begin)[1]
 
 
-def _mean_over_draws(model: Model, asked: Asked, guidance: Number | None, chunk: int) -> Float[Array, "b r"]:
+def _mean_over_draws(
+    model: Model, asked: LikelihoodArrays, guidance: Number | None, chunk: int
+) -> Float[Array, "b r"]:
     prompt, answer = (constrain(tokens, model.rules, "bl") for tokens in (asked.prompt, asked.answer))
     cfg_scale, real = 0.0 if guidance is None else guidance, asked.real
     length = answer.shape[1] if real is None else jnp.sum(real, axis=1)

@@ -28,7 +28,7 @@ from dllm_jax.state.sliding import BlockSchedule
 Stops = Sequence[Sequence[int]] | Sequence[str] | StopTexts  # texts in conversations
 ADVANCED = "group", "widths"  # which signatures show last
 Allow = ArrayLike | Sequence[Any]  # Bool[length, vocab], or ids or None per position
-Function = TypeVar("Function", bound=Callable[..., Any])
+WithOptions = TypeVar("WithOptions", bound=Callable[..., Any])
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -116,7 +116,7 @@ def check_options(function: str, options: Mapping[str, Any], *more: str):
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class RequestOptions:
     """The options of a request with their defaults, checked."""
 
     prompt_mask: ArrayLike | None = None
@@ -164,18 +164,18 @@ class Asked:
 
     def gives(self, *names: str) -> bool:
         """Whether any of these options has another value than its default, an empty tuple or None."""
-        return any(getattr(self, name) is not getattr(Asked, name) for name in names)
+        return any(getattr(self, name) is not getattr(RequestOptions, name) for name in names)
 
 
 @dataclasses.dataclass(frozen=True)
-class AskedMany(Asked):
+class ManyOptions(RequestOptions):
     """The options of `generate_many` with their defaults."""
 
     buckets: Ladder | None = DEFAULT
 
 
 @dataclasses.dataclass(frozen=True)
-class AskedConversation(Asked):
+class ConversationOptions(RequestOptions):
     """The options of conversations with their defaults, checked; those of a checkpoint's own come first."""
 
     block: int | BlockSchedule | None = 32
@@ -185,10 +185,10 @@ class AskedConversation(Asked):
     stop: Any = ()
 
 
-def shows(names: Collection[str], defaults: type = Asked) -> Callable[[Function], Function]:
+def shows(names: Collection[str], defaults: type = RequestOptions) -> Callable[[WithOptions], WithOptions]:
     """Shows options with their defaults in a function's signature, for `help` and completion."""
 
-    def with_options(function: Function) -> Function:
+    def with_options(function: WithOptions) -> WithOptions:
         signature = inspect.signature(function)
         shown = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         taken = [

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dllm_jax.decoding.buckets import Ladder, check_ladder
-from dllm_jax.decoding.options import Asked
+from dllm_jax.decoding.options import RequestOptions
 from dllm_jax.engine.features.prefix import (
     Prefix,
     StoredPrefix,
@@ -114,7 +114,7 @@ def check_prefix(prefix: Any, model: Model, causal: bool):
         )
 
 
-def with_prefix(prefix: Prefix, asked: Asked, prompts: Prompts, model: Model) -> Prompts:
+def with_prefix(prefix: Prefix, asked: RequestOptions, prompts: Prompts, model: Model) -> Prompts:
     """The prompts with a prefix in front of each.
 
     Raises:

@@ -16,10 +16,16 @@ from annotated_types import MinLen
 from jaxtyping import Array, Bool, Int, Key
 
 from dllm_jax.decoding import buckets as ladders
-from dllm_jax.decoding.checks import Case, check_request, fitting_interventions, notices_of
+from dllm_jax.decoding.checks import CheckedRequest, check_request, fitting_interventions, notices_of
 from dllm_jax.decoding.constraints import allowed_tokens, constraints_of
-from dllm_jax.decoding.geometry import blocks_of, canvas_length, completed, growing_widths, template_room
-from dllm_jax.decoding.options import Asked, GenerateOptions, InfillOptions, Stops
+from dllm_jax.decoding.geometry import (
+    blocks_of,
+    canvas_length,
+    completed_layout,
+    growing_widths,
+    template_room,
+)
+from dllm_jax.decoding.options import GenerateOptions, InfillOptions, RequestOptions, Stops
 from dllm_jax.decoding.prefill import with_prefix
 from dllm_jax.decoding.stops import StopTexts
 from dllm_jax.engine.closures import constants
@@ -74,7 +80,7 @@ def prepare(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions]
     check_argument("model", model, Model, ", such as dj.load(path)")
     if not model.spec.has_mask_token:
         options = with_noise(model, options)
-    asked = Asked(**options)
+    asked = RequestOptions(**options)
     prompts = inputs.prompts(prompt, asked.prompt_mask, asked.prompt_embeds, model.spec)
     if asked.prefix is not None:
         prompts = with_prefix(asked.prefix, asked, prompts, model)
@@ -84,7 +90,7 @@ def prepare(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions]
     if asked.buckets is not None:
         if isinstance(asked.noise, RecordedNoise):
             raise ValueError("recorded noise fits one canvas: pass it without buckets")
-        prompts = ladders.pad(prompts, asked.buckets, model.spec.eos_id)
+        prompts = ladders.pad_prompts(prompts, asked.buckets, model.spec.eos_id)
     width = prompts.ids.shape[1]
 
     # The canvas: prompts, masks, and what follows the response from the start.
@@ -98,7 +104,7 @@ def prepare(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions]
     whole = asked.sampler.whole_blocks and not model.spec.context.from_response
     cut = model.spec.context.cut_short
     layout = Layout.of(width, length, block, asked.steps, padded, given, tail, whole, cut)
-    layout = completed(layout, asked, asked.length)
+    layout = completed_layout(layout, asked, asked.length)
     tokens, valid = inputs.masked_response(prompts.ids, prompts.mask, layout.response, model.spec)
     if suffix is not None:
         tokens = host.module(tokens, suffix).concatenate([tokens[:, :-given], suffix], axis=1)
@@ -113,7 +119,7 @@ def with_noise(model: Model, options: GenerateOptions) -> GenerateOptions:
     """
     spec, sampler = model.spec, model.generation.fixed.get("sampler", EntropyNoise())
     refuse(
-        Asked(**{"sampler": sampler, **options}),
+        RequestOptions(**{"sampler": sampler, **options}),
         {
             "steps": "a canvas may end early. Use EntropyNoise(steps=)",
             "suffix": "nothing attends to what follows a canvas",
@@ -142,7 +148,7 @@ def repeated(request: Request, count: int) -> Request:
 def prepare_infill(model: Model, tokens: inputs.Ids, **options: Unpack[InfillOptions]) -> Request:
     """Returns the checked request of `infill(model, tokens, **options)`; errors are those of `infill`."""
     check_names("infill", options, InfillOptions.__annotations__)
-    asked = Asked(**options)
+    asked = RequestOptions(**options)
     check_argument("model", model, Model, ", such as dj.load(path)")
     require_mask_token(model.spec, "infill", "Put what is known into the prompt, and use generate")
     block = check_argument("block", asked.block, PositiveInt | None)
@@ -159,12 +165,12 @@ def prepare_infill(model: Model, tokens: inputs.Ids, **options: Unpack[InfillOpt
     padded, cut = mask is not None, model.spec.context.cut_short
     layout = Layout.of(0, length, block, asked.steps, padded, 0, tail, whole_blocks=False, cut_short=cut)
     _check_whole_blocks(layout, asked.sampler, valid, room)
-    layout = completed(_paced(layout, asked.steps), asked, tokens.shape[1])
+    layout = completed_layout(_paced(layout, asked.steps), asked, tokens.shape[1])
     tokens, valid = inputs.masked_response(tokens, valid, room + tail, model.spec)
     return _planned(model, Inputs(tokens, valid), layout, asked, extra=0)
 
 
-def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: int) -> Request:
+def _planned(model: Model, arrays: Inputs, layout: Layout, asked: RequestOptions, extra: int) -> Request:
     """The request of a canvas: policy and sampler go together, and fit it.
 
     Args:
@@ -180,7 +186,7 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: 
     spec, batch = model.spec, arrays.tokens.shape[0]
     given = asked.gives("constraints")
     own = constraints_of(asked.constraints, asked.sampler, spec, layout) if given else ()
-    case = Case(asked, model, for_model(asked.policy, spec), own, layout, arrays, extra)
+    case = CheckedRequest(asked, model, for_model(asked.policy, spec), own, layout, arrays, extra)
     check_request(case)
     plan = plan_of(case)
     if asked.gives("interventions"):
@@ -193,7 +199,7 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: Asked, extra: 
     return Request(arrays, plan, extra, asked.nonfinite, asked.progress, notices_of(case))
 
 
-def plan_of(case: Case) -> Plan:
+def plan_of(case: CheckedRequest) -> Plan:
     """The plan of a checked request, without interventions."""
     asked, policy, layout, spec = case.asked, case.policy, case.layout, case.model.spec
     named = {"policy": (policy,), "sampler": (asked.sampler,), "constraints": case.constraints}
@@ -206,7 +212,7 @@ def plan_of(case: Case) -> Plan:
     return dataclasses.replace(plan, features=features)
 
 
-def _asked_features(case: Case, step_limit: int) -> list[Feature]:
+def _asked_features(case: CheckedRequest, step_limit: int) -> list[Feature]:
     """The features that the options of a request ask for."""
     asked = case.asked
     features: list[Feature] = []
@@ -227,7 +233,7 @@ def _asked_features(case: Case, step_limit: int) -> list[Feature]:
     return features
 
 
-def widths_of(case: Case) -> tuple[int, ...]:
+def widths_of(case: CheckedRequest) -> tuple[int, ...]:
     """Widths of the partial steps: the policy's or the user's, and what a prefix, drafts and growth need."""
     asked, policy, layout, spec = case.asked, case.policy, case.layout, case.model.spec
     widths = set(step_widths(policy, spec, layout, asked.widths))

@@ -22,7 +22,7 @@ FEWEST = 8  # states and kinds of a table, which are padded to powers of 2, so t
 RULE = "must be a list of texts, none of them empty"
 
 
-def listed(stop: Any) -> tuple[str, ...]:
+def listed_texts(stop: Any) -> tuple[str, ...]:
     """The texts of an option `stop`, which may be none.
 
     Raises:
@@ -63,7 +63,7 @@ class StopTexts:
 
     def __post_init__(self):
         check_members(self.tokenizer, "decode", "added_tokens_decoder")
-        if not (texts := listed(self.texts)):
+        if not (texts := listed_texts(self.texts)):
             raise ValueError(f"stop={shown(self.texts)} {RULE}")
         for i, text in enumerate(texts):
             check_text(f"stop[{i}]={shown(text)}", text)

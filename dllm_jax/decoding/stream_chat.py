@@ -7,7 +7,7 @@ import numpy as np
 
 from dllm_jax.decoding.answers import before_end, decode_answers
 from dllm_jax.decoding.chat import AskedChat, Messages, prepare_chat
-from dllm_jax.decoding.options import AskedConversation, GenerateOptions, check_options, options_of, shows
+from dllm_jax.decoding.options import ConversationOptions, GenerateOptions, check_options, options_of, shows
 from dllm_jax.decoding.stops import StopTexts
 from dllm_jax.decoding.stream import Snapshot, stream
 from dllm_jax.nn.model import Model
@@ -33,7 +33,7 @@ class ChatSnapshot(NamedTuple):
     snapshot: Snapshot
 
 
-@shows(options_of("stream_chat"), AskedConversation)
+@shows(options_of("stream_chat"), ConversationOptions)
 def stream_chat(
     model: Model,
     tokenizer: Any,

@@ -14,7 +14,7 @@ import rich.text
 import tyro
 
 import dllm_jax as dj
-from dllm_jax.commands.options import Answering
+from dllm_jax.commands.options import DecodingArguments
 from dllm_jax.decoding.chat import Message, check_tokenizer, encode_chats
 from dllm_jax.decoding.watch.grid import END
 from dllm_jax.decoding.watch.recording import harmless, pieces
@@ -23,12 +23,12 @@ from dllm_jax.eval.run.settings import LanguageModel
 from dllm_jax.options import PositiveInt
 
 MASK = "░"
-Encoded = tuple[np.ndarray, np.ndarray]  # a prompt and its padding mask
+EncodedChat = tuple[np.ndarray, np.ndarray]  # a prompt and its padding mask
 PATH = "A bundled model (tiny-llada, tiny-dream, tiny-sdar, tiny-sdar-moe), a directory, or a hub id."
 
 
 @dataclasses.dataclass(frozen=True)
-class Arguments(Answering):
+class ChatArguments(DecodingArguments):
     """Options of `dllm-jax chat`, besides those that it shares with `generate`."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH", help=PATH)] = (
@@ -38,7 +38,7 @@ class Arguments(Answering):
     """Redraw every N denoising steps."""
 
 
-def main(arguments: Annotated[Arguments, tyro.conf.arg(name="")]) -> int:
+def main(arguments: Annotated[ChatArguments, tyro.conf.arg(name="")]) -> int:
     """Answers messages typed into a terminal, or lines of standard input, and shows masks turning into text.
 
     In a terminal Ctrl-C stops an answer, Ctrl-D or an empty message ends the conversation. Where standard
@@ -51,7 +51,7 @@ def main(arguments: Annotated[Arguments, tyro.conf.arg(name="")]) -> int:
             "standard input is closed, but chat reads messages from it: use a terminal or a pipe"
         )
     console = rich.console.Console()
-    conversation = Conversation.open(arguments)
+    conversation = ChatConversation.open(arguments)
     messages: list[Message] = []
     if arguments.system is not None:
         messages.append({"role": "system", "content": arguments.system})
@@ -98,7 +98,7 @@ def _piped() -> Iterator[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Conversation:
+class ChatConversation:
     """A model, its tokenizer, and how answers are decoded.
 
     Attributes:
@@ -112,7 +112,7 @@ class Conversation:
     seed: int
 
     @classmethod
-    def open(cls, arguments: Arguments) -> "Conversation":
+    def open(cls, arguments: ChatArguments) -> "ChatConversation":
         """Loads what the arguments name; raises as `load` and the constructors of policy and sampler do."""
         arguments.given()  # refused before anything is loaded
         lm = arguments.open(identify=False)
@@ -121,12 +121,12 @@ class Conversation:
         options = arguments.options(lm) | {"every": arguments.every, "buckets": dj.buckets.DEFAULT}
         return cls(lm, options, arguments.seed)
 
-    def encode(self, messages: list[Message]) -> Encoded:
+    def encode(self, messages: list[Message]) -> EncodedChat:
         """The prompt of a conversation and its padding mask; errors are those of `chat_ids`."""
         return encode_chats(self.lm.tokenizer, [messages], self.lm.model.spec.eos_id, self.lm.template)
 
     def answer(
-        self, console: rich.console.Console, prompts: Encoded, turn: int, prefix: Prefix | None
+        self, console: rich.console.Console, prompts: EncodedChat, turn: int, prefix: Prefix | None
     ) -> tuple[str, Prefix | None]:
         """Prints the answer to a conversation; Ctrl-C leaves it as far as it is.
 

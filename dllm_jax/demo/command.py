@@ -92,7 +92,7 @@ def main(arguments: Annotated[Arguments, tyro.conf.arg(name="")]) -> int:
             tables.append(measure(name, model, tokenizer, questions))
     prompts = f"{arguments.prompts} held-out prompts, {LENGTH} new tokens, block length {BLOCK}"
     console.print(f"[bold]2. Cost:[/] {prompts}", highlight=False)
-    console.print(table(tables, console.width))
+    console.print(comparison_table(tables, console.width))
     shows_speedup = console.width >= WITH_SPEEDUP
     console.print(EXPLANATION + SPEEDUP.format(device=device.platform) * shows_speedup)
     console.print(f"\n[bold]Next:[/]\n{NEXT}\n", highlight=False, soft_wrap=True)
@@ -121,7 +121,7 @@ def _first_answer(console: rich.console.Console, name: str, model: dj.Model, tok
     console.print(f"{about}{'   right: unmasked' * is_whole}\n", style="dim", highlight=False)
     console.print(picture)
     console.print(f"{LENGTH} tokens in {int(out.stats.nfe[0])} forward passes:", highlight=False)
-    console.print(f"  {' → '.join(trains.route(answer))}\n", style="bold", highlight=False)
+    console.print(f"  {' → '.join(trains.train_route(answer))}\n", style="bold", highlight=False)
 
 
 def measure(name: str, model: dj.Model, tokenizer: Any, questions: list[Example]) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def _provenance(arguments: Arguments) -> dict[str, Any]:
     }
 
 
-def table(measured: list[dict[str, Any]], width: int) -> rich.table.Table:
+def comparison_table(measured: list[dict[str, Any]], width: int) -> rich.table.Table:
     """Makes a table with one row per model, policy and sampler, whose numbers are never cut.
 
     Args:

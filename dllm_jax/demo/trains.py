@@ -15,7 +15,7 @@ QUESTION = "B>W;F>P;R>F;K>D;T>R;H>C;C>S;S>T;Z>B;L>G;G>M;W>K;D>H;P>L;M>V;V>Z;P>"
 ANSWER = "P>L;L>G;G>M;M>V;V>Z;Z>B;B>W;"
 
 
-def route(answer: str) -> list[str]:
+def train_route(answer: str) -> list[str]:
     """The stops that an answer names, the first one included; what is no link is left out."""
     names: dict[str, str] = {stop[0]: stop for stop in STOPS}
     links: list[tuple[str, str]] = re.findall(r"(\w)>(\w)", answer)

@@ -38,7 +38,7 @@ from dllm_jax.state import host
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-Place = tuple[str, int | None]  # a matrix and its layer, None for the head
+FactorPlace = tuple[str, int | None]  # a matrix and its layer, None for the head
 
 
 def save(
@@ -147,7 +147,7 @@ def _refuse_experts(tensors: Iterable[str], where: str):
         )
 
 
-def _modules(spec: ModelSpec, names: tuple[str, ...]) -> dict[Place, str]:
+def _modules(spec: ModelSpec, names: tuple[str, ...]) -> dict[FactorPlace, str]:
     """The Hugging Face modules of these matrices, in the order of the checkpoint's tensors.
 
     Raises:
@@ -236,7 +236,7 @@ def _read(file: Path, config: Config) -> dict[str, np.ndarray]:
 
 
 def _compare(
-    spec: ModelSpec, lora: LoRA, modules: dict[Place, str], tensors: dict[str, np.ndarray], where: str
+    spec: ModelSpec, lora: LoRA, modules: dict[FactorPlace, str], tensors: dict[str, np.ndarray], where: str
 ):
     """Raises ValueError that lists every missing, misshaped and unmapped tensor, or one of another dtype."""
     # Every tensor that does not fit is named, not the first one alone.

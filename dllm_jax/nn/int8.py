@@ -79,7 +79,7 @@ def axes_of(leaf: str, weights: Weights | None) -> Any:
     return Int8Matrix(axes, "n" * axes.startswith("n") + OUTPUTS[leaf])
 
 
-def abstract(spec: ModelSpec, leaf: str, dtype: Any, weights: Weights | None, stacked: bool) -> Any:
+def abstract_weights(spec: ModelSpec, leaf: str, dtype: Any, weights: Weights | None, stacked: bool) -> Any:
     """Shape and dtype of a parameter, an `Int8Matrix` of them if it is int8; arguments as of `placements`."""
     # A scale per output channel and, if stacked, per layer: its axes are the matrix's without those summed
     # over.

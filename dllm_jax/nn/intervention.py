@@ -251,7 +251,7 @@ def _floats(name: str, value: Any) -> Float[Held, "..."]:
     return array.astype(jnp.float32)
 
 
-def checked(
+def checked_interventions(
     interventions: Any, spec: ModelSpec, batch: int, length: int, steps: int | None
 ) -> tuple[Intervention, ...]:
     """Checks the interventions of a user; raises ValueError if they do not fit the model or the run."""

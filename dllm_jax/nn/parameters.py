@@ -38,7 +38,7 @@ def abstract(
 ) -> PyTree[jax.ShapeDtypeStruct]:
     """Shapes and dtypes of the parameters without allocating any; what a loader has to fill."""
     stacked = not spec.layers_differ
-    described = lambda path, leaf: int8.abstract(
+    described = lambda path, leaf: int8.abstract_weights(
         spec.at(layer_in(path)), path[-1].key, leaf.dtype, weights, stacked
     )
     return jax.tree_util.tree_map_with_path(described, _of_modules(spec, jnp.dtype(dtype)))

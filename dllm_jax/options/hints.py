@@ -183,7 +183,7 @@ def _sentence(text: str) -> str:
     return (text if "=" in text.split()[0] or "." in text.split()[0] else text[0].upper() + text[1:]) + "."
 
 
-def table() -> str:
+def names_table() -> str:
     """Returns `NAMES` as a table in Markdown: name, library, what to write here."""
 
     def written(fix: str) -> str:

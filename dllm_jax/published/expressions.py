@@ -60,7 +60,7 @@ def typed_sampler(text: str) -> Sampler:
     return sampler(text, typed=True)
 
 
-def described(made: Any) -> str:
+def described_call(made: Any) -> str:
     """The constructor call of a policy or sampler; with a hash of its source if that is not the library's."""
     kind = type(made)
     if is_ours(kind.__module__):

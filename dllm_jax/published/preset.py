@@ -62,7 +62,7 @@ class Preset(Recipe):
     source: str
 
 
-def read(path: Path) -> Mapping[str, Preset]:
+def read_preset(path: Path) -> Mapping[str, Preset]:
     """Reads the presets of a file, see `parse`."""
     return parse(path.read_text(encoding="utf-8-sig"), path.name)
 

@@ -13,7 +13,7 @@ from dllm_jax.checkpoint.families import config_to_spec
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import shown
 from dllm_jax.published import expressions
-from dllm_jax.published.preset import Preset, Recipe, read
+from dllm_jax.published.preset import Preset, Recipe, read_preset
 from dllm_jax.samplers import Confidence, DreamSchedule
 
 INSTALLED = Path(__file__).parents[1] / "configs"
@@ -41,7 +41,7 @@ class Presets(Mapping[str, Preset]):
         if not isinstance(name, str):
             raise UnknownPreset(f"{shown(name)} is not the name of a preset, such as {next(iter(self))!r}")
         method, _, rest = name.partition("/")
-        known = read(self._find("policies", method, ".toml"))
+        known = read_preset(self._find("policies", method, ".toml"))
         if rest not in known:
             # If the checkpoint is known, its tasks say more than a list of everything.
             checkpoint = rest.partition("/")[0] + "/"
@@ -51,7 +51,7 @@ class Presets(Mapping[str, Preset]):
 
     def __iter__(self) -> Iterator[str]:
         for method in self.names("policies"):
-            yield from (f"{method}/{rest}" for rest in read(self._find("policies", method, ".toml")))
+            yield from (f"{method}/{rest}" for rest in read_preset(self._find("policies", method, ".toml")))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -44,7 +44,7 @@ from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.inputs import IdleStepsWarning
 from dllm_jax.state.layout import Layout
 from dllm_jax.testing import runs
-from dllm_jax.testing.models import cast, prompts, separate, tiny
+from dllm_jax.testing.models import cast, random_prompts, separate_layers, tiny
 from dllm_jax.traced import fixed_at
 
 LENGTHS, LENGTH, BLOCK = (9, 5), 12, 6
@@ -92,7 +92,7 @@ class Subject:
             to use.
         """
         if prompt is None:
-            prompt, mask = prompts(self.model, LENGTHS)
+            prompt, mask = random_prompts(self.model, LENGTHS)
         options = dict(model=self.model, policy=self.policy, sampler=self.sampler, length=LENGTH) | options
         drawn = options["sampler"].draws
         keys = options.pop("keys", slice(None))
@@ -150,7 +150,7 @@ class Frozen(Confidence):
 
 def separate_layers_decode_as_stacked_ones(of: Subject):
     """A list of layers stores and computes what a stack of them does."""
-    ours = of.run(model=separate(of.model), widths=WIDE)
+    ours = of.run(model=separate_layers(of.model), widths=WIDE)
     runs.assert_same_run(ours.trace, of.batch.trace, computed=True)
     runs.assert_same_stats(of.batch.stats, ours.stats)
 
@@ -162,7 +162,7 @@ def half_precision_decodes_everything(of: Subject):
 
 def nothing_leaves_the_device_inside(of: Subject):
     """The generation is one loop without callbacks."""
-    names = _primitives(traced(of).jaxpr.jaxpr)
+    names = _primitives(traced_run(of).jaxpr.jaxpr)
     assert "while" in names
     outside = [n for n in names if "callback" in n or n in ("outfeed", "infeed", "device_put")]
     assert not outside, f"the program calls {', '.join(outside)}"
@@ -170,7 +170,7 @@ def nothing_leaves_the_device_inside(of: Subject):
 
 def no_copy_of_the_cache_inside_the_loop(of: Subject, apart: bool = False):
     """Copies of arrays as large as the cache stand only outside of loop bodies in the optimized program."""
-    text = optimized_text(traced(of, apart))
+    text = optimized_text(traced_run(of, apart))
     layout, streams = PROGRAM, 2 if of.sampler.cfg_scale else 1
     cache = jax.eval_shape(lambda: of.policy.init(of.model.spec, layout, 2 * streams, jnp.float32))
     cache = jax.eval_shape(lambda cache: cache.separate(), cache) if apart else cache
@@ -214,8 +214,8 @@ def cache_copies_in_loops(text: str, shape: str) -> list[str]:
 
 def batch_mates_change_nothing(of: Subject):
     """A sequence decodes the same with another one."""
-    prompt, mask = prompts(of.model, LENGTHS)
-    others, _ = prompts(of.model, LENGTHS, seed=5)
+    prompt, mask = random_prompts(of.model, LENGTHS)
+    others, _ = random_prompts(of.model, LENGTHS, seed=5)
     for sequence, width in enumerate(mask.sum(axis=1) + LENGTH):
         theirs = np.where(np.arange(2)[:, None] == sequence, prompt, others)
         ours = [runs.of_sequence(out.trace, sequence, width) for out in (of.run(theirs, mask), of.batch)]
@@ -226,7 +226,7 @@ def batch_mates_change_nothing(of: Subject):
 
 def alone_as_in_a_batch(of: Subject):
     """A sequence decodes alone, without the padding of its batch, as in it: places are its own."""
-    prompt, _ = prompts(of.model, LENGTHS)
+    prompt, _ = random_prompts(of.model, LENGTHS)
     # Another program, and another canvas length.
     alone = of.run(prompt[1:, -LENGTHS[1] :], keys=slice(1, 2), widths=WIDE)
     runs.assert_same_run(runs.of_sequence(of.batch.trace, 1, LENGTHS[1] + LENGTH), alone.trace, computed=True)
@@ -236,7 +236,7 @@ def alone_as_in_a_batch(of: Subject):
 def padding_is_inert(of: Subject):
     """Another pad id, whose embedding is NaN, changes nothing."""
     # NaN reaches everything that reads it, a sum with weight 0 included.
-    prompt, mask = prompts(of.model, LENGTHS)
+    prompt, mask = random_prompts(of.model, LENGTHS)
     poison = min(set(range(of.model.spec.vocab)) - set(np.unique(of.batch.tokens).tolist()))
     embed = of.model.params["embed"].at[poison].set(jnp.nan)
     poisoned = dataclasses.replace(of.model, params={**of.model.params, "embed": embed})
@@ -252,7 +252,7 @@ def one_program_per_setting(of: Subject):
     """Another object of the same settings, and other prompts, find the program that there is."""
     # The first run compiles; equal values must find what it has compiled, in any objects.
     assert of.batch is not None
-    prompt, mask = prompts(of.model, LENGTHS, seed=3)
+    prompt, mask = random_prompts(of.model, LENGTHS, seed=3)
     same = dict(policy=copy.deepcopy(of.policy), sampler=copy.deepcopy(of.sampler))
     with runs.compilations() as compiled:
         of.run(prompt, mask, **same)
@@ -296,7 +296,7 @@ def stopping_keeps_the_answer(of: Subject):
     ids[[spec.eos_id, token]] = token, spec.eos_id
     tables = {name: of.model.params[name][ids] for name in ("embed", "head")}
     model = dataclasses.replace(of.model, params={**of.model.params, **tables})
-    prompt, mask = prompts(of.model, LENGTHS)
+    prompt, mask = random_prompts(of.model, LENGTHS)
     full, stopped = (of.run(ids[prompt], mask, model=model, stop_at_eos=stop) for stop in (False, True))
 
     # The answer ends with its first end-of-text; what follows may differ.
@@ -323,7 +323,7 @@ def infilling_fills_the_masks_and_nothing_else(of: Subject):
     """Masks anywhere in a template are filled, by a schedule that does not divide them."""
     if of.model.spec.context.has_causal_passes:  # blocks follow a prompt: `infill` raises ValueError
         return
-    template, _ = prompts(of.model, (12, 12))
+    template, _ = random_prompts(of.model, (12, 12))
     template[0, [0, 3, 7]] = template[1, [5, 6]] = of.model.spec.mask_id
     key = jax.random.key(7) if of.sampler.draws else None
     filled = infill(of.model, template, steps=5, policy=of.policy, sampler=of.sampler, key=key, widths=WIDE)
@@ -389,10 +389,10 @@ PROGRAM = Layout(prompt=24, response=20, block=4, steps=20)
 
 
 @functools.lru_cache(maxsize=4)
-def traced(of: Subject, apart: bool = False) -> Any:
+def traced_run(of: Subject, apart: bool = False) -> Any:
     """The generation, traced for abstract arguments; `apart` for separate layers."""
     # Nothing is computed: shapes and dtypes suffice to trace and compile.
-    model = jax.eval_shape(separate if apart else lambda model: model, of.model)
+    model = jax.eval_shape(separate_layers if apart else lambda model: model, of.model)
     keys = lambda: KeyNoise(jax.random.split(jax.random.key(7), 2))
     noise = jax.eval_shape(keys) if of.sampler.draws else None
     widths = step_widths(of.policy, model.spec, PROGRAM)

@@ -74,7 +74,7 @@ def tiny(family: str, **spec_changes: Any) -> Model:
     return Model(jax.tree.unflatten(tree, params), described)
 
 
-def separate(model: Model) -> Model:
+def separate_layers(model: Model) -> Model:
     """The same model with a list of layers."""
     return dataclasses.replace(model, params=parameters.separate(model.params))
 
@@ -90,7 +90,7 @@ def random_tokens(spec: ModelSpec, *shape: int, seed: int = 0) -> Int[np.ndarray
     return np.random.default_rng(seed).integers(0, ordinary, shape, dtype=np.int32)
 
 
-def prompts(
+def random_prompts(
     model: Model, lengths: tuple[int, ...] = (9, 9), seed: int = 0
 ) -> tuple[Int[np.ndarray, "b p"], Bool[np.ndarray, "b p"]]:
     """Random prompts, left-padded with the end-of-text id, and their mask."""

@@ -44,7 +44,7 @@ def group_advantages(rewards: Num[AnyArray, "b"], group: int, normalize: bool = 
     """
     check_argument("group", group, Annotated[PositiveInt, Interval(ge=2)])
     check_argument("normalize", normalize, bool)
-    rewards = finite("rewards", rewards)
+    rewards = finite_numbers("rewards", rewards)
     if rewards.ndim != 1 or rewards.size % group or not rewards.size:
         raise ValueError(f"rewards have shape {rewards.shape}; expected a multiple of group={group}")
     above, span, scale = _above_least(rewards.reshape(-1, group))
@@ -57,7 +57,7 @@ def group_advantages(rewards: Num[AnyArray, "b"], group: int, normalize: bool = 
         centered = centered / xp.where(span > 0, spread, 1)
     else:
         centered = centered * span / scale
-    return jnp.asarray(finite("advantages", centered.reshape(-1), np.float32)).astype(jnp.float32)
+    return jnp.asarray(finite_numbers("advantages", centered.reshape(-1), np.float32)).astype(jnp.float32)
 
 
 def _above_least(rewards: Num[AnyArray, "n g"]) -> tuple[AnyArray, AnyArray, AnyArray]:
@@ -86,7 +86,7 @@ def _above_least(rewards: Num[AnyArray, "n g"]) -> tuple[AnyArray, AnyArray, Any
     return xp.where(equal, 0, above), xp.where(equal, 0, span), scale
 
 
-def finite(name: str, values: Any, dtype: DTypeLike | None = None) -> Num[AnyArray, "..."]:
+def finite_numbers(name: str, values: Any, dtype: DTypeLike | None = None) -> Num[AnyArray, "..."]:
     """Real numbers that are finite, on the host unless they stay on devices, of which the dtype is checked.
 
     Args:

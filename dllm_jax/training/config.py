@@ -24,7 +24,7 @@ from dllm_jax.options import (
 )
 from dllm_jax.options.hints import warn
 
-Blocks = Annotated[tuple[PositiveInt, ...], MinLen(1)]
+BlockSizes = Annotated[tuple[PositiveInt, ...], MinLen(1)]
 DecayRate = Annotated[float, Interval(ge=0, lt=1)]
 WARMUP = 100
 # Of the layers' matrices: the axes that they reduce, and those that they produce. Each expert is a matrix.
@@ -84,7 +84,7 @@ class TrainConfig(Options):
     accumulate: PositiveInt = 1
     remat: bool = False
     prompt_isolation: Fraction = 0.0
-    blocks: Annotated[Blocks | None, NoneMeans("whole answers")] = None
+    blocks: Annotated[BlockSizes | None, NoneMeans("whole answers")] = None
     causal_weight: NonNegativeFloat = 0.0
     master_weights: bool = True
     seed: Seed = 0
@@ -112,7 +112,7 @@ class TrainConfig(Options):
         return min(WARMUP, max(0, self.steps - self.decay) // 2)
 
 
-def schedule(config: TrainConfig, peak: float | None = None) -> optax.Schedule:
+def rate_schedule(config: TrainConfig, peak: float | None = None) -> optax.Schedule:
     """Learning rate by step: warm-up, constant, decay; `peak` replaces the config's learning rate."""
     peak = config.learning_rate if peak is None else peak
     # Warm-up, stable, decay: extending a run changes no rate of its past.
@@ -128,7 +128,7 @@ def optimizer_of(config: TrainConfig) -> optax.GradientTransformation:
     """AdamW, or Muon with AdamW, with clipping and the schedule; the same object for equal options."""
     clip = optax.clip_by_global_norm(config.clip)
     adamw = optax.adamw(
-        schedule(config),
+        rate_schedule(config),
         b1=config.beta1,
         b2=config.beta2,
         weight_decay=config.weight_decay,
@@ -142,7 +142,7 @@ def optimizer_of(config: TrainConfig) -> optax.GradientTransformation:
     names = lambda params: jax.tree_util.tree_map_with_path(name, params, is_leaf=is_low_rank)
     # Muon orthogonalises the momentum of a matrix: of what it reduces, against what it produces.
     muon = optax.contrib.muon(
-        schedule(config, config.muon),
+        rate_schedule(config, config.muon),
         weight_decay=config.weight_decay,
         weight_decay_mask=is_matrix,
         muon_weight_dimension_numbers=axes,

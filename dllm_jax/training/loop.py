@@ -20,7 +20,7 @@ from dllm_jax.state import host
 from dllm_jax.training.batch import IGNORED, Checked, Memory, Source
 from dllm_jax.training.config import TrainConfig
 from dllm_jax.training.loss import Metrics
-from dllm_jax.training.run_directory import Begun, LogEntry, RunDirectory, Window, check_names, record_of
+from dllm_jax.training.run_directory import Begun, LogEntry, RunDirectory, Window, check_changes, record_of
 from dllm_jax.training.setup import Optimizer, Setup, Trainable, prepare
 from dllm_jax.training.state import abstract_state, begin, model_of, step_on
 
@@ -98,7 +98,7 @@ def train(
     check_argument("progress", progress, bool)
     setup = prepare(model, config, optimizer=optimizer, trainable=trainable, mesh=mesh)
     record = record_of(model, setup, trainable, optimizer is not None)
-    allowed = check_names(allow_changes, record)
+    allowed = check_changes(allow_changes, record)
     with contextlib.ExitStack() as stack:
         bar = stack.enter_context(_bar(progress))
         if directory is None:

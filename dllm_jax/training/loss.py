@@ -22,7 +22,7 @@ from dllm_jax.nn.model import LayerPass, Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, NonNegativeFloat, check_argument
 from dllm_jax.training.batch import T_MIN, Batch, Checked, checked
-from dllm_jax.training.config import Blocks
+from dllm_jax.training.config import BlockSizes
 from dllm_jax.vision.tower import PromptImages, prompt_embeddings
 
 ISOLATION, BLOCKS = 2, 3  # what a batch's key is folded with to draw `prompt_isolation` and `blocks`
@@ -66,7 +66,7 @@ class Masked(NamedTuple):
     conditioned: Bool[Array, "b"] | None = None
 
 
-class Counts(NamedTuple):
+class LossCounts(NamedTuple):
     """Sums from which the metrics of one or several parts of a batch are made.
 
     Attributes:
@@ -140,7 +140,7 @@ def masked_diffusion_loss(
     check_argument("model", model, Model, ", such as dj.load(path)")
     check_argument("remat", remat, bool)
     check_argument("prompt_isolation", prompt_isolation, Fraction)
-    blocks = check_argument("blocks", blocks, Blocks | None)
+    blocks = check_argument("blocks", blocks, BlockSizes | None)
     causal_weight = check_argument("causal_weight", causal_weight, NonNegativeFloat)
     check_objective(model.spec, prompt_isolation, blocks, causal_weight)
     ours = checked(batch, model.spec), one_key(key)
@@ -157,10 +157,10 @@ def _drawn_loss(
     prompt_isolation: float,
     blocks: tuple[int, ...] | None,
     causal_weight: float,
-) -> tuple[Float[Array, ""], Counts]:
+) -> tuple[Float[Array, ""], LossCounts]:
     """The loss of masks drawn for a checked batch, over the model's mesh if it has one."""
 
-    def run(model: Model, batch: Checked, key: Key[Array, ""]) -> tuple[Float[Array, ""], Counts]:
+    def run(model: Model, batch: Checked, key: Key[Array, ""]) -> tuple[Float[Array, ""], LossCounts]:
         drawn = draw(batch, key, model.spec, prompt_isolation, blocks)
         return masked_loss(model, drawn, remat, causal_weight=causal_weight)
 
@@ -222,7 +222,7 @@ def masked_loss(
     remat: bool = False,
     layer_pass: LayerPass | None = None,
     causal_weight: float = 0.0,
-) -> tuple[Float[Array, ""], Counts]:
+) -> tuple[Float[Array, ""], LossCounts]:
     """`masked_diffusion_loss` of a batch that is masked already; `layer_pass` as in `encode`."""
     length, prompt = batch.tokens.shape[1], batch.tokens.shape[1] - batch.answer.shape[1]
     within = None if batch.isolated is None else isolation_mask(batch.isolated, prompt, length)
@@ -246,7 +246,7 @@ def masked_loss(
     if of_clean is not None:
         loss += causal_weight * causal_loss(of_clean, batch)
     right = batch.masked & (jnp.argmax(logits, axis=-1) == batch.answer)
-    return loss, Counts(loss, jnp.sum(right), jnp.sum(batch.masked))
+    return loss, LossCounts(loss, jnp.sum(right), jnp.sum(batch.masked))
 
 
 def causal_loss(logits: Float[Array, "b r v"], batch: Masked) -> Float[Array, ""]:

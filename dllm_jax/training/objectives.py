@@ -20,7 +20,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.options import NonNegativeFloat, PositiveFloat, check_argument
 from dllm_jax.state import host
 from dllm_jax.state.inputs import flags
-from dllm_jax.training.advantages import finite
+from dllm_jax.training.advantages import finite_numbers
 from dllm_jax.training.batch import Batch, check_rows, checked
 from dllm_jax.training.estimators import elbo_masks, response_log_probs
 
@@ -209,7 +209,7 @@ def grpo_loss(
         raise ValueError(f"kl={kl} and reference={'None' if reference is None else 'given'} go together")
     given = {"log_prob": log_prob, "old": old} | ({} if reference is None else {"reference": reference})
     given = _floats(2, **given)
-    advantage = jnp.asarray(finite("advantage", advantage, np.float32)).astype(jnp.float32)
+    advantage = jnp.asarray(finite_numbers("advantage", advantage, np.float32)).astype(jnp.float32)
     counts = _counts(counted, given[0].shape)
     if advantage.shape != given[0].shape[:1]:
         raise ValueError(f"advantage has shape {advantage.shape}; expected {given[0].shape[:1]}")

@@ -27,10 +27,10 @@ from dllm_jax.options import check_argument, shown
 from dllm_jax.processes import by_the_first
 from dllm_jax.training.batch import Memory
 from dllm_jax.training.loss import Metrics
-from dllm_jax.training.setup import Setup, Trainable, labels, parameters
+from dllm_jax.training.setup import Setup, Trainable, labels, trained_parameters
 from dllm_jax.training.state import TrainState
 
-Record = dict[str, Any]
+RunRecord = dict[str, Any]
 LogEntry = dict[str, Any]
 STATE, SOURCE, CONFIGURATION, LOG = "state", "source", "configuration", "log"
 LOG_FILE = "log.jsonl"
@@ -86,7 +86,7 @@ class RunDirectory:
       OSError: the directory or the log cannot be made.
     """
 
-    def __init__(self, root: Path, record: Record):
+    def __init__(self, root: Path, record: RunRecord):
         root.mkdir(parents=True, exist_ok=True)
         self._root, self._record, self._log = root, record, root / LOG_FILE
         self._folder = root.absolute() / "checkpoints"
@@ -229,7 +229,7 @@ def _arrays(tree: Any) -> dict[str, str]:
 
 
 @number_modes()
-def record_of(model: Model, setup: Setup, trainable: Trainable | None, replaced: bool) -> Record:
+def record_of(model: Model, setup: Setup, trainable: Trainable | None, replaced: bool) -> RunRecord:
     """The configuration as JSON: options, optimizer, what is trained, and the model.
 
     Args:
@@ -238,7 +238,7 @@ def record_of(model: Model, setup: Setup, trainable: Trainable | None, replaced:
       trainable: Parameters to train, as given to `prepare`.
       replaced: whether the optimizer is another one than the config describes.
     """
-    params = parameters(model)
+    params = trained_parameters(model)
     trained, frozen = setup.split(params)
     paths = jax.tree_util.tree_leaves_with_path(labels(params, trainable))
     named = {jax.tree_util.keystr(path, simple=True, separator="/"): label for path, label in paths}
@@ -254,7 +254,7 @@ def record_of(model: Model, setup: Setup, trainable: Trainable | None, replaced:
     return record | spec
 
 
-def check_unchanged(old: Record, new: Record, step: int, allowed: Collection[str]):
+def check_unchanged(old: RunRecord, new: RunRecord, step: int, allowed: Collection[str]):
     """Compares the configuration of a checkpoint with the one that goes on from it.
 
     Args:
@@ -279,7 +279,7 @@ def check_unchanged(old: Record, new: Record, step: int, allowed: Collection[str
         )
 
 
-def check_names(allowed: Any, record: Record) -> tuple[str, ...]:
+def check_changes(allowed: Any, record: RunRecord) -> tuple[str, ...]:
     """The names of what may differ from a run that is resumed.
 
     Raises:

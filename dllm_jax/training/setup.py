@@ -141,7 +141,7 @@ def prepare(
     _check_adapters(model, trainable)
     # What is trained is a mask of the parameters' tree; the transformation sees None elsewhere.
     mask, chosen = assigned(
-        labels(parameters(model), trainable), optimizer_of(config) if optimizer is None else optimizer
+        labels(trained_parameters(model), trainable), optimizer_of(config) if optimizer is None else optimizer
     )
     _warn_of_base(model, mask)
     # The mesh that the user gave, the one that the model lies on, or that of jax.set_mesh.
@@ -151,7 +151,7 @@ def prepare(
         model.rules.check(chosen_mesh)
         warn_of_replicas(model.spec, chosen_mesh, model.rules)
         placement = Placement(chosen_mesh, model.rules)
-    dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(parameters(model)))
+    dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(trained_parameters(model)))
     return Setup(model.spec, config, chosen, tuple(jax.tree.leaves(mask)), dtypes, placement)
 
 
@@ -169,7 +169,7 @@ def _warn_of_base(model: Model, mask: PyTree[bool]):
     """Warns if more of a model with adapters is trained than these."""
     if not adapted(model.params):
         return
-    factors = jax.tree.leaves(factors_of(parameters(model)))
+    factors = jax.tree.leaves(factors_of(trained_parameters(model)))
     if any(on and not factor for on, factor in zip(jax.tree.leaves(mask), factors, strict=True)):
         warn(
             "trainable= trains more than the model's LoRA adapters: lora.save writes these alone. Use "
@@ -177,7 +177,7 @@ def _warn_of_base(model: Model, mask: PyTree[bool]):
         )
 
 
-def on_mesh(setup: Setup, params: PyTree[Array]) -> PyTree[Array]:
+def setup_on_mesh(setup: Setup, params: PyTree[Array]) -> PyTree[Array]:
     """Parameters of the model where the setup has them; unchanged without a mesh, or if they are abstract."""
     abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
     if setup.placement is None or abstract:
@@ -185,7 +185,7 @@ def on_mesh(setup: Setup, params: PyTree[Array]) -> PyTree[Array]:
     return jax.device_put(params, place.parameters(setup.placement, setup.spec, params))
 
 
-def parameters(model: Model) -> Params:
+def trained_parameters(model: Model) -> Params:
     """All parameters that can be trained: the decoder's, and those of a vision tower under `TOWER`."""
     return model.params if model.vision is None else model.params | {TOWER: model.vision}
 

@@ -13,8 +13,8 @@ from dllm_jax.nn.keys import seeded
 from dllm_jax.nn.model import Model
 from dllm_jax.training import placement as place
 from dllm_jax.training.batch import Batch, Checked
-from dllm_jax.training.loss import Counts, Masked, Metrics, draw, masked_loss
-from dllm_jax.training.setup import Setup, on_mesh, parameters, with_parameters
+from dllm_jax.training.loss import LossCounts, Masked, Metrics, draw, masked_loss
+from dllm_jax.training.setup import Setup, setup_on_mesh, trained_parameters, with_parameters
 
 
 class TrainState(NamedTuple):
@@ -41,7 +41,7 @@ def begin(model: Model, setup: Setup) -> TrainState:
     """The state before the first step; copies what is trained, since `train_step` donates its input."""
     first = functools.partial(_first, setup)
     with setup.scope():
-        trained, frozen = setup.split(on_mesh(setup, parameters(model)))
+        trained, frozen = setup.split(setup_on_mesh(setup, trained_parameters(model)))
         if setup.placement is not None:
             first = jax.jit(first, out_shardings=_places(setup, trained))
         return first(trained)._replace(frozen=frozen)
@@ -53,7 +53,7 @@ def abstract_state(model: Model, setup: Setup) -> TrainState:
     The model may be abstract too (`dllm_jax.abstract`).
     """
     with setup.scope():
-        trained, frozen = setup.split(on_mesh(setup, parameters(model)))
+        trained, frozen = setup.split(setup_on_mesh(setup, trained_parameters(model)))
         shapes = jax.eval_shape(functools.partial(_first, setup), trained)
     present = jax.tree.leaves(model.params)[0].sharding
     places = _places(setup, trained) if setup.placement else jax.tree.map(lambda _: present, shapes)
@@ -126,7 +126,7 @@ def step(
     key = jax.random.fold_in(state.key, state.step)
     drawn = draw(batch, key, setup.spec, setup.config.prompt_isolation, setup.config.blocks)
 
-    def loss(params: PyTree[Array], part: Masked) -> tuple[Array, Counts]:
+    def loss(params: PyTree[Array], part: Masked) -> tuple[Array, LossCounts]:
         model, layer_pass = setup.ready(setup.weights(params, frozen))
         return masked_loss(model, part, setup.config.remat, layer_pass, setup.config.causal_weight)
 
@@ -154,7 +154,7 @@ def _gradient(loss: Any, params: PyTree[Array], drawn: Masked, parts: int) -> tu
         gradient, counts = jax.grad(loss, has_aux=True)(params, drawn)
         return gradient, counts.metrics()
 
-    def of_part(part: Masked) -> tuple[PyTree[Array], Counts]:
+    def of_part(part: Masked) -> tuple[PyTree[Array], LossCounts]:
         gradient, counts = jax.grad(loss, has_aux=True)(params, part)
         return jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), gradient), counts
 

@@ -49,7 +49,7 @@ def tower_of(spec: ModelSpec) -> VisionSpec:
     return spec.vision
 
 
-def initialize(spec: ModelSpec, key: Array, dtype: Any = jnp.float32) -> Params:
+def initialize_tower(spec: ModelSpec, key: Array, dtype: Any = jnp.float32) -> Params:
     """Random parameters of a tower and its projector, for training from nothing.
 
     Matrices are normal with a variance of one over the number of their inputs; positions and the newline have
@@ -110,7 +110,7 @@ def encoder_layer(
     return x + einsum("tpF,FM->tpM", hidden, weights["fc2"]) + weights["fc2_bias"]
 
 
-def encode(
+def encode_pictures(
     params: Params, vision: VisionSpec, pixels: Float[Array, "views side side 3"]
 ) -> Float[Array, "views P M"]:
     """The tower's features: the residual stream after its last layer."""
@@ -169,7 +169,7 @@ def view_embeddings(
 def _embeddings(
     params: Params, pixels: Float32[Array, "views side side 3"], vision: VisionSpec
 ) -> Float[Array, "views P m"]:
-    run = lambda params, pixels: project(params, encode(params, vision, pixels))
+    run = lambda params, pixels: project(params, encode_pictures(params, vision, pixels))
     return over_mesh(run, params, pixels, out=PartitionSpec())
 
 
@@ -210,7 +210,7 @@ def prompt_embeddings(params: Params, vision: VisionSpec, images: PromptImages) 
     """
     b, views = images.pixels.shape[:2]
     pixels = jnp.asarray(images.pixels).reshape(b * views, *images.pixels.shape[2:])
-    features = project(params, encode(params, vision, pixels))
+    features = project(params, encode_pictures(params, vision, pixels))
     features = features.reshape(b, views, *features.shape[1:])
     of_prompt = functools.partial(_weighted_sums, params["newline"])
     return jax.vmap(of_prompt)(features, images.source, images.weight)

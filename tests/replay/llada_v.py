@@ -83,7 +83,7 @@ def vision(case: Case):
     for i, weights in enumerate(params["layers"]):
         x = layer(weights, spec, x)
         closely(f"layer {i}", x[:, rows], arrays[f"layer{i}_rows"])
-    closely("features", tower.encode(params, spec, pixels), arrays["features"])
+    closely("features", tower.encode_pictures(params, spec, pixels), arrays["features"])
     closely("projected", tower.project(params, x), arrays["projected"])
     views = tower.view_embeddings(params, spec, arrays["pixels_u8"].transpose(0, 2, 3, 1), 3)
     closely("views", views[:2], arrays["projected"])

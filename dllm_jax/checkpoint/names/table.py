@@ -81,8 +81,10 @@ class Unit:
     of_vision: bool = False
 
     def arrays(self, spec: ModelSpec, dtype: np.dtype, weights: Weights | None) -> dict[str, Any]:
-        """Our shape and dtype of every parameter in the unit, see `dllm_jax.nn.int8.abstract`."""
-        described = lambda leaf: int8.abstract(spec.at(self.layer), leaf, dtype, weights, stacked=False)
+        """Our shape and dtype of every parameter in the unit, see `dllm_jax.nn.int8.abstract_weights`."""
+        described = lambda leaf: int8.abstract_weights(
+            spec.at(self.layer), leaf, dtype, weights, stacked=False
+        )
         return {entry.leaf: described(entry.leaf) for entry in self.entries}
 
 
@@ -123,7 +125,7 @@ def layers_in_all(spec: ModelSpec) -> int:
     return spec.layers + (spec.vision.layers if spec.vision else 0)
 
 
-class Tensor(NamedTuple):
+class TensorLayout(NamedTuple):
     """A tensor of a checkpoint and the parameters that it holds.
 
     Attributes:
@@ -139,7 +141,7 @@ class Tensor(NamedTuple):
     axis: int = 0
 
 
-def tensors_of(spec: ModelSpec, unit: Unit) -> list[Tensor]:
+def tensors_of(spec: ModelSpec, unit: Unit) -> list[TensorLayout]:
     """The tensors of a unit, in the order in which they are written."""
     spec, parts = spec.at(unit.layer), dict[str, list[TensorName]]()
     for entry in unit.entries:
@@ -147,10 +149,10 @@ def tensors_of(spec: ModelSpec, unit: Unit) -> list[Tensor]:
         for part in of_experts:
             parts.setdefault(part.name, []).append(part)
 
-    def tensor(name: str, entries: list[TensorName]) -> Tensor:
+    def tensor(name: str, entries: list[TensorName]) -> TensorLayout:
         shapes, axis = [hf_shape(spec, part) for part in entries], int(entries[0].fused)
         rows = sum(shape[axis] for shape in shapes)
-        return Tensor(name, (*shapes[0][:axis], rows, *shapes[0][axis + 1 :]), entries, axis)
+        return TensorLayout(name, (*shapes[0][:axis], rows, *shapes[0][axis + 1 :]), entries, axis)
 
     return [tensor(name, entries) for name, entries in parts.items()]
 
@@ -204,7 +206,7 @@ def to_ours(spec: ModelSpec, entry: TensorName, tensor: np.ndarray) -> np.ndarra
     return tensor.reshape(split).transpose(order)
 
 
-def to_hf(spec: ModelSpec, tensor: Tensor, arrays: Mapping[str, Any]) -> np.ndarray:
+def to_hf(spec: ModelSpec, tensor: TensorLayout, arrays: Mapping[str, Any]) -> np.ndarray:
     """A checkpoint's tensor, of our parameters of its unit."""
     of = lambda part: arrays[part.leaf] if part.expert is None else arrays[part.leaf][part.expert]
     parts = [part_to_hf(spec, part, of(part)) for part in tensor.parts]
@@ -217,7 +219,9 @@ def part_to_hf(spec: ModelSpec, entry: TensorName, array: np.ndarray) -> np.ndar
     return array.transpose(order).reshape(hf_shape(spec, entry))
 
 
-def check(spec: ModelSpec, table: tuple[TensorName, ...], shapes: Mapping[str, tuple[int, ...]], where: str):
+def check_tensors(
+    spec: ModelSpec, table: tuple[TensorName, ...], shapes: Mapping[str, tuple[int, ...]], where: str
+):
     """Compares the tensors of a checkpoint with its family's names.
 
     Args:

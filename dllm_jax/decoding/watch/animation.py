@@ -48,7 +48,7 @@ TITLE, SMALL = font(34, weight="bold"), font(22)
 
 
 @dataclasses.dataclass(frozen=True)
-class Panel:
+class FramePanel:
     """One decoder's half of the picture.
 
     Attributes:
@@ -62,7 +62,7 @@ class Panel:
     labels: list[str]
 
     @classmethod
-    def of(cls, title: str, output: Output, tokenizer: Any, sequence: int = 0) -> "Panel":
+    def of(cls, title: str, output: Output, tokenizer: Any, sequence: int = 0) -> "FramePanel":
         """The panel of a sequence of a generation that was recorded (`trace=True`)."""
         if output.trace is None:
             raise ValueError("the output has no trace: run generate(..., trace=True)")
@@ -165,8 +165,8 @@ def _mix(start: np.ndarray, end: np.ndarray, share: float, strength: float = 1.0
     return tuple(int(part) for part in ground + strength * (mixed - ground))
 
 
-def picture(
-    panels: list[Panel], question: str, clock: float, heading: str = "", caption: str = ""
+def frame_picture(
+    panels: list[FramePanel], question: str, clock: float, heading: str = "", caption: str = ""
 ) -> Image.Image:
     """Draws the whole picture at a time, in computed tokens."""
     height = max(panel.bottom for panel in panels) - MAP
@@ -202,7 +202,9 @@ def _legend(draw: ImageDraw.ImageDraw, left: int, top: int):
     draw.text((left, top), "steps run downwards", fill=MUTED, font=SMALL)
 
 
-def save(panels: list[Panel], path: Path, draw: Callable[[float], Image.Image], frames: int = FRAMES):
+def save_animation(
+    panels: list[FramePanel], path: Path, draw: Callable[[float], Image.Image], frames: int = FRAMES
+):
     """Writes the animation, which begins with its last frame: pages that show a still show the result.
 
     Args:
@@ -258,7 +260,9 @@ def animate(
     check_argument("frames", frames, PositiveInt)
     for name, text in {"question": question, "heading": heading, "caption": caption}.items():
         check_argument(name, text, str)
-    panels = [Panel.of(title, output, tokenizer, sequence) for title, output in named.items()]
+    panels = [FramePanel.of(title, output, tokenizer, sequence) for title, output in named.items()]
     where = local_path("path", path)
-    save(panels, where, lambda clock: picture(panels, question, clock, heading, caption), frames)
+    save_animation(
+        panels, where, lambda clock: frame_picture(panels, question, clock, heading, caption), frames
+    )
     return where

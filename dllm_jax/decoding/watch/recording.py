@@ -186,7 +186,7 @@ def _mask_id(trace: Trace, inserted: np.ndarray | None) -> int:
     return int(unscored[0]) if len(unscored) else NO_ID
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A token as people read it.
 
     Attributes:
@@ -198,7 +198,7 @@ class Piece(NamedTuple):
     special: bool
 
 
-def pieces(tokenizer: Any, ids: Iterable[int]) -> dict[int, Piece]:
+def pieces(tokenizer: Any, ids: Iterable[int]) -> dict[int, TextPiece]:
     """Tokens as text, by id; None for a tokenizer gives the ids themselves.
 
     Raises:
@@ -207,14 +207,14 @@ def pieces(tokenizer: Any, ids: Iterable[int]) -> dict[int, Piece]:
     ids = list(ids)
 
     # A place of embeddings, or of nothing, holds no token that a tokenizer could decode.
-    no_tokens = {EMBEDS_PLACEHOLDER: Piece(GIVEN, False), ABSENT: Piece("", False)}
+    no_tokens = {EMBEDS_PLACEHOLDER: TextPiece(GIVEN, False), ABSENT: TextPiece("", False)}
     given = {i: no_tokens[i] for i in ids if i in no_tokens}
     ids = [i for i in ids if i not in no_tokens]
     if tokenizer is None:
-        return given | {i: Piece(str(i), False) for i in ids}
+        return given | {i: TextPiece(str(i), False) for i in ids}
     check_members(tokenizer, "decode", "convert_ids_to_tokens", "all_special_ids")
     special = set(tokenizer.all_special_ids)
-    return given | {i: Piece(_text(tokenizer, i), i in special) for i in ids}
+    return given | {i: TextPiece(_text(tokenizer, i), i in special) for i in ids}
 
 
 def _text(tokenizer: Any, token: int) -> str:

@@ -17,19 +17,19 @@ from annotated_types import MinLen
 from dllm_jax.eval.benchmarks import metrics
 from dllm_jax.eval.benchmarks.metrics import LETTERS
 from dllm_jax.eval.run.files import read_samples
-from dllm_jax.eval.run.runner import Request, Runner
+from dllm_jax.eval.run.runner import EvalRequest, Runner
 from dllm_jax.options import NoneMeans, Options, shown
 from dllm_jax.published.presets import UnknownPreset, presets
 from dllm_jax.vision.prompt import IMAGE
 
 FIELDS = ("id", "image", "question", "answer", "choices")
 Texts = Annotated[tuple[str, ...], MinLen(1)]
-Metric = Literal["relaxed", "anls", "exact", "letter"]
+PictureMetric = Literal["relaxed", "anls", "exact", "letter"]
 FAMILY = "llada-v"  # whose published settings there are
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample(Options):
+class PictureSample(Options):
     """One question.
 
     Attributes:
@@ -66,7 +66,7 @@ class Sample(Options):
             raise ValueError(f"answer={shown(self.answer)} {reason}")
 
     @classmethod
-    def of(cls, row: dict[str, Any], where: str) -> "Sample":
+    def of(cls, row: dict[str, Any], where: str) -> "PictureSample":
         """The question of a line, whose images must lie in the file's folder."""
         for name in row:
             if name not in FIELDS:
@@ -80,7 +80,7 @@ class Sample(Options):
         return dataclasses.replace(sample, image=[str(_image(name, folder)) for name in sample.image])
 
 
-def read(path: Path) -> list[Sample]:
+def read_pictures(path: Path) -> list[PictureSample]:
     """The questions of a file.
 
     Raises:
@@ -89,7 +89,7 @@ def read(path: Path) -> list[Sample]:
         not there or not in the file's folder; placeholders that do not match images; an answer that is none
         of the choices; an id that is given twice; no question at all. Names file and line.
     """
-    return read_samples(path, Sample.of)
+    return read_samples(path, PictureSample.of)
 
 
 def _image(name: str, folder: Path) -> Path:
@@ -119,7 +119,7 @@ class ImageTask(Options):
       name: Name in results.
     """
 
-    metric: Metric = "exact"
+    metric: PictureMetric = "exact"
     template: str = "{question}"
     stop: tuple[str, ...] = ()
     behind: Annotated[str | None, NoneMeans("all of the answer")] = None
@@ -138,7 +138,7 @@ class ImageTask(Options):
                 f"stop={shown(self.stop)} and behind={shown(self.behind)} must not hold empty texts"
             )
 
-    def text(self, sample: Sample) -> str:
+    def text(self, sample: PictureSample) -> str:
         """The user's text, in which images have the question's placeholders or none.
 
         Raises:
@@ -155,7 +155,7 @@ class ImageTask(Options):
         put = lambda text: text.replace("{choices}", choices)  # never into a question that says so itself
         return put(before) + sample.question + put(after)
 
-    def score(self, answer: str, sample: Sample) -> float:
+    def score(self, answer: str, sample: PictureSample) -> float:
         """Score of an answer in [0, 1], which first loses one full stop at its end, as published."""
         # The full stop, then what was reasoned before the answer.
         answer = (answer[:-1] if answer.endswith(".") else answer).strip()
@@ -163,7 +163,7 @@ class ImageTask(Options):
             answer = answer.rpartition(self.behind)[2].strip()
         if self.metric == "letter":
             return max(metrics.letter(answer, reference, sample.choices) for reference in sample.answer)
-        metric = {"relaxed": metrics.relaxed, "anls": metrics.anls, "exact": metrics.exact}[self.metric]
+        metric = {"relaxed": metrics.relaxed, "anls": metrics.anls, "exact": metrics.exact_score}[self.metric]
         return max(metric(answer, reference) for reference in sample.answer)
 
 
@@ -179,7 +179,7 @@ def published(name: str) -> ImageTask:
     return ImageTask(**tasks[name] | {"stop": tuple(tasks[name].get("stop", ())), "name": name})
 
 
-def requests(runner: Runner, task: ImageTask, samples: Sequence[Sample]) -> list[Request]:
+def picture_requests(runner: Runner, task: ImageTask, samples: Sequence[PictureSample]) -> list[EvalRequest]:
     """The questions of a file, in one group; every image is opened to see that it can be.
 
     Args:

@@ -22,7 +22,7 @@ from annotated_types import MinLen
 from dllm_jax.checkpoint.files import sha256
 from dllm_jax.eval.benchmarks import metrics
 from dllm_jax.eval.run.files import read_json, read_samples
-from dllm_jax.eval.run.runner import Request, Runner
+from dllm_jax.eval.run.runner import EvalRequest, Runner
 from dllm_jax.eval.run.settings import LanguageModel
 from dllm_jax.options import Options, shown
 from dllm_jax.state.text import decode, encode_plain
@@ -102,7 +102,7 @@ TASKS: dict[str, LongBenchTask] = {
         LongBenchTask("trec", metrics.classification, 64),
         LongBenchTask("triviaqa", metrics.f1, 32),
         LongBenchTask("samsum", metrics.rouge_l, 128),
-        LongBenchTask("passage_count", metrics.count, 32),
+        LongBenchTask("passage_count", metrics.count_score, 32),
         LongBenchTask("passage_retrieval_en", metrics.retrieval, 32),
         LongBenchTask("lcc", metrics.edit_similarity, 64),
         LongBenchTask("repobench-p", metrics.edit_similarity, 64),
@@ -156,7 +156,7 @@ class Sample(Options):
         return cls(str(id), row.get("context"), row.get("input"), row.get("answers"), classes, where)
 
 
-def read(path: Path) -> list[Sample]:
+def samples_in(path: Path) -> list[Sample]:
     """The samples of a file in the published form.
 
     Raises:
@@ -168,7 +168,7 @@ def read(path: Path) -> list[Sample]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompts:
+class LongBenchPrompts:
     """Templates with {context} and, except for summaries, {input}.
 
     Attributes:
@@ -180,7 +180,7 @@ class Prompts:
     sha256: str
 
     @staticmethod
-    def read(path: Path) -> "Prompts":
+    def read(path: Path) -> "LongBenchPrompts":
         """Reads the published file.
 
         Raises:
@@ -196,7 +196,7 @@ class Prompts:
         for name in set(templates) & set(TASKS):
             if "{context}" not in templates[name]:
                 raise ValueError(f"{path}: the template of {shown(name)} has no {{context}}")
-        return Prompts(templates, sha256(path))
+        return LongBenchPrompts(templates, sha256(path))
 
     def ids(
         self, task: LongBenchTask, sample: Sample, lm: LanguageModel, truncate_to: int | None
@@ -245,15 +245,15 @@ def truncate(text: str, tokenizer: Any, truncate_to: int) -> str:
     return "".join(decode(tokenizer, part) for part in (ids[:half], ids[-half:]))
 
 
-def requests(
+def longbench_requests(
     runner: Runner,
     data: Path,
-    prompts: Prompts,
+    prompts: LongBenchPrompts,
     chosen: Sequence[LongBenchTask],
     truncate_to: int | None = None,
     limit: int | None = None,
     length: int | None = None,
-) -> list[Request]:
+) -> list[EvalRequest]:
     """The samples of tasks, a group per task; all of them can be scored.
 
     Args:
@@ -270,14 +270,14 @@ def requests(
       ValueError: bad data, with file and line; or block or steps that do not fit a task's answers.
     """
     # All that can be refused is refused before the first answer is decoded: shapes, then samples.
-    made: list[Request] = []
+    made: list[EvalRequest] = []
     for task in chosen:
         try:
             runner.decoding.at(length or task.length)
         except ValueError as error:
             raise ValueError(f"{task.name}, answers of {length or task.length} positions: {error}") from None
     for task in chosen:
-        samples = read(data / f"{task.name}.jsonl")
+        samples = samples_in(data / f"{task.name}.jsonl")
         for sample in samples:
             try:
                 task.check(sample.answers, sample.classes)
@@ -285,7 +285,7 @@ def requests(
                 raise ValueError(f"{sample.where}: sample {shown(sample.id)}: {error}") from None
         for sample in samples[:limit]:
             ids = tuple(prompts.ids(task, sample, runner.lm, truncate_to))
-            request = Request(sample.id, ids, length or task.length, task.stop, task.name)
+            request = EvalRequest(sample.id, ids, length or task.length, task.stop, task.name)
             score = functools.partial(task.score, references=sample.answers, classes=sample.classes)
             made.append(request._replace(references=sample.answers, score=score))
     return made

@@ -91,7 +91,7 @@ def classification(prediction: str, reference: str, classes: Sequence[str]) -> f
     return 1.0 / len(named) if reference in named else 0.0
 
 
-def count(prediction: str, reference: str) -> float:
+def count_score(prediction: str, reference: str) -> float:
     """Fraction of the prediction's numbers that equal the reference, compared as strings."""
     numbers = re.findall(r"\d+", prediction)
     return numbers.count(reference) / len(numbers) if numbers else 0.0
@@ -106,7 +106,7 @@ def retrieval(prediction: str, reference: str) -> float:
     number = re.search(r"Paragraph (\d+)", reference)
     if number is None:
         raise ValueError(f"reference {shown(reference)} does not name a paragraph ('Paragraph 7')")
-    return count(prediction, number[1])
+    return count_score(prediction, number[1])
 
 
 def score(metric: Metric, prediction: str, references: Sequence[str]) -> float:
@@ -151,7 +151,7 @@ def levenshtein(answer: str, reference: str) -> float:
     return Levenshtein.normalized_similarity(answer, reference)
 
 
-def exact(answer: str, reference: str) -> float:
+def exact_score(answer: str, reference: str) -> float:
     """1 for equal texts; case and repeated white space do not count."""
     return float(answer.lower().split() == reference.lower().split())
 
@@ -165,10 +165,10 @@ def letter(answer: str, reference: str, choices: Sequence[str]) -> float:
       reference: the letter of the right choice.
       choices: texts of A, B, C, ...
     """
-    return float(chosen(answer, choices) == reference)
+    return float(chosen_option(answer, choices) == reference)
 
 
-def chosen(answer: str, choices: Sequence[str]) -> str | None:
+def chosen_option(answer: str, choices: Sequence[str]) -> str | None:
     """The letter of the choice that an answer names, None if it names none; nothing is guessed."""
     # The forms of `letter`, in this order: the first one that is found counts.
     letters = LETTERS[: len(choices)]
@@ -178,7 +178,7 @@ def chosen(answer: str, choices: Sequence[str]) -> str | None:
         if match:
             return match[1]
     for name, text in zip(letters, choices, strict=True):
-        if exact(answer, text):
+        if exact_score(answer, text):
             return name
     among_words = re.search(rf"(?<![\w'])([{letters}])(?![\w'])", answer)
     return among_words[1] if among_words else None

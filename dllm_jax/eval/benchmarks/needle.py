@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from dllm_jax.eval.benchmarks.metrics import levenshtein
 from dllm_jax.eval.run.files import read_json, read_text
-from dllm_jax.eval.run.runner import Request, Runner
+from dllm_jax.eval.run.runner import EvalRequest, Runner
 from dllm_jax.options import NonNegativeInt, Options, shown
 from dllm_jax.state.text import decode, encode_plain
 
@@ -109,7 +109,7 @@ DUO_ATTENTION = Needle(
 )
 
 
-def read(path: Path) -> Needle:
+def read_needle(path: Path) -> Needle:
     """Reads a needle from a JSON object with text, question, keyword and template.
 
     Raises:
@@ -141,9 +141,9 @@ def haystack(path: Path) -> str:
     return text
 
 
-def requests(
+def needle_requests(
     runner: Runner, needle: Needle, text: str, lengths: Sequence[int], depths: Sequence[float], chat: bool
-) -> list[Request]:
+) -> list[EvalRequest]:
     """One request per cell of the grid, a group per length.
 
     Args:
@@ -167,6 +167,6 @@ def requests(
     made = []
     for length, depth in itertools.product(lengths, depths):
         ids = tuple(encode(needle.prompt(hay, length, depth, tokenizer)))
-        request = Request(f"{length} at {depth:g} %", ids, response, group=f"length {length}")
+        request = EvalRequest(f"{length} at {depth:g} %", ids, response, group=f"length {length}")
         made.append(request._replace(references=needle.references, score=needle.score, cell=(length, depth)))
     return made

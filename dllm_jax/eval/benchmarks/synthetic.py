@@ -5,13 +5,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dllm_jax.eval.run.runner import Request, Runner
+from dllm_jax.eval.run.runner import EvalRequest, Runner
 from dllm_jax.tasks import Example, Recall, Task, asked_pair, examples, needle
 
 RECALLED = Recall().answer_length(1) + 1  # positions: the value and its end
 
 
-def requests(runner: Runner, task: Task, sizes: Sequence[int], count: int) -> list[Request]:
+def synthetic_requests(runner: Runner, task: Task, sizes: Sequence[int], count: int) -> list[EvalRequest]:
     """Held-out examples of a task, a group per size.
 
     Args:
@@ -28,7 +28,7 @@ def requests(runner: Runner, task: Task, sizes: Sequence[int], count: int) -> li
     # One length for all sizes, so that they share programs.
     length = runner.decoding.length or response(task, sizes)
     return [
-        request(runner, f"{i}", example, f"{task.name} {size}", length)
+        synthetic_request(runner, f"{i}", example, f"{task.name} {size}", length)
         for size in sizes
         for i, example in enumerate(examples(task, runner.decoding.seed, size, count, "held_out"))
     ]
@@ -39,28 +39,32 @@ def response(task: Task, sizes: Sequence[int]) -> int:
     return max((task.answer_length(size) for size in sizes), default=0) + 1
 
 
-def request(
+def synthetic_request(
     runner: Runner, id: str, example: Example, group: str, length: int, cell: tuple[int, float] | None = None
-) -> Request:
+) -> EvalRequest:
     """An example as a request, scored 1 where the answer is exactly right, else 0."""
     ids = tuple(runner.lm.chat_ids(example.prompt))
     score = lambda answer: float(answer.strip() == example.answer)
-    return Request(id, ids, length, group=group, references=(example.answer,), score=score, cell=cell)
+    return EvalRequest(id, ids, length, group=group, references=(example.answer,), score=score, cell=cell)
 
 
-def recall(runner: Runner, lengths: Sequence[int], depths: Sequence[float], repeats: int) -> list[Request]:
+def recall(
+    runner: Runner, lengths: Sequence[int], depths: Sequence[float], repeats: int
+) -> list[EvalRequest]:
     """Needle in a haystack as key-value recall, the task that the bundled models are trained on.
 
     A group per prompt length; arguments as in `grid`.
     """
     size, seed = runner.decoding.length or RECALLED, runner.decoding.seed
     return [
-        request(runner, f"{depth:g} % #{i % repeats}", example, f"{length} tokens", size, (length, depth))
-        for i, (length, depth, example) in enumerate(grid(lengths, depths, repeats, seed))
+        synthetic_request(
+            runner, f"{depth:g} % #{i % repeats}", example, f"{length} tokens", size, (length, depth)
+        )
+        for i, (length, depth, example) in enumerate(recall_grid(lengths, depths, repeats, seed))
     ]
 
 
-def grid(
+def recall_grid(
     lengths: Sequence[int], depths: Sequence[float], repeats: int, seed: int
 ) -> list[tuple[int, float, Example]]:
     """Held-out examples for each prompt length (tokens) and depth (percent; 0 asks for the first pair).

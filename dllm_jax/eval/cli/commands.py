@@ -10,15 +10,15 @@ import tyro
 import dllm_jax as dj
 from dllm_jax.checkpoint.files import sha256
 from dllm_jax.eval.benchmarks import images, longbench, needle, synthetic
-from dllm_jax.eval.cli.options import JOURNAL, WITHOUT_PREFIX, Difficulty, Limit, Options, task_of
+from dllm_jax.eval.cli.options import JOURNAL, WITHOUT_PREFIX, Difficulty, EvalOptions, Limit, task_of
 from dllm_jax.eval.results import record, show
-from dllm_jax.eval.results.comparison import compare
+from dllm_jax.eval.results.comparison import compare_records
 from dllm_jax.eval.run.runner import Runner
 from dllm_jax.options import PositiveInt, check_argument
 from dllm_jax.vision.tower import AT_ONCE
 
-Shared = Annotated[Options, WITHOUT_PREFIX]
-DEFAULTS = Options()
+Shared = Annotated[EvalOptions, WITHOUT_PREFIX]
+DEFAULTS = EvalOptions()
 DEPTHS = (0.0, 11.0, 22.0, 33.0, 44.0, 56.0, 67.0, 78.0, 89.0, 100.0)
 
 
@@ -37,7 +37,7 @@ def run_tasks(
     """
     chosen = task_of(task)
     settings = {"task": repr(chosen), "sizes": list(sizes), "count": count}
-    ask = lambda runner: synthetic.requests(runner, chosen, sizes, count)
+    ask = lambda runner: synthetic.synthetic_requests(runner, chosen, sizes, count)
     return options.with_length(synthetic.response(chosen, sizes)).evaluate("tasks", settings, ask)
 
 
@@ -76,10 +76,13 @@ def run_longbench(
         )
     decoding = dataclasses.replace(given, length=given.length or answer_length)
     # The hash of the templates is in the record: other templates ask other questions.
-    templates, chosen = longbench.Prompts.read(prompts or data / longbench.FILE), longbench.tasks_named(tasks)
+    templates, chosen = (
+        longbench.LongBenchPrompts.read(prompts or data / longbench.FILE),
+        longbench.tasks_named(tasks),
+    )
     settings = {"tasks": [task.name for task in chosen], "prompts_sha256": templates.sha256}
     cut = {"truncate_to": truncate_to, "limit": limit, "answer_length": answer_length}
-    ask = lambda runner: longbench.requests(runner, data, templates, chosen, *cut.values())
+    ask = lambda runner: longbench.longbench_requests(runner, data, templates, chosen, *cut.values())
     return dataclasses.replace(options, decoding=decoding).evaluate("longbench", settings | cut, ask)
 
 
@@ -106,11 +109,11 @@ def run_needle(
       chat: Wrap prompts in the chat template.
     """
     # The protocol decides scoring and the room for template and answer; the file only what is hidden.
-    hidden = needle.DUO_ATTENTION if needle_file is None else needle.read(needle_file)
+    hidden = needle.DUO_ATTENTION if needle_file is None else needle.read_needle(needle_file)
     reserved = {"rouge": 200, "keyword": 600}[scoring] if buffer is None else buffer
     hidden = dataclasses.replace(hidden, scoring=scoring, buffer=reserved)
     text = needle.haystack(haystack)
-    ask = lambda runner: needle.requests(runner, hidden, text, lengths, depths, chat)
+    ask = lambda runner: needle.needle_requests(runner, hidden, text, lengths, depths, chat)
     settings = {"lengths": lengths, "depths": depths, "chat": chat, **dataclasses.asdict(hidden)}
     return options.with_length(needle.RESPONSE).evaluate("needle", settings, ask)
 
@@ -138,7 +141,7 @@ def run_images(
     data: Path,
     options: Shared = DEFAULTS,
     task: str | None = None,
-    metric: images.Metric | None = None,
+    metric: images.PictureMetric | None = None,
     template: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None,
     stop: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="TEXT...")] = None,
     behind: Annotated[str | None, tyro.conf.arg(name="answer-after", metavar="TEXT")] = None,
@@ -173,7 +176,7 @@ def run_images(
     given = {"metric": metric, "template": template, "stop": stop, "behind": behind}
     kind = images.ImageTask() if task is None else images.published(task)
     kind = dataclasses.replace(kind, **{name: value for name, value in given.items() if value is not None})
-    samples = images.read(data)[: check_argument("limit", limit, PositiveInt | None)]
+    samples = images.read_pictures(data)[: check_argument("limit", limit, PositiveInt | None)]
     # Published blocks and steps are of the published length: another length goes without them.
     decoding = options.decoding
     if task is not None and decoding.length is None:
@@ -192,7 +195,7 @@ def run_images(
     # All of a processor's options that change an answer are in the record.
     settings = dataclasses.asdict(kind) | {"data_sha256": sha256(data), "limit": limit}
     settings |= {"drop_first_id": drop_first_id, "newline": newline, "exif": exif}
-    ask = lambda runner: images.requests(runner, kind, samples)
+    ask = lambda runner: images.picture_requests(runner, kind, samples)
     return options.evaluate("images", settings, ask, ready=ready)
 
 
@@ -220,8 +223,8 @@ def run_compare(
       seed: Random seed of the resampling.
     """
     console = rich.console.Console()
-    result = compare(record.read(a), record.read(b), confidence, seed=seed)
-    for table in show.compared(result, (str(a), str(b)), confidence):
+    result = compare_records(record.read(a), record.read(b), confidence, seed=seed)
+    for table in show.compared_tables(result, (str(a), str(b)), confidence):
         console.print(table)
     same = f"{result.same:.1%} of the answers are the same"
     console.print(f"{same}; {result.unpaired} requests without a partner")

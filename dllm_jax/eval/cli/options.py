@@ -15,7 +15,7 @@ from dllm_jax import tasks
 from dllm_jax.eval.results import record, show
 from dllm_jax.eval.run.files import write_json
 from dllm_jax.eval.run.journal import Journal
-from dllm_jax.eval.run.runner import Request, Runner
+from dllm_jax.eval.run.runner import EvalRequest, Runner
 from dllm_jax.eval.run.settings import Checkpoint, Decoding
 from dllm_jax.options import shown
 from dllm_jax.published import expressions
@@ -28,7 +28,7 @@ JOURNAL = "journal.jsonl"
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class EvalOptions:
     """Options of every evaluation.
 
     Attributes:
@@ -46,7 +46,7 @@ class Options:
     out: Path = Path("runs/eval")
     part: Annotated[str, tyro.conf.arg(name="shard", metavar="N/COUNT")] = "1/1"
 
-    def with_length(self, needed: int) -> "Options":
+    def with_length(self, needed: int) -> "EvalOptions":
         """These options, with the given length or else what is needed, rounded up to whole blocks."""
         return dataclasses.replace(self, decoding=self.decoding.with_length(needed))
 
@@ -54,7 +54,7 @@ class Options:
         self,
         kind: str,
         settings: dict[str, Any],
-        ask: Callable[[Runner], list[Request]],
+        ask: Callable[[Runner], list[EvalRequest]],
         ready: Callable[[Runner], Runner] = lambda runner: runner,
     ) -> int:
         """Evaluates each policy, writes its record, of needles a heat map too, and prints a table of all.
@@ -103,8 +103,8 @@ class Options:
             show.line(f"wrote {path}")
             if any(request.cell for request in requests):
                 draw = functools.partial(show.heatmap, rows, f"{lm.name}, {text}")
-                show.picture(path.with_suffix(".png"), draw)
-        rich.console.Console().print(show.table(records, f"{kind}: {lm.name}"))
+                show.record_picture(path.with_suffix(".png"), draw)
+        rich.console.Console().print(show.record_table(records, f"{kind}: {lm.name}"))
         failed = [
             (text, row) for text, result in records.items() for row in result["requests"] if row["error"]
         ]

@@ -23,7 +23,7 @@ from dllm_jax.eval.cli.options import JOURNAL, WITHOUT_PREFIX
 from dllm_jax.eval.results import record, show
 from dllm_jax.eval.results.comparison import CONFIDENCE
 from dllm_jax.eval.run.files import read_json, write_json
-from dllm_jax.eval.run.published import Asked, Session, manager_of
+from dllm_jax.eval.run.published import Session, TableRequest, manager_of
 from dllm_jax.eval.run.settings import Checkpoint
 from dllm_jax.published import tables
 from dllm_jax.published.tables import KINDS, Cell, Table
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Cells = Mapping[tuple[str, str], Cell]  # of one model, by task and method
-DEFAULTS = Asked()
+DEFAULTS = TableRequest()
 MARKERS = "osD^v<>Ph*X"  # one more than colors: methods differ in one of both
 
 
 def run_reproduce(
     table: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[TABLE]")] = None,
-    asked: Annotated[Asked, WITHOUT_PREFIX] = DEFAULTS,
+    asked: Annotated[TableRequest, WITHOUT_PREFIX] = DEFAULTS,
     checkpoint: Annotated[Checkpoint, WITHOUT_PREFIX] = Checkpoint(),
     rows_of: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None,
     figure: Path | None = None,
@@ -86,7 +86,12 @@ def run_reproduce(
 
 
 def reproduce(
-    table: Table, model: str, cells: Cells, asked: Asked, checkpoint: Checkpoint, figure: Path | None = None
+    table: Table,
+    model: str,
+    cells: Cells,
+    asked: TableRequest,
+    checkpoint: Checkpoint,
+    figure: Path | None = None,
 ) -> int:
     """Measures cells, prints and writes them; the exit code is 1 if requests failed.
 
@@ -131,14 +136,16 @@ def reproduce(
             f"{session.lm.name} has not the shape of {model}: its numbers are not the paper's to reproduce"
         )
     if figure is not None:
-        show.picture(figure, lambda: draw(table, model, rows))
+        show.record_picture(figure, lambda: draw_table(table, model, rows))
     failed = sum(row["ours"]["totals"]["failed"] for row in rows)
     if failed:
         show.line(f"{failed} requests failed and scored 0", style="red")
     return 1 if failed else 0
 
 
-def needs(table: Table, model: str, asked: Asked, chip: str, prompt: int) -> Iterator[rich.table.Table | str]:
+def needs(
+    table: Table, model: str, asked: TableRequest, chip: str, prompt: int
+) -> Iterator[rich.table.Table | str]:
     """Yields what the cells of a model need, and what they cost by the roofline: a table for each task."""
     if chip not in HARDWARE:
         raise ValueError(f"--chip {chip} must be one of {', '.join(HARDWARE)}")
@@ -157,7 +164,7 @@ def needs(table: Table, model: str, asked: Asked, chip: str, prompt: int) -> Ite
             printed = _number(cell.accuracy), _number(cell.speed)
             rows.append((cell.method, *printed, settings, priced[task, cell.method]))
         columns = ("method", "printed", "tokens/s", "preset", "hours")
-        yield show.grid(f"{task}: {_question(cells_of_task[0])}", columns, rows, ("preset",))
+        yield show.score_grid(f"{task}: {_question(cells_of_task[0])}", columns, rows, ("preset",))
 
 
 def beside(rows: Sequence[dict[str, Any]]) -> Iterator[rich.table.Table]:
@@ -174,10 +181,10 @@ def beside(rows: Sequence[dict[str, Any]]) -> Iterator[rich.table.Table]:
                 (_number(row["printed"][kind]), text) for kind, text in zip(KINDS, measures, strict=True)
             ]
             lines.append((row["method"], *itertools.chain(*pairs)))
-        yield show.grid(task, columns, lines)
+        yield show.score_grid(task, columns, lines)
 
 
-def draw(table: Table, model: str, rows: Sequence[dict[str, Any]]) -> "Figure":
+def draw_table(table: Table, model: str, rows: Sequence[dict[str, Any]]) -> "Figure":
     """Accuracy by tokens per second, averages over the measured tasks.
 
     A thin line joins a method's printed point, which is hollow, to ours.
@@ -235,7 +242,7 @@ def _row(
     }
 
 
-def _seconds(cell: Cell, model: str, asked: Asked, chip: str, prompt: int) -> float:
+def _seconds(cell: Cell, model: str, asked: TableRequest, chip: str, prompt: int) -> float:
     """Of all of a cell's samples at the roofline, one token a step where the sampler decides."""
     total = 0.0
     for benchmark, preset in zip(cell.benchmarks, cell.settings(), strict=True):

@@ -54,7 +54,7 @@ def run_tune(
       samplers: Samplers to combine with each policy, as constructor calls. Default: that of exact decoding.
       out: Folder of the results and of the journal from which an interrupted run resumes.
     """
-    asked_for = [named(text) for text in dict.fromkeys(policy)] or None
+    asked_for = [named_candidates(text) for text in dict.fromkeys(policy)] or None
     under = [expressions.typed_sampler(text) for text in dict.fromkeys(samplers)]
     settings: dict[str, Any] = dict(task=task, sizes=sizes, count=count, policy=policy, samplers=samplers)
     settings |= {"questions": None if questions is None else str(questions)}
@@ -77,11 +77,11 @@ def run_tune(
     rich.console.Console().print(tuned.table())
     for suffix in ("json", "toml"):
         show.line(f"wrote {out / f'tune.{suffix}'}")
-    show.picture(out / "tune.png", tuned.figure)
+    show.record_picture(out / "tune.png", tuned.figure)
     return 0
 
 
-def named(text: str) -> Any:
+def named_candidates(text: str) -> Any:
     """Parses --policy: a candidate, a policy, or a policy's class, which stands for a grid."""
     if expressions.OWN.fullmatch(text.strip()):
         return expressions.typed_policy(text)

@@ -19,7 +19,7 @@ OF_LM_EVAL = ("batch_size", "max_batch_size", "device")  # its own arguments
 
 
 @dataclasses.dataclass(frozen=True)
-class Arguments(Options):
+class HarnessArguments(Options):
     """Model arguments of lm_eval: checkpoint, decoding, and options of its tasks.
 
     In `--model_args` the fields of `Checkpoint` and `Decoding` stand next to those below, but `pretrained` is
@@ -78,7 +78,7 @@ class Arguments(Options):
         return [tokenizer.bos_token_id]
 
 
-def read(given: Mapping[str, Any]) -> Arguments:
+def read_arguments(given: Mapping[str, Any]) -> HarnessArguments:
     """The arguments of `--model_args`, and lm_eval's own batch_size, max_batch_size and device.
 
     Raises:
@@ -89,7 +89,7 @@ def read(given: Mapping[str, Any]) -> Arguments:
     given = _with_template(given)
     names = lambda kind, *other: [f.name for f in dataclasses.fields(kind) if f.name not in other]
     checkpoint, decoding = names(Checkpoint, "model"), names(Decoding, "batch", "policy", "sampler")
-    arguments = names(Arguments, "checkpoint", "decoding")
+    arguments = names(HarnessArguments, "checkpoint", "decoding")
     others = ("pretrained", "policy", "sampler", "preset", "enable_thinking")
     known = sorted([*others, *checkpoint, *decoding, *arguments])
     for name in given.keys() - known - set(OF_LM_EVAL):
@@ -100,7 +100,7 @@ def read(given: Mapping[str, Any]) -> Arguments:
     _check_device(given.get("device"))
     part = lambda names: {name: given[name] for name in names if name in given}
     settings = Decoding(batch=batch, **_with_preset(given, part(decoding)))
-    return Arguments(Checkpoint(given["pretrained"], **part(checkpoint)), settings, **part(arguments))
+    return HarnessArguments(Checkpoint(given["pretrained"], **part(checkpoint)), settings, **part(arguments))
 
 
 def _with_template(given: Mapping[str, Any]) -> dict[str, Any]:

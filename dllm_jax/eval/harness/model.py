@@ -23,7 +23,7 @@ from dllm_jax.eval.results.schema import Entry
 from dllm_jax.eval.run.answering import Answering, failure
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.likelihoods import Likelihood, Pair
-from dllm_jax.eval.run.runner import Request, Runner
+from dllm_jax.eval.run.runner import EvalRequest, Runner
 from dllm_jax.eval.run.settings import rendering
 from dllm_jax.options import local_path
 from dllm_jax.provenance import device
@@ -37,18 +37,20 @@ class DllmJax(TemplateLM):
     """LLaDA or Dream under a cache policy; the arguments are those of `harness_args.Arguments`."""
 
     def __init__(self, **arguments: Any):
-        given = harness_args.read(arguments)
+        given = harness_args.read_arguments(arguments)
         journal = None if given.journal is None else Journal(local_path("journal", given.journal))
         self._begin(given, Runner(given.checkpoint.open(), given.decoding), journal)
 
     @classmethod
-    def of(cls, arguments: harness_args.Arguments, runner: Runner, journal: Journal | None) -> "DllmJax":
+    def of(
+        cls, arguments: harness_args.HarnessArguments, runner: Runner, journal: Journal | None
+    ) -> "DllmJax":
         """One whose answers are a runner's: of a model that is loaded already."""
         made = cls.__new__(cls)
         made._begin(arguments, runner, journal)
         return made
 
-    def _begin(self, arguments: harness_args.Arguments, runner: Runner, journal: Journal | None):
+    def _begin(self, arguments: harness_args.HarnessArguments, runner: Runner, journal: Journal | None):
         super().__init__()
         self.arguments, self.runner, self.journal = arguments, runner, journal
         self.lm, self.tokenizer = runner.lm, runner.lm.tokenizer
@@ -135,7 +137,7 @@ class DllmJax(TemplateLM):
         prompts = [_or_error(self._request, i, *request.args) for i, request in enumerate(requests)]
         runner = dataclasses.replace(self.runner, progress=not disable_tqdm)
         # What does not fit any request's length is the user's mistake, not the request's failure.
-        for length in sorted({prompt.length for prompt in prompts if isinstance(prompt, Request)}):
+        for length in sorted({prompt.length for prompt in prompts if isinstance(prompt, EvalRequest)}):
             runner.decoding.at(length)  # refused before anything is decoded
         args = [request.args for request in requests]
         entries = self._run("generate_until", runner, prompts, args, "empty answers")
@@ -178,7 +180,7 @@ class DllmJax(TemplateLM):
             LOG.error("%s; they are scored as %s", message, instead)
         return entries
 
-    def _request(self, i: int, context: str, task: dict[str, Any]) -> Request:
+    def _request(self, i: int, context: str, task: dict[str, Any]) -> EvalRequest:
         task = dict(normalize_gen_kwargs(task, DEFAULT_LENGTH))
         length = self.runner.decoding.length or task["max_gen_toks"]
         if task["do_sample"] and not self.runner.decoding.sampler.draws:
@@ -194,7 +196,7 @@ class DllmJax(TemplateLM):
         # An answer ends with its choice.
         encode = lambda text: (*encode_plain(self.tokenizer, text), self.eot_token_id)
         choices = tuple(encode(text) for text in task.get("choices") or ())
-        return Request(str(i), tuple(prompt), length, stop, choices=choices)
+        return EvalRequest(str(i), tuple(prompt), length, stop, choices=choices)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(nats, greedy) of each pair of texts, as `_loglikelihood_tokens`."""

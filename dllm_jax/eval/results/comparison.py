@@ -9,7 +9,7 @@ from jaxtyping import Float
 from numpy.typing import ArrayLike
 
 from dllm_jax.eval.results.record import changed
-from dllm_jax.eval.results.schema import Record
+from dllm_jax.eval.results.schema import EvaluationRecord
 from dllm_jax.options import check_argument
 
 CONFIDENCE = 0.95  # of intervals
@@ -43,7 +43,7 @@ class Difference(NamedTuple):
     high: float
 
 
-class Comparison(NamedTuple):
+class RecordComparison(NamedTuple):
     """Result of `compare`.
 
     Attributes:
@@ -61,7 +61,9 @@ class Comparison(NamedTuple):
     settings: dict[str, tuple[Any, Any]]
 
 
-def compare(a: Record, b: Record, confidence: float = 0.95, draws: int = 10_000, seed: int = 0) -> Comparison:
+def compare_records(
+    a: EvaluationRecord, b: EvaluationRecord, confidence: float = 0.95, draws: int = 10_000, seed: int = 0
+) -> RecordComparison:
     """Compares two records on the requests in both: of equal group, id, prompt and references.
 
     Args:
@@ -96,7 +98,7 @@ def compare(a: Record, b: Record, confidence: float = 0.95, draws: int = 10_000,
     # A failed request counts in the scores, as 0; what it would have cost is not known.
     good = [pair for pair in pairs if pair[0]["error"] is None and pair[1]["error"] is None]
     mean = lambda name, side: float(np.mean([pair[side][name] for pair in good]))
-    return Comparison(
+    return RecordComparison(
         scores=_differences(pairs, confidence, draws, seed),
         same=float(np.mean([x["answer"] == y["answer"] for x, y in pairs])),
         unpaired=len(mine) + len(theirs) - 2 * len(pairs),

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from dllm_jax.eval.results.schema import Decoded, Entry, Provenance, Record, Row
+from dllm_jax.eval.results.schema import Decoded, Entry, EvaluationRecord, Provenance, Row
 from dllm_jax.eval.run.files import read_json
-from dllm_jax.eval.run.runner import Request, Runner
+from dllm_jax.eval.run.runner import EvalRequest, Runner
 from dllm_jax.nn.parameters import count
 from dllm_jax.options import shown
 from dllm_jax.provenance import NOT_INSTALLED, device, now, versions
@@ -62,7 +62,7 @@ def totals(entries: Sequence[Entry], decoded: Sequence[str] = DECODED) -> dict[s
     return {"requests": len(entries), "failed": len(entries) - len(good), **sums, **speeds}
 
 
-def check_scorers(requests: Sequence[Request]):
+def check_scorers(requests: Sequence[EvalRequest]):
     """Scores an empty answer of each group: what is missing for it is found before anything is decoded.
 
     Raises:
@@ -78,7 +78,7 @@ def check_scorers(requests: Sequence[Request]):
             ) from error
 
 
-def scored(requests: Sequence[Request], entries: Sequence[Entry]) -> list[Row]:
+def scored(requests: Sequence[EvalRequest], entries: Sequence[Entry]) -> list[Row]:
     """A row per request, with the score of its answer; what failed scores 0."""
     rows: list[Any] = []
     for request, entry in zip(requests, entries, strict=True):
@@ -98,7 +98,7 @@ def scored(requests: Sequence[Request], entries: Sequence[Entry]) -> list[Row]:
     return rows
 
 
-def result(kind: str, runner: Runner, rows: Sequence[Row], settings: dict[str, Any]) -> Record:
+def result(kind: str, runner: Runner, rows: Sequence[Row], settings: dict[str, Any]) -> EvaluationRecord:
     """The record of an evaluation."""
     # A task counts once in the average, however many requests it has.
     groups: dict[str, list[float]] = {}
@@ -169,7 +169,7 @@ def check_replaceable(path: Path, kind: str, runner: Runner, settings: dict[str,
         raise ValueError(f"{path} is a result with other settings: {'; '.join(differ)}; choose another --out")
 
 
-def read(path: Path) -> Record:
+def read(path: Path) -> EvaluationRecord:
     """Reads a record.
 
     Raises:
@@ -186,7 +186,7 @@ def read(path: Path) -> Record:
             f"{path} is not a result of dllm_jax.eval, format {FORMAT}: format={shown(given)}. "
             "Run the evaluation again; its journal keeps the answers"
         )
-    _check_fields(fields, Record, f"{path}")
+    _check_fields(fields, EvaluationRecord, f"{path}")
     for i, row in enumerate(fields["requests"]):
         _check_fields(row, Row, f"{path}: requests[{i}]")
         _check_fields(row, Entry if row["error"] else Decoded, f"{path}: requests[{i}]")

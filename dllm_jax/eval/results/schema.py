@@ -92,7 +92,7 @@ class Provenance(TypedDict):
     date: str
 
 
-class Record(Provenance):
+class EvaluationRecord(Provenance):
     """The result of an evaluation under one policy.
 
     Attributes:

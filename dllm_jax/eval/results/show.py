@@ -11,15 +11,15 @@ import rich.table
 from jaxtyping import Float
 from rich.markup import escape
 
-from dllm_jax.eval.results.comparison import CONFIDENCE, COSTS, Comparison, estimate
-from dllm_jax.eval.results.schema import Record
+from dllm_jax.eval.results.comparison import CONFIDENCE, COSTS, RecordComparison, estimate
+from dllm_jax.eval.results.schema import EvaluationRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-def grid(
+def score_grid(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], words: Sequence[str] = ()
 ) -> rich.table.Table:
     """A table of plain texts: the first column and those of these names are words, the others numbers."""
@@ -32,7 +32,9 @@ def grid(
     return shown
 
 
-def compared(comparison: Comparison, names: Sequence[str], confidence: float) -> list[rich.table.Table]:
+def compared_tables(
+    comparison: RecordComparison, names: Sequence[str], confidence: float
+) -> list[rich.table.Table]:
     """Tables of scores, and of costs and settings: what they cost, and what may be the reason."""
     head = ("task", "requests", "A", "B", "B - A", f"{confidence:.0%} interval")
     of = lambda d: (f"{100 * d.a:.2f}", f"{100 * d.b:.2f}", f"{100 * d.difference:+.2f}")
@@ -42,10 +44,10 @@ def compared(comparison: Comparison, names: Sequence[str], confidence: float) ->
     other += [(name, *map(str, pair)) for name, pair in comparison.settings.items()]
     columns = ("", *(f"{letter} = {name}" for letter, name in zip("AB", names, strict=True)))
     title = "per request, and what was set differently"
-    return [grid("scores, times 100", head, scores), grid(title, columns, other, columns)]
+    return [score_grid("scores, times 100", head, scores), score_grid(title, columns, other, columns)]
 
 
-def table(records: Mapping[str, Record], title: str) -> rich.table.Table:
+def record_table(records: Mapping[str, EvaluationRecord], title: str) -> rich.table.Table:
     """A row per task, then the average and costs; a column per run.
 
     A task's score has its percentile bootstrap interval over requests; `compare` pairs two runs.
@@ -91,7 +93,7 @@ def line(text: str, style: str | None = None):
     rich.console.Console().print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
-def picture(path: Path, draw: Callable[[], "Figure"]):
+def record_picture(path: Path, draw: Callable[[], "Figure"]):
     """Writes a figure to a file, or says that it needs matplotlib and leaves it out."""
     if importlib.util.find_spec("matplotlib") is None:
         line(f"{path} is left out: it needs matplotlib, pip install '.[figures]' in a clone")

@@ -19,7 +19,7 @@ from dllm_jax.eval.run.files import as_json
 from dllm_jax.options import check_argument, local_path, shown
 
 
-class Asked(NamedTuple):
+class JournalRequest(NamedTuple):
     """An item that a journal was asked about.
 
     Attributes:
@@ -76,7 +76,7 @@ class Journal:
     def __exit__(self, *error: object):
         self.close()
 
-    def left(self, items: Iterable[Any], settings: Any = None) -> list[Asked]:
+    def left(self, items: Iterable[Any], settings: Any = None) -> list[JournalRequest]:
         """Lists the items that have no answer yet, failed ones too, and claims the journal if there are any.
 
         Args:
@@ -104,7 +104,7 @@ class Journal:
         """Whether a key has an answer; one whose last entry is a failure has none."""
         return key in self.entries and self.entries[key]["error"] is None
 
-    def answer(self, asked: Asked, answer: Any, **more: Any):
+    def answer(self, asked: JournalRequest, answer: Any, **more: Any):
         """Appends the answer to an item of `left`, with `more` about it, such as costs; syncs it to disk.
 
         Raises:
@@ -113,13 +113,13 @@ class Journal:
         """
         self._add(asked, answer, None, more)
 
-    def fail(self, asked: Asked, error: Exception | str, **more: Any):
+    def fail(self, asked: JournalRequest, error: Exception | str, **more: Any):
         """Appends the reason why an item of `left` has no answer; `left` lists it again. See `answer`."""
         reason = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else error
         self._add(asked, None, reason, more)
 
-    def _add(self, asked: Asked, answer: Any, error: str | None, more: dict[str, Any]):
-        check_argument("asked", asked, Asked, ", an item of journal.left(items)")
+    def _add(self, asked: JournalRequest, answer: Any, error: str | None, more: dict[str, Any]):
+        check_argument("asked", asked, JournalRequest, ", an item of journal.left(items)")
         check_argument("error", error, str | None)
         entry: Any = {"key": asked.key, "asked": asked.item, "answer": answer, "error": error}
         if both := sorted(entry.keys() & more.keys()):
@@ -246,11 +246,11 @@ class Journal:
         return len(new)
 
 
-def _asked(items: Iterable[Any], settings: Any) -> list[Asked]:
+def _asked(items: Iterable[Any], settings: Any) -> list[JournalRequest]:
     """The items with their keys: hashes of settings, item, and how many equal items came before."""
     if isinstance(items, str | bytes) or not isinstance(items, Iterable):
         raise ValueError(f"items={shown(items)} must be several items, such as a list of texts")
-    asked, before = list[Asked](), Counter[str]()
+    asked, before = list[JournalRequest](), Counter[str]()
     for number, item in enumerate(items):
         try:
             said = json.dumps([settings, item], sort_keys=True, allow_nan=False)
@@ -258,7 +258,7 @@ def _asked(items: Iterable[Any], settings: Any) -> list[Asked]:
             given = f"item {shown(item)} or settings={shown(settings)}"
             raise ValueError(f"{given} is not JSON: {error}") from None
         repeat = f"#{before[said]}" if before[said] else ""
-        asked.append(Asked(hashlib.sha256(said.encode()).hexdigest() + repeat, item, number))
+        asked.append(JournalRequest(hashlib.sha256(said.encode()).hexdigest() + repeat, item, number))
         before[said] += 1
     return asked
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, SupportsFloat
 import tyro
 
 from dllm_jax.eval.benchmarks import longbench
-from dllm_jax.eval.harness.arguments import Arguments
+from dllm_jax.eval.harness.arguments import HarnessArguments
 from dllm_jax.eval.results import record
 from dllm_jax.eval.results.comparison import estimate
 from dllm_jax.eval.results.schema import Entry
@@ -27,7 +27,7 @@ OWN_TASKS = "lm_eval"  # folder of --data with <task>.yaml that stand for lm_eva
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked(Options):
+class TableRequest(Options):
     """Cells to measure, and the folder of their answers.
 
     Attributes:
@@ -117,7 +117,7 @@ class Session:
       manager: Manager of lm_eval's tasks; None if there are none.
     """
 
-    asked: Asked
+    asked: TableRequest
     model: str
     lm: LanguageModel
     journal: Journal
@@ -144,9 +144,14 @@ class Session:
     def _longbench(self, name: str, runner: Runner) -> tuple[list[float], list[Entry]]:
         asked = self.asked
         assert asked.data is not None
-        prompts, cut = longbench.Prompts.read(asked.data / longbench.FILE), (asked.truncate_to, asked.limit)
+        prompts, cut = (
+            longbench.LongBenchPrompts.read(asked.data / longbench.FILE),
+            (asked.truncate_to, asked.limit),
+        )
         task = longbench.tasks_named([name])
-        requests = longbench.requests(runner, asked.data, prompts, task, *cut, runner.decoding.length)
+        requests = longbench.longbench_requests(
+            runner, asked.data, prompts, task, *cut, runner.decoding.length
+        )
         record.check_scorers(requests)
         rows = record.scored(requests, entries := runner.run(requests, self.journal))
         return [row["score"] for row in rows], entries
@@ -158,7 +163,9 @@ class Session:
 
         # Dream's base model is asked as its authors do: without a chat, after a beginning of text.
         base = self.model.endswith("base-7b")
-        arguments = Arguments(Checkpoint(self.lm.name), runner.decoding, add_bos=base, failures="empty")
+        arguments = HarnessArguments(
+            Checkpoint(self.lm.name), runner.decoding, add_bos=base, failures="empty"
+        )
         lm = DllmJax.of(arguments, runner, self.journal)
         lm_eval: Any = importlib.import_module("lm_eval")  # whose decorators hide its functions' types
         results = lm_eval.simple_evaluate(
@@ -211,7 +218,7 @@ def _check_scored(benchmark: Benchmark, tasks: Mapping[str, Any]):
             raise _lacking(benchmark, name, f"metric {', '.join(known)}")
 
 
-def manager_of(asked: Asked, benchmarks: Sequence[Benchmark]) -> Any:
+def manager_of(asked: TableRequest, benchmarks: Sequence[Benchmark]) -> Any:
     """lm_eval's manager, which has loaded these tasks and their data once.
 
     Raises:

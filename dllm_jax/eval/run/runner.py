@@ -54,7 +54,7 @@ class Conversation(NamedTuple):
         return [{"role": "user", "content": places + self.text, "images": list(self.images)}]
 
 
-class Request(NamedTuple):
+class EvalRequest(NamedTuple):
     """One prompt to answer, and what its answers are scored by.
 
     Attributes:
@@ -83,7 +83,7 @@ class Request(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Runner(Answering[Request]):
+class Runner(Answering[EvalRequest]):
     """A model with settings, ready to answer; each request overrides `length`.
 
     Questions about images are answered as the reference implementation of LLaDA-V does: decoding ends where a
@@ -115,7 +115,7 @@ class Runner(Answering[Request]):
 
     def pictured(
         self, id: str, text: str, images: Sequence[str], length: int, stop: Sequence[str], group: str
-    ) -> Request:
+    ) -> EvalRequest:
         """A request for the answer to a question about images, which are opened to see that they can be.
 
         Args:
@@ -134,10 +134,10 @@ class Runner(Answering[Request]):
         if processor is None or spec is None:
             raise ValueError("questions about images need a runner `with_images`")
         ids = processor.prompt(conversation.messages, spec).ids
-        return Request(id, tuple(ids.tolist()), length, (*stop, END), group, conversation)
+        return EvalRequest(id, tuple(ids.tolist()), length, (*stop, END), group, conversation)
 
     @override
-    def key(self, item: Request) -> str:
+    def key(self, item: EvalRequest) -> str:
         # A request's name, group and batch mates do not determine its answer.
         try:
             settings = self.decoding.at(item.length).described()
@@ -154,7 +154,7 @@ class Runner(Answering[Request]):
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     @override
-    def _shape(self, item: Request) -> tuple[Any, ...]:
+    def _shape(self, item: EvalRequest) -> tuple[Any, ...]:
         # Choices, stops of questions about images, and a table's size are static in a program.
         stop: tuple[Any, ...] = item.stop if item.conversation else ()
         if (texts := self._stops(item)) is not None:
@@ -163,14 +163,14 @@ class Runner(Answering[Request]):
         width = rounded_up(len(item.prompt), self.decoding.bucket)
         return self.decoding.whole(item.length), width, item.choices, *map(str, stop)
 
-    def _stops(self, request: Request) -> dj.StopTexts | None:
+    def _stops(self, request: EvalRequest) -> dj.StopTexts | None:
         """The stop texts at which a request's decoding ends; None where it goes on to the length."""
         texts = tuple(filter(None, request.stop))
         early = self.decoding.stop_at_eos and request.conversation is None
         return dj.StopTexts(self.lm.tokenizer, texts) if texts and early else None
 
     @override
-    def _answers(self, pairs: list[tuple[str, Request]], at_once: int) -> Iterator[list[Entry]]:
+    def _answers(self, pairs: list[tuple[str, EvalRequest]], at_once: int) -> Iterator[list[Entry]]:
         refused = {key: error for key, request in pairs if (error := self._refusal(request))}
         if refused:
             yield [failure(key, error) for key, error in refused.items()]
@@ -205,7 +205,7 @@ class Runner(Answering[Request]):
             seconds, start = (now - start) / len(answered), now
             yield [self._entry(*pairs[i], out, seconds) for i, out in answered]
 
-    def _refusal(self, request: Request) -> ValueError | None:
+    def _refusal(self, request: EvalRequest) -> ValueError | None:
         """Why these settings cannot answer a request."""
         limit = self.decoding.max_positions
         taken = len(request.prompt) + self.decoding.room(request.length)
@@ -219,7 +219,7 @@ class Runner(Answering[Request]):
             return error
         return None
 
-    def _shared(self, pairs: list[tuple[str, Request]]) -> Prefix | None:
+    def _shared(self, pairs: list[tuple[str, EvalRequest]]) -> Prefix | None:
         """The computed beginning of all prompts, such as few-shot examples; None if none can be reused."""
         first, *others = [request.prompt for _, request in pairs]
         decoding, model = self.decoding, self.lm.model
@@ -230,7 +230,7 @@ class Runner(Answering[Request]):
         whole = length // size * size
         return prefill(model, first[:whole], causal=causal) if whole else None
 
-    def _asked(self, key: str, request: Request, prefix: Prefix | None) -> dict[str, Any]:
+    def _asked(self, key: str, request: EvalRequest, prefix: Prefix | None) -> dict[str, Any]:
         """A request as `generate_many` takes it, without a prefix that it shares with others."""
         options = self.decoding.at(request.length).options()
         names = ("length", "max_length", "block", "steps")
@@ -252,7 +252,7 @@ class Runner(Answering[Request]):
             asked["stop"] = [encode(text) for text in request.stop]
         return asked
 
-    def _entry(self, key: str, request: Request, out: Any, seconds: float) -> Entry:
+    def _entry(self, key: str, request: EvalRequest, out: Any, seconds: float) -> Entry:
         """The entry of a request: its answer and costs, or why there is none."""
         if isinstance(out, Exception):
             return failure(key, out)
@@ -271,7 +271,7 @@ class Runner(Answering[Request]):
             seconds=seconds,
         )
 
-    def _text(self, request: Request, response: np.ndarray) -> str:
+    def _text(self, request: EvalRequest, response: np.ndarray) -> str:
         """The answer in a response, Int[1 r], cut to the request's length.
 
         That of a question about images goes up to where `generate` put its stop, or to one inside of a token.

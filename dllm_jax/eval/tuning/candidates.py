@@ -87,7 +87,7 @@ def default_block(length: int) -> int:
     return next((b for b in (32, 16, 8, 4) if b <= most and length % b == 0), length)
 
 
-def grid(kind: type[p.Policy], exact: Decoding, prompt: int) -> list[Candidate]:
+def candidates_of(kind: type[p.Policy], exact: Decoding, prompt: int) -> list[Candidate]:
     """Settings of a policy for requests of a shape: its variants, some in one block or in parallel too.
 
     Args:
@@ -187,7 +187,7 @@ def candidates(
     candidates: list[Any] = []
     for item in asked:
         if isinstance(item, type) and issubclass(item, p.Policy):
-            candidates += grid(item, exact, prompt)
+            candidates += candidates_of(item, exact, prompt)
         else:
             candidates.append(Candidate(item) if isinstance(item, p.Policy) else item)
         if candidates and not isinstance(candidates[-1], Candidate):

@@ -35,7 +35,7 @@ def quantile(confidence: float, bounds: int = 1) -> float:
     return statistics.NormalDist().inv_cdf(1 - (1 - confidence) / bounds)
 
 
-def accuracy(scores: Sequence[float], quantile: float) -> Estimate:
+def accuracy_estimate(scores: Sequence[float], quantile: float) -> Estimate:
     """The mean score with Wilson's score interval.
 
     Scores between 0 and 1 vary no more than right and wrong of the same mean: for them it is wider than

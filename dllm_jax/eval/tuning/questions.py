@@ -47,7 +47,7 @@ def as_questions(values: Iterable[Any]) -> tuple[Any, ...]:
     return examples
 
 
-def prompt_ids(
+def question_ids(
     tokenizer: Any, prompt: Any, template: Mapping[str, Any] = NOTHING, name: str = "prompt"
 ) -> tuple[int, ...]:
     """The token ids of a prompt: text of the user, messages, or token ids, which get no chat template.

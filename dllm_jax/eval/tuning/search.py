@@ -28,13 +28,13 @@ from annotated_types import Ge, Gt, Lt
 import dllm_jax as dj
 from dllm_jax.decoding.chat import check_tokenizer
 from dllm_jax.eval.results import record, schema
-from dllm_jax.eval.run.runner import Request, Runner
+from dllm_jax.eval.run.runner import EvalRequest, Runner
 from dllm_jax.eval.run.settings import Decoding, LanguageModel, identity_in_memory, rounded_up
 from dllm_jax.eval.tuning import evidence, objectives
 from dllm_jax.eval.tuning.candidates import Candidate, candidates, default_block
 from dllm_jax.eval.tuning.evidence import Estimate
 from dllm_jax.eval.tuning.objectives import Name, Objective
-from dllm_jax.eval.tuning.questions import as_questions, prompt_ids
+from dllm_jax.eval.tuning.questions import as_questions, question_ids
 from dllm_jax.eval.tuning.tuned import Row, Tuned
 from dllm_jax.options import (
     Fraction,
@@ -55,7 +55,7 @@ MAPS = pathlib.Path("/proc/self/maps")  # of Linux
 MANY_MAPS = 30_000  # memory maps: compiled CPU programs hold thousands each, and a process may have 65 530
 
 # The answers of each setting in the order in which questions are asked, those of the exact decoder first.
-Answers = Mapping[Candidate, list[schema.Row]]
+AnswersBySetting = Mapping[Candidate, list[schema.Row]]
 Score = Callable[[str, Any], float]
 
 
@@ -132,10 +132,10 @@ class Search(Options):
         score = lambda question, answer: check_argument(
             "score of an answer", float(self.score(answer, question)), Fraction
         )
-        requests = list[Request]()
+        requests = list[EvalRequest]()
         for i, each in enumerate(asked):
-            ids = prompt_ids(lm.tokenizer, each.prompt, lm.template, f"questions[{i}].prompt")
-            requests.append(Request(f"{i}", ids, exact.length or 0, score=functools.partial(score, each)))
+            ids = question_ids(lm.tokenizer, each.prompt, lm.template, f"questions[{i}].prompt")
+            requests.append(EvalRequest(f"{i}", ids, exact.length or 0, score=functools.partial(score, each)))
         # Questions are asked in an order of their own: lists often begin with those of one kind.
         random.Random(exact.seed).shuffle(requests)
         # What a model refuses is found out before anything is compiled.
@@ -153,7 +153,7 @@ class Search(Options):
 
     def walk(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[EvalRequest],
         runners: Mapping[Candidate, Runner],
         objective: Objective,
         journal: dj.Journal | None,
@@ -167,8 +167,8 @@ class Search(Options):
           journal: takes the answers.
         """
         reference, *others = runners
-        answers: Answers = {setting: [] for setting in runners}
-        timed: Answers = {setting: [] for setting in runners}
+        answers: AnswersBySetting = {setting: [] for setting in runners}
+        timed: AnswersBySetting = {setting: [] for setting in runners}
         rounds, dropped, costs = self.rounds(len(requests)), dict[Candidate, str](), {}
         console = rich.console.Console(stderr=True, quiet=not runners[reference].progress)
         for asked in rounds:
@@ -203,14 +203,14 @@ class Search(Options):
         # Each interval by itself, of two sides.
         quantile, measured = evidence.quantile(self.confidence, 2), []
         for setting, answered in answers.items():
-            accuracy = evidence.accuracy([row["score"] for row in answered], quantile)
+            accuracy = evidence.accuracy_estimate([row["score"] for row in answered], quantile)
             difference = _difference(answered, answers[reference], quantile)
             why, means = dropped.get(setting), _means(answered)
             measured.append(Row(setting, len(answered), accuracy, difference, costs[setting], why, **means))
         return tuple(measured)
 
     def verdicts(
-        self, answers: Answers, costs: Mapping[Candidate, Estimate | None], bounds: int
+        self, answers: AnswersBySetting, costs: Mapping[Candidate, Estimate | None], bounds: int
     ) -> dict[Candidate, str]:
         """Decides which settings to drop, with reasons.
 
@@ -245,7 +245,7 @@ def _difference(ours: list[schema.Row], others: list[schema.Row], quantile: floa
     return evidence.difference(scores, theirs, quantile)
 
 
-def _cost(objective: Objective, setting: Candidate, answers: Answers) -> Estimate | None:
+def _cost(objective: Objective, setting: Candidate, answers: AnswersBySetting) -> Estimate | None:
     """Computes the cost of a setting from its answers; None without any."""
     # A setting that failed takes part in no further timed runs.
     pairs = zip(answers[setting], next(iter(answers.values())), strict=not objective.timed)
@@ -260,9 +260,9 @@ def _means(answers: Sequence[Any]) -> dict[str, float | None]:
     return {name: mean(name) for name in ("forwards", "computed", "seconds")}
 
 
-def _in_turns(runners: Mapping[Candidate, Runner], requests: Sequence[Request]) -> Answers:
+def _in_turns(runners: Mapping[Candidate, Runner], requests: Sequence[EvalRequest]) -> AnswersBySetting:
     """Answers requests again by all settings in turns; `seconds` of a row is its run's, over its requests."""
-    answers: Answers = {setting: [] for setting in runners}
+    answers: AnswersBySetting = {setting: [] for setting in runners}
     for _ in range(TURNS):
         for setting, runner in runners.items():
             rows: list[Any] = record.scored(requests, runner.run(requests))

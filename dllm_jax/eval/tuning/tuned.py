@@ -123,7 +123,7 @@ class Tuned:
         return Preset(source=source, length=self.length, **vars(row.setting))
 
     def preset_toml(self, task: str = "tuned") -> str:
-        """The chosen setting as a file that `dllm_jax.published.preset.read` reads, by "model/task".
+        """The chosen setting as a file that `dllm_jax.published.preset.read_preset` reads, by "model/task".
 
         Args:
           task: a name for what the questions are.
@@ -168,7 +168,7 @@ class Tuned:
         """All rows, for a terminal: the front by cost, then those that came farthest; `print` shows it."""
         title = f"{self.model}: within {100 * self.accuracy_within:g} points of the exact decoder"
         box, gap = rich.box.SIMPLE_HEAD, (0, 1, 0, 0)
-        shown = Table(title=title, title_justify="left", box=box, padding=gap, pad_edge=False)
+        shown = TunedTable(title=title, title_justify="left", box=box, padding=gap, pad_edge=False)
         shown.add_column("setting", overflow="fold")
         per_question = "forward\npasses", "computed\ntokens", "seconds"
         # Numbers are never broken: 80 columns hold them, and leave some for the setting.
@@ -242,7 +242,7 @@ def _sampler(setting: Candidate) -> str:
     return "" if setting.sampler is None else call(setting.sampler, always=("threshold",))
 
 
-class Table(rich.table.Table):
+class TunedTable(rich.table.Table):
     """A table that `print` shows as it is, as wide as the terminal."""
 
     def __str__(self) -> str:
