@@ -271,7 +271,7 @@ def test_speed_says_what_it_measured_and_what_it_left_out():
     asked = speed.speed_request(model, cases[0], GEOMETRY)
     bytes_of = lambda case: speed._predicted(model, case, asked).memory.weights
     assert bytes_of(cases[0]._replace(weights=None)) == model.dtype.itemsize * bytes_of(cases[0])
-    every = speed.cases(speed.Geometry(), ("xla", "cudnn"), quick=False)
+    every = speed.cases(speed.Geometry(), ("xla", "cudnn"), quick=False, spec=spec("llada"))
     assert len(set(every)) == len(every)
     (late,) = measured(every, seconds=-1)
     assert late.text.startswith(

@@ -20,8 +20,10 @@ from dllm_jax.nn.answers import answer_logits
 from dllm_jax.nn.parameters import abstract, count
 from dllm_jax.published.presets import presets
 from dllm_jax.roofline import steps
+from dllm_jax.roofline.predict import work
 from dllm_jax.samplers import EntropyNoise
 from dllm_jax.samplers.noise import within_bound
+from dllm_jax.state.layout import Layout
 from dllm_jax.training.batch import checked
 from dllm_jax.training.loss import draw
 from tests import refuses
@@ -111,6 +113,13 @@ def test_costs_count_every_parameter_and_windows_bound_what_is_read():
     assert long / short < 5  # one layer in six reads all of a context
     described = dj.abstract("diffusiongemma-26b-a4b", weights="int8")
     assert count(described.params) == counted
+    layout = Layout(prompt=1024, response=1024, block=256, steps=4 * 48)
+    for policy, fewest in ((dj.policies.Policy(), 256), (dj.policies.D2Cache(), 64)):
+        found = work(of, policy, layout)
+        rows = {kind.step.rows: kind.count for kind in found.steps}
+        assert (rows[2048], min(rows), sum(rows.values())) == (1, fewest, 4 * 49)
+        pairs = 2 * 2048 * 2 * (25 * 8 * 256 + 5 * 2 * 512)  # bytes of keys and values
+        assert pairs <= found.memory.cache < 1.001 * pairs
 
 
 # -- decoding ---------------------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ def _parts(
     policies = speed.POLICIES[:3] if quick else dj.policies.ALL
     every = () if on_cpu else NAMES[platform_of(here) or "cpu"]
     by: list[Implementation] = [name for name in every if name == "xla" or _takes(name, dtype)]
-    cases = speed.cases(geometry, by, quick)
+    cases = speed.cases(geometry, by, quick, spec)
     return {
         "environment": lambda: environment.environment_findings(spec, hardware()),
         "operations": lambda: operations.operation_findings(hardware(), dtypes, quick),

@@ -18,12 +18,14 @@ from dllm_jax.nn.hardware import Hardware
 from dllm_jax.nn.int8 import Weights
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.policies import DKVPD, D2Cache, DualCache, MaskKV, Policy
+from dllm_jax.policies import DKVPD, D2Cache, DLLMCache, DualCache, MaskKV, Policy
 from dllm_jax.roofline.predict import Work, work
+from dllm_jax.samplers import EntropyNoise
 from dllm_jax.testing.models import random_tokens
 from pallas_kernels.choice import Choice, Implementation
 
 POLICIES = (Policy(), DualCache(), DKVPD(), MaskKV(), D2Cache())
+IN_CANVAS = (Policy(), DLLMCache(), D2Cache())  # of models without a mask token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,23 +66,28 @@ class SpeedCase(NamedTuple):
         return f"{type(self.policy).__name__}, prompt {self.prompt}, batch {self.batch}{form}{by}"
 
 
-def cases(geometry: Geometry, implementations: Sequence[Implementation], quick: bool) -> list[SpeedCase]:
+def cases(
+    geometry: Geometry, implementations: Sequence[Implementation], quick: bool, spec: ModelSpec
+) -> list[SpeedCase]:
     """Lists the cases to measure, the most important first, as time may not suffice for all.
 
     Args:
       geometry: lengths and batches.
       implementations: Further implementations of attention on this device, besides the default.
       quick: the policies at the first prompt and batch alone.
+      spec: Spec of the model.
     """
+    policies = POLICIES if spec.has_mask_token else IN_CANVAS
+    exact, first_cache = policies[:2]
     prompt, batch = geometry.prompts[0], geometry.batches[0]
-    first = [SpeedCase(policy, prompt, batch) for policy in POLICIES]
+    first = [SpeedCase(policy, prompt, batch) for policy in policies]
     if quick:
         return first[:3]
-    by = [SpeedCase(DualCache(), prompt, batch, None, name) for name in implementations]
+    by = [SpeedCase(first_cache, prompt, batch, None, name) for name in implementations]
     others = [(p, b) for b in geometry.batches for p in geometry.prompts if (p, b) != (prompt, batch)]
-    rest = [SpeedCase(policy, p, b) for p, b in others for policy in POLICIES]
-    quantized = [SpeedCase(policy, prompt, batch, "int8") for policy in POLICIES]
-    every = itertools.product(others, implementations, POLICIES[:2])
+    rest = [SpeedCase(policy, p, b) for p, b in others for policy in policies]
+    quantized = [SpeedCase(policy, prompt, batch, "int8") for policy in policies]
+    every = itertools.product(others, implementations, (exact, first_cache))
     more = [SpeedCase(policy, p, b, None, name) for (p, b), name, policy in every]
     return [*first, *by, *quantized, *rest, *more]
 
@@ -130,6 +137,9 @@ def speed_findings(
 def speed_request(model: Model, case: SpeedCase, geometry: Geometry) -> Request:
     """A generation from random ids with a fixed schedule."""
     tokens = random_tokens(model.spec, case.batch, case.prompt)
+    if not model.spec.has_mask_token:
+        options = dict(sampler=EntropyNoise(certainty=0.0), key=jax.random.key(0))
+        return prepare(model, tokens, length=geometry.length, policy=case.policy, **options)
     return prepare(model, tokens, length=geometry.length, block=geometry.block, policy=case.policy)
 
 

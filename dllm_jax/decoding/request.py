@@ -103,7 +103,10 @@ def prepare(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions]
     padded = prompts.mask is not None
     whole = asked.sampler.whole_blocks and not model.spec.context.from_response
     cut = model.spec.context.cut_short
-    layout = Layout.of(width, length, block, asked.steps, padded, given, tail, whole, cut)
+    steps = asked.steps
+    if isinstance(asked.sampler, EntropyNoise) and isinstance(block, int):
+        steps = -(-length // block) * asked.sampler.steps
+    layout = Layout.of(width, length, block, steps, padded, given, tail, whole, cut)
     layout = completed_layout(layout, asked, asked.length)
     tokens, valid = inputs.masked_response(prompts.ids, prompts.mask, layout.response, model.spec)
     if suffix is not None:

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dllm_jax.engine.beginning import empty_cache
 from dllm_jax.engine.group import group_size
 from dllm_jax.nn.hardware import Hardware
+from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument, shown
 from dllm_jax.policies import Policy
@@ -168,7 +170,10 @@ def memory(
     itemsize = jnp.dtype(dtype).itemsize
     tables = spec.vocab * spec.width * (1 if spec.tied else 2) + spec.width
     count = spec.experts.count if spec.experts else 0
-    cache = jax.tree.leaves(jax.eval_shape(lambda: policy.init(spec, layout, batch, dtype)))
+    layers: Any = [] if spec.layers_differ else {}
+    described = Model({"embed": jax.ShapeDtypeStruct((), dtype), "layers": layers}, spec)
+    stored = lambda: empty_cache(described, policy, layout, batch)
+    cache = jax.tree.leaves(jax.eval_shape(stored))
 
     # Activations of one layer: the stream twice, queries, keys, values and output, the MLP's two branches; of
     # every expert that a position is sent to its input, both branches and its output.

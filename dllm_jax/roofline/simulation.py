@@ -19,7 +19,7 @@ from dllm_jax.policies.base import for_model
 from dllm_jax.policies.parts.prompt_eviction import PromptEviction
 from dllm_jax.roofline.steps import Assumed, Setting, Step
 from dllm_jax.roofline.traffic import assumed_statistics, drift_widens, extra_traffic
-from dllm_jax.samplers import Confidence
+from dllm_jax.samplers import Confidence, EntropyNoise
 from dllm_jax.samplers.free_dave import Drafting
 from dllm_jax.samplers.transfer import even_schedule
 from dllm_jax.state.canvas import Canvas, write
@@ -94,7 +94,8 @@ def _simulate(policy: Policy, prompt: Int[Array, ""], spec: ModelSpec, layout: L
     cache = policy.init(spec, layout, 1, jnp.bfloat16)
     cache = cache._replace(shared=assumed_statistics(policy, cache.shared))
     # Any id that is not [MASK] serves as text.
-    word, sampler = jnp.int32((spec.mask_id + 1) % spec.vocab), Confidence()
+    word = jnp.int32((spec.mask_id + 1) % spec.vocab)
+    sampler = Confidence() if spec.has_mask_token else EntropyNoise()
     position = jnp.arange(layout.length)
     tokens = jnp.where(position < prompt, word, spec.mask_id)
     start = new_canvas(tokens[None], position[None] < prompt + layout.length, spec, layout)

@@ -16,6 +16,7 @@ import numpy as np
 from dllm_jax import policies as p
 from dllm_jax.eviction.store import slots_of_chunk
 from dllm_jax.policies.d2cache import Salience
+from dllm_jax.policies.dllm_cache import InCanvas
 from dllm_jax.policies.elastic import KeyCosine
 from dllm_jax.policies.es_dllm import proportions
 from dllm_jax.policies.evict_prompt import EvictedPrompt
@@ -113,6 +114,19 @@ def evicted_store(policy: PromptEviction, at: Setting, dense: int) -> StoreCost:
 def _stored_outputs(policy: p.DLLMCache, at: Setting, step: Step, index: int) -> Step:
     length = at.layout.length
     return output_step(policy, at, index, StoreCost(length, 0, at.over_canvas(length)))
+
+
+@extra_traffic.register
+def _in_canvas(policy: InCanvas, at: Setting, step: Step, index: int) -> Step:
+    """Values of a canvas, and where nothing is due a part of it through the whole layer."""
+    layout = at.layout
+    in_block = index % (layout.steps_per_block + 1)  # a causal pass, then the steps of the canvas
+    if step.full or in_block == 0 or (in_block - 1) % policy.response_every == 0:
+        return dataclasses.replace(step, outputs=layout.block)
+    few = int(layout.block * policy.ratio)
+    some = few + (layout.block - few) / at.spec.layers
+    written, valued = (some + layout.block) / 2, layout.block - some
+    return Step(False, some, layout.length, layout.block, written, valued, layout.block)
 
 
 @extra_traffic.register
