@@ -21,14 +21,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench.pages import pictures  # noqa: E402
-from bench.pages.methods import (
-    SHARED,
-    address,
-    by_kind,
-    methods,
-    page_of_method,
-    source,
-)  # noqa: E402
+from bench.pages.methods import SHARED, address, by_kind, methods, page_of_method, source  # noqa: E402
 from bench.pages.policy import POLICIES  # noqa: E402
 
 MOVED = {  # old pages of the site, and the pages that hold their content now
@@ -66,8 +59,7 @@ def on_config(config: "MkDocsConfig") -> "MkDocsConfig":
         for entry in section.get("Policies and samplers", []):
             if "Policies" in entry:
                 entry["Policies"] = [
-                    {kind: [{name: source(name)} for name in found]}
-                    for kind, found in by_kind().items()
+                    {kind: [{name: source(name)} for name in found]} for kind, found in by_kind().items()
                 ]
     return config
 
@@ -76,37 +68,23 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
     """Adds a page for each method, and a picture for each policy."""
     from mkdocs.structure.files import File
 
-    jax.config.update(
-        "jax_disable_most_optimizations", True
-    )  # programs of pictures run once
+    jax.config.update("jax_disable_most_optimizations", True)  # programs of pictures run once
     for name, policies in methods().items():
-        files.append(
-            File.generated(
-                config, source(name), content=page_of_method(name, policies)
-            )
-        )
+        files.append(File.generated(config, source(name), content=page_of_method(name, policies)))
     for policy in POLICIES:
         drawn = f"figures/steps-{type(policy).__name__}.svg"
-        files.append(
-            File.generated(config, drawn, content=pictures.picture(policy))
-        )
+        files.append(File.generated(config, drawn, content=pictures.picture(policy)))
     return files
 
 
-def on_page_markdown(
-    markdown: str, page: "Page", config: "MkDocsConfig", files: "Files"
-) -> str:
+def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files: "Files") -> str:
     """Writes directives of packages, and lets links that leave the site lead to the repository."""
     folder = posixpath.dirname(page.file.src_uri)
 
     def repository(link: re.Match) -> str:
         target = posixpath.normpath(posixpath.join("docs", folder, link[1]))
-        inside = target.startswith("docs/") and not target.startswith(
-            "docs/dev/"
-        )
-        if (
-            inside or not (ROOT / target).exists()
-        ):  # what is nowhere stays as it is, and fails the build
+        inside = target.startswith("docs/") and not target.startswith("docs/dev/")
+        if inside or not (ROOT / target).exists():  # what is nowhere stays as it is, and fails the build
             return link[0]
         kind = "tree" if (ROOT / target).is_dir() else "blob"
         return f"]({config.repo_url}/{kind}/main/{target}{link[2] or ''})"
@@ -114,21 +92,13 @@ def on_page_markdown(
     own = "|".join(type(policy).__name__ for policy in POLICIES)
     if folder == "policies":  # a clone has no pages of policies
         page_link = lambda link: f"{link[1]}{address(link[2])}"
-        markdown = re.sub(
-            rf"(\[`({own})`\]\()\.\./\.\./dllm_jax/policies/\w+\.py",
-            page_link,
-            markdown,
-        )
+        markdown = re.sub(rf"(\[`({own})`\]\()\.\./\.\./dllm_jax/policies/\w+\.py", page_link, markdown)
     written = lambda found: directive(found[1])
-    markdown = re.sub(
-        r"^::: (\S+)$(?!\n +options)", written, markdown, flags=re.MULTILINE
-    )
+    markdown = re.sub(r"^::: (\S+)$(?!\n +options)", written, markdown, flags=re.MULTILINE)
     return re.sub(r"\]\((?![a-z]+:)([^)#\s]+)(#[^)]*)?\)", repository, markdown)
 
 
-def on_page_content(
-    html: str, page: "Page", config: "MkDocsConfig", files: "Files"
-) -> str:
+def on_page_content(html: str, page: "Page", config: "MkDocsConfig", files: "Files") -> str:
     """Lets the cells of tables break after the name of a policy, rather than within its options."""
     return re.sub(r"(<td[^>]*>(?:<a[^>]*>)?<code>\w+\()", r"\1<wbr>", html)
 
@@ -149,9 +119,5 @@ def directive(name: str) -> str:
     except ModuleNotFoundError:  # a class
         return f"::: {name}"
     here = lambda value: getattr(value, "__module__", "") == name
-    own = [
-        key
-        for key, value in vars(package).items()
-        if here(value) and not key.startswith("_")
-    ]
+    own = [key for key, value in vars(package).items() if here(value) and not key.startswith("_")]
     return f"::: {name}\n    options: {{members: [{', '.join(getattr(package, '__all__', own))}]}}"

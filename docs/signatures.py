@@ -24,18 +24,11 @@ class UnpackedOptions(griffe.Extension):
         """Expands the signature of one function; its docstring describes the options."""
         packed = [p for p in func.parameters if unpacks(p.annotation)]
         for parameter in packed:
-            group = func.modules_collection[
-                parameter.annotation.slice.canonical_path
-            ]
+            group = func.modules_collection[parameter.annotation.slice.canonical_path]
             options = {**group.inherited_members, **group.members}
             module = __import__(func.module.path, fromlist=["*"])
-            run_time = operator.attrgetter(
-                func.path.removeprefix(f"{func.module.path}.")
-            )(module)
-            defaults = {
-                n: call(p.default)
-                for n, p in inspect.signature(run_time).parameters.items()
-            }
+            run_time = operator.attrgetter(func.path.removeprefix(f"{func.module.path}."))(module)
+            defaults = {n: call(p.default) for n, p in inspect.signature(run_time).parameters.items()}
             for name in sorted(options, key=[*defaults, *options].index):
                 func.parameters.add(
                     griffe.Parameter(
@@ -52,6 +45,4 @@ class UnpackedOptions(griffe.Extension):
 
 def unpacks(annotation: Any) -> bool:
     """Whether an annotation is `Unpack[...]`."""
-    return isinstance(
-        annotation, griffe.ExprSubscript
-    ) and annotation.canonical_path.endswith(".Unpack")
+    return isinstance(annotation, griffe.ExprSubscript) and annotation.canonical_path.endswith(".Unpack")
