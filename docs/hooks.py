@@ -21,7 +21,14 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench.pages import pictures  # noqa: E402
-from bench.pages.methods import SHARED, address, by_kind, methods, page_of_method, source  # noqa: E402
+from bench.pages.methods import (  # noqa: E402
+    SHARED,
+    address,
+    by_kind,
+    methods,
+    page_of_method,
+    source,
+)
 from bench.pages.policy import POLICIES  # noqa: E402
 
 MOVED = {  # old pages of the site, and the pages that hold their content now
