@@ -245,7 +245,7 @@ class Operation:
         self, platform: Platform, implementation: Choice, arrays: tuple[Any, ...]
     ) -> Iterator["_Decided"]:
         """Lists what is asked for on a platform, best first, not tried yet."""
-        named = [(implementation, "")]
+        named: list[tuple[Any, str]] = [(implementation, "")]
         if isinstance(implementation, tuple):
             ours = (e for e in implementation if e.platform == platform and e.speaks_of(self, arrays))
             named = [(entry.implementation, f" ({entry.report})") for entry in ours]

@@ -4,6 +4,9 @@ jax calls this backend experimental: its functions may change with any version. 
 kernels were not checked, this module and so every kernel refuses to be imported, and XLA takes their place.
 """
 
+# The types that are checked are those of jax 0.10, which has less of this backend.
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+
 from collections.abc import Callable
 from typing import Any
 

@@ -60,11 +60,13 @@ CASES = [
     (policies.Policy(), samplers.S2D2(threshold=0.25, gamma=0.75, temperature=0.7)),
     (policies.ESDLLM(block_every=2), samplers.LocalLeap(0.5, relaxed=0.25, radius=2)),
     (policies.DyLLM(tau=0.5, full_steps=2, prompt_every=3), samplers.Confidence()),
+    (policies.Policy(), samplers.EntropyNoise(3, 0.25, t_max=0.75, t_min=0.5, certainty=0.125)),
     (policies.Policy(), samplers.DAEDAL(0.25, 0.125, grow_below=0.0625, insert_below=0.75, expansion=2)),
 ]
 REFUSED = {
     (samplers.DAEDAL, "cfg_scale"),
     (samplers.DreamOn, "cfg_scale"),
+    *((samplers.EntropyNoise, name) for name in ("cfg_scale", "temperature", "top_p")),
 }  # numbers of a base that a class has no meaning for
 OF_ALL_TYPES = 1, 0.75, np.float64(0.25), jnp.float32(0.5), *np.linspace(0, 0.9, 6)
 doubtful = lambda n: samplers.WINO(wide_in=0.0, narrow_out=n, fewest=2)
@@ -77,8 +79,8 @@ TEN = {
 
 def model_of(policy, sampler) -> dj.Model:
     """A model that a case runs on."""
-    if sampler.drafts:
-        return tiny("nemotron")
+    if sampler.drafts or sampler.of_noise:
+        return tiny("nemotron" if sampler.drafts else "diffusion-gemma")
     blocks = isinstance(policy, SparseBlocks) or sampler.verifies_causally
     return tiny("sdar" if blocks else "llada")
 
@@ -87,7 +89,7 @@ def request(policy, sampler, **options) -> Request:
     """Two prompts of different length, whose trace is recorded."""
     model = model_of(policy, sampler)
     prompt, mask = prompts(model, (9, 6))
-    block = None if sampler.drafts else 4
+    block = None if sampler.drafts or sampler.of_noise else 4
     options = dict(prompt_mask=mask, length=8, block=block, key=KEY, trace=True) | options
     options |= {"max_length": 12} if sampler.grows else {}
     return prepare(model, prompt, policy=policy, sampler=sampler, **options)

@@ -138,8 +138,8 @@ def speed_request(model: Model, case: SpeedCase, geometry: Geometry) -> Request:
     """A generation from random ids with a fixed schedule."""
     tokens = random_tokens(model.spec, case.batch, case.prompt)
     if not model.spec.has_mask_token:
-        options = dict(sampler=EntropyNoise(certainty=0.0), key=jax.random.key(0))
-        return prepare(model, tokens, length=geometry.length, policy=case.policy, **options)
+        sampler, key = EntropyNoise(certainty=0.0), jax.random.key(0)
+        return prepare(model, tokens, length=geometry.length, policy=case.policy, sampler=sampler, key=key)
     return prepare(model, tokens, length=geometry.length, block=geometry.block, policy=case.policy)
 
 

@@ -65,11 +65,11 @@ def rope_table(
         turns = np.where(np.arange(len(turns)) < turned, turns, np.float32(0))
     # One angle more than there are positions: padding has the position l, and reads the last line.
     angle = jnp.arange(positions + 1, dtype=jnp.float32)[:, None] * turns
-    tables = jnp.cos(angle), jnp.sin(angle)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
     if scaling is None or (factor := attention_factor(scaling)) == 1:
-        return Rope(*tables)
+        return Rope(cos, sin)
     # Queries and keys both grow, so attention's logits do by the square.
-    return Rope(*(np.float32(factor) * table for table in tables))
+    return Rope(np.float32(factor) * cos, np.float32(factor) * sin)
 
 
 def frequencies(width: int, base: float, scaling: RopeScaling | None) -> Float[np.ndarray, "half"]:
