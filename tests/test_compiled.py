@@ -208,7 +208,9 @@ def test_recorded_programs_copy_little_and_slices_exchange_little():
 
 def test_rows_about_compiled_programs_are_of_the_files(capsys):
     """A row of the page has numbers of one recorded program with its chip and policy, in their order."""
-    recorded.main(tuple(RESULTS.glob("compiled_*.json")))
+    # Those of `compiled_fits` are of longer prompts too, and in docs/how-to/scaling.md.
+    files = (file for file in RESULTS.glob("compiled_*.json") if file.stem != "compiled_fits")
+    recorded.main(tuple(files))
     cells = lambda line: [cell.strip(" `") for cell in line.strip("|").split("|")]
     printed = [cells(line.lower()) for line in capsys.readouterr().out.splitlines()[2:]]
     text = (DOCS / "dev/compiled.md").read_text()

@@ -3,7 +3,7 @@
 request  = prepare(model, prompt, **options)     # here: no devices, no mesh
 placed   = place(model, request)                 # placement.py: devices, meshes, processes
 results  = denoise(placed.model, ...)            # loop.py: one traced program, pure
-output   = collect(placed, results)              # placement.py
+output   = collect(placed, *results)             # placement.py
 """
 
 import dataclasses

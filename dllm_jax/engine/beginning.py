@@ -1,4 +1,4 @@
-"""The state before the first step: the canvas, the policy's storage, and what the recorders keep."""
+"""The state before the first step: the canvas, the policy's storage, and what features keep."""
 
 import dataclasses
 

@@ -136,7 +136,7 @@ def write_back(
 
 
 def record_of_all(plan: Plan, state: State) -> tuple[Record, State]:
-    """Takes what recorders keep of all sequences out of a state, in steps of any group."""
+    """Takes what features keep of all sequences out of a state, in steps of any group."""
     features = plan.by_name
     of_all = {name: entry for name, entry in state.record.items() if not features[name].of_group}
     rest = {name: entry for name, entry in state.record.items() if name not in of_all}

@@ -30,7 +30,7 @@ class DelayedCache(Policy):
 
     Limits: It saves little in short blocks, and while masks are unmasked from right to left.
 
-    Equals exact decoding when: every block takes one step, or two.
+    Equals exact decoding when: every block takes one step.
     Differences: The reference stores a finished block as it is, with approximate keys and values; here they
       are computed exactly.
     """

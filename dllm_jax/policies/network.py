@@ -66,7 +66,8 @@ class Phase:
       by_positions: Whether kinds differ in the positions that layers compute, and not in the pairs that they
         read.
       at_end: Whether the selected positions are the last ones of the canvas, which are then computed in
-        place. A selection of others makes a full step. Answers that grow have them gathered instead.
+        place. A selection of others makes a full step. On block-causal models, and in answers that grow, the
+        positions are gathered instead.
     """
 
     name: str = ""

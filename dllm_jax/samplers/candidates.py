@@ -66,7 +66,7 @@ class Decision(NamedTuple):
         return token if self.token is None else self.token
 
     def changes(self, on_canvas: Callable[[Bool[Array, "b c"]], Bool[Array, "b l"]]) -> tuple[Partial, ...]:
-        """The changes of the canvas besides the tokens: some are revoked, or sequences stay in the block.
+        """The changes of the canvas besides the tokens: some are revoked, blocks stay or are filled.
 
         Args:
           on_canvas: Function that returns the positions of marked candidates.
