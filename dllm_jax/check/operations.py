@@ -41,8 +41,8 @@ def operation_findings(
     """
     small = quick or jax.devices()[0].platform == "cpu"
     for family in families:
-        shapes = [(*one, 0) for one in list(family.shapes(small=True))[: 1 if quick else SMALL]]
-        shapes += [] if small else [(*one, repeats) for one in family.shapes(small=False)]
+        shapes = [(*shape, 0) for shape in list(family.shapes(small=True))[: 1 if quick else SMALL]]
+        shapes += [] if small else [(*shape, repeats) for shape in family.shapes(small=False)]
         for (name, shape, turns), dtype in itertools.product(shapes, dtypes):
             title = f"{family.operation.name}, {name}, {dtype}"
             try:
@@ -56,34 +56,34 @@ def _finding(
     title: str, family: Family, case: Operands, shape: str, dtype: str, hardware: Hardware, repeats: int
 ) -> Finding:
     """Compares all implementations, and times those that are right if there are turns to do so."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     reference = Reference.of(family, case)
     platform = platform_of(jax.devices()[0]) or "cpu"
     for implementation in NAMES[platform]:
         try:
             off = deviation(family, case, implementation, reference)
-            found[implementation] = off._asdict() | {"right": off.right}
+            results[implementation] = off._asdict() | {"right": off.right}
         except NotImplementedError as reason:
-            found[implementation] = {"unsupported": str(reason)}
+            results[implementation] = {"unsupported": str(reason)}
         except jax.errors.JaxRuntimeError as error:
-            found[implementation] = {"right": False, "message": str(error).strip().partition("\n")[0]}
-    right = [name for name, one in found.items() if one.get("right")]
-    wrong = [name for name, one in found.items() if one.get("right") is False]
+            results[implementation] = {"right": False, "message": str(error).strip().partition("\n")[0]}
+    right = [name for name, result in results.items() if result.get("right")]
+    wrong = [name for name, result in results.items() if result.get("right") is False]
     data = {
-        "operation": family.operation.name, "shape": shape, "dtype": dtype, "implementations": found,
+        "operation": family.operation.name, "shape": shape, "dtype": dtype, "implementations": results,
         "positions": family.operation.positions(case.arrays),
     }  # fmt: skip
-    why = lambda one: one.get("message") or f"{one['error']:.2g} off, not {one['allowed']:.2g}"
-    text = [f"{name} {why(found[name])}" for name in wrong] + [f"{', '.join(right)} right"]
+    why = lambda result: result.get("message") or f"{result['error']:.2g} off, not {result['allowed']:.2g}"
+    text = [f"{name} {why(results[name])}" for name in wrong] + [f"{', '.join(right)} right"]
     data["taken"] = family.operation.explain(case.arrays, case.options, known(jax.devices()[0]))[platform]
     text.append(f"`load` takes {data['taken']}")
     if repeats and right:
         results = jax.eval_shape(functools.partial(family.operation.xla, **case.options), *case.arrays)
         floor = max(case.bytes(results) / hardware.bandwidth, case.flops / hardware.flops)
         for name, time in _times(family, case, right, repeats).items():
-            found[name]["us"] = dataclasses.asdict(time.scaled(1e6))
-            found[name]["share"] = floor / time.median
-        taken = {name: found[name]["us"]["median"] for name in right}
+            results[name]["us"] = dataclasses.asdict(time.scaled(1e6))
+            results[name]["share"] = floor / time.median
+        taken = {name: results[name]["us"]["median"] for name in right}
         data["fastest"] = fastest = min(taken, key=taken.__getitem__)
         text.append(f"fastest {fastest}: " + ", ".join(f"{name} {us:.0f} us" for name, us in taken.items()))
     return Finding(title, "; ".join(text), not wrong, data)
@@ -100,7 +100,7 @@ def _times(family: Family, case: Operands, names: Sequence[str], repeats: int) -
     return {name: time.scaled(1 / CALLS) for name, time in timing.interleaved(ready, repeats).items()}
 
 
-def derive_evidence(found: Sequence[Finding], report: str) -> Evidence:
+def derive_evidence(measured: Sequence[Finding], report: str) -> Evidence:
     """Derives evidence about this device: calls for which an implementation is correct and faster than XLA's.
 
     A measured shape speaks for calls of its operation and dtype up to its number of positions, down to the
@@ -108,16 +108,16 @@ def derive_evidence(found: Sequence[Finding], report: str) -> Evidence:
     implementation of an operation, it is not set for any shape of it.
 
     Args:
-      found: Findings of `findings`.
+      measured: Findings of `findings`.
       report: Source of the entries.
     """
     device = jax.devices()[0]
-    timed = [f.data for f in found if "fastest" in f.data]
+    timed = [f.data for f in measured if "fastest" in f.data]
     broken = {
         (f.data["operation"], name)
-        for f in found
-        for name, one in f.data.get("implementations", {}).items()
-        if one.get("right") is False
+        for f in measured
+        for name, result in f.data.get("implementations", {}).items()
+        if result.get("right") is False
     }
     entries: list[Entry] = []
     for operation, dtype in dict.fromkeys((data["operation"], data["dtype"]) for data in timed):
@@ -140,10 +140,10 @@ def _best(measured: list[dict[str, Any]], operation: str, broken: set[tuple[str,
     """Returns the implementation that is clearly faster than XLA's at all of these shapes, or XLA's."""
 
     def gain(name: str) -> float:
-        both = [one for one in measured if "us" in one.get(name, {}) and "us" in one["xla"]]
+        both = [times for times in measured if "us" in times.get(name, {}) and "us" in times["xla"]]
         if not both or (operation, name) in broken:
             return 0.0
-        return min(one["xla"]["us"]["median"] / one[name]["us"]["median"] for one in both)
+        return min(times["xla"]["us"]["median"] / times[name]["us"]["median"] for times in both)
 
     best = max(("pallas", "triton", "mosaic_gpu", "cudnn"), key=gain)
     return best if gain(best) >= MARGIN else "xla"

@@ -110,21 +110,21 @@ def collect(
       trace: Trace with room for more steps than ran; None if none was recorded.
       logprobs: Log-probabilities of the same sequences; None if none were recorded.
     """
-    own, right = slice(placed.batch), placed.shown
-    tokens = part(tokens, own, right, batch=0)
-    stats = jax.tree.map(lambda array: part(array, own, batch=0), stats)
-    logprobs = jax.tree.map(lambda array: part(array, own, right, batch=0), logprobs)
+    rows, right = slice(placed.batch), placed.shown
+    tokens = part(tokens, rows, right, batch=0)
+    stats = jax.tree.map(lambda array: part(array, rows, batch=0), stats)
+    logprobs = jax.tree.map(lambda array: part(array, rows, right, batch=0), logprobs)
     if trace is None:
         return Output(tokens, stats, None, logprobs)
 
     # Inside jit shapes are static: the trace has room for the upper bound of steps.
     ran = slice(None) if isinstance(trace.steps, Tracer) else slice(int(host.values(trace.steps)))
     and_before = slice(ran.stop and ran.stop + 1)
-    index = dict.fromkeys(("computed", "read", "proposed", "score", "removed"), (ran, own, right))
-    index |= dict.fromkeys(("active", "widened", "causal", "inserted", "moved"), (ran, own))
-    index |= {"tokens": (and_before, own, right), "length": (and_before, own), "end": (and_before, own)}
-    held = {name: array for name, array in trace._asdict().items() if name in index and array is not None}
-    cut = {name: part(array, *index[name], batch=1) for name, array in held.items()}
+    index = dict.fromkeys(("computed", "read", "proposed", "score", "removed"), (ran, rows, right))
+    index |= dict.fromkeys(("active", "widened", "causal", "inserted", "moved"), (ran, rows))
+    index |= {"tokens": (and_before, rows, right), "length": (and_before, rows), "end": (and_before, rows)}
+    fields = {name: array for name, array in trace._asdict().items() if name in index and array is not None}
+    cut = {name: part(array, *index[name], batch=1) for name, array in fields.items()}
     if "end" in cut:
         cut["end"] = cut["end"] - placed.extra
     return Output(tokens, stats, trace._replace(**cut), logprobs)

@@ -188,8 +188,8 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: RequestOptions
     """
     spec, batch = model.spec, arrays.tokens.shape[0]
     given = asked.gives("constraints")
-    own = constraints_of(asked.constraints, asked.sampler, spec, layout) if given else ()
-    case = CheckedRequest(asked, model, for_model(asked.policy, spec), own, layout, arrays, extra)
+    constraints = constraints_of(asked.constraints, asked.sampler, spec, layout) if given else ()
+    case = CheckedRequest(asked, model, for_model(asked.policy, spec), constraints, layout, arrays, extra)
     check_request(case)
     plan = plan_of(case)
     if asked.gives("interventions"):
@@ -197,7 +197,7 @@ def _planned(model: Model, arrays: Inputs, layout: Layout, asked: RequestOptions
     if asked.sampler.draws or asked.gives("key", "noise"):
         noise = noise_for(plan, batch, asked.key, asked.noise, spec.vocab)
         arrays = arrays._replace(noise=noise)
-    if own or asked.gives("forbid", "allow") or asked.sampler.suppress_tokens:
+    if constraints or asked.gives("forbid", "allow") or asked.sampler.suppress_tokens:
         arrays = arrays._replace(allowed=allowed_tokens(case))
     return Request(arrays, plan, extra, asked.nonfinite, asked.progress, notices_of(case))
 
@@ -207,7 +207,7 @@ def plan_of(case: CheckedRequest) -> Plan:
     asked, policy, layout, spec = case.asked, case.policy, case.layout, case.model.spec
     named = {"policy": (policy,), "sampler": (asked.sampler,), "constraints": case.constraints}
     named |= {"noise": (asked.noise,)}
-    read = tuple(c for name, several in named.items() for one in several for c in constants(one, name))
+    read = tuple(c for name, several in named.items() for member in several for c in constants(member, name))
     phases = phase_names(policy)
     plan = Plan(policy, asked.sampler, layout, widths_of(case), asked.group, phases=phases, constants=read)
     asked_for = _asked_features(case, plan.step_limit)
@@ -284,8 +284,8 @@ def _check_whole_blocks(layout: Layout, sampler: Sampler, valid: Bool[AnyArray, 
 
 def _paced(layout: Layout, steps: int | None) -> Layout:
     """The layout of templates, whose blocks may be shorter, and begin with each template."""
-    own = layout.padded and layout.block < layout.length and not layout.shares_first
-    shorter = layout.shorter_last or own
+    uneven = layout.padded and layout.block < layout.length and not layout.shares_first
+    shorter = layout.shorter_last or uneven
     pace = dict(step_per_mask=True) if steps is None else dict(steps=steps)
     return dataclasses.replace(layout, shorter_last=shorter, **pace)
 
@@ -303,17 +303,17 @@ def stop_of(stop: Stops, spec: ModelSpec) -> StopIds | StopTable | None:
         given = shown(stop)
         raise ValueError(f"stop={given} holds text. Use stop=dj.StopTexts(tokenizer, {given}).")
     try:
-        found = check_argument("stop", stop, tuple[Annotated[tuple[NonNegativeInt, ...], MinLen(1)], ...])
+        stops = check_argument("stop", stop, tuple[Annotated[tuple[NonNegativeInt, ...], MinLen(1)], ...])
     except ValueError:
         raise ValueError(f"stop={shown(stop)} {rule}") from None
 
     # No sampler decodes a mask: a stop that holds one would never be found.
-    if any(max(ids) >= spec.vocab or spec.mask_id in ids for ids in found):
+    if any(max(ids) >= spec.vocab or spec.mask_id in ids for ids in stops):
         raise ValueError(
             f"stop={shown(stop)} must hold ids of the vocabulary [0, {spec.vocab}) but the mask's, "
             f"{spec.mask_id}"
         )
-    return StopIds(found) if found else None
+    return StopIds(stops) if stops else None
 
 
 def noise_for(plan: Plan, batch: int, key: Keys | None, noise: Noise | None, vocab: int) -> Noise | None:

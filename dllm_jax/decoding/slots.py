@@ -181,8 +181,8 @@ def traced(model: Model, plan: Plan, state: State, slot: Int[Array, "1"]) -> Tra
     def of_slot(model: Model, plan: Plan, state: State, slot: Int[Array, "1"]) -> Trace | None:
         of_one = lambda copies, axis, array: constrain(gather_sequences(array, slot, axis), model.rules, "")
         small = state._replace(cache=NOTHING, need=state.canvas.valid, memory=())  # which are not looked at
-        one = map_arrays(of_one, plan, NOTHING, small)
-        return final_outputs(plan, one, one.canvas.tokens).get("trace")
+        sequence = map_arrays(of_one, plan, NOTHING, small)
+        return final_outputs(plan, sequence, sequence.canvas.tokens).get("trace")
 
     return over_mesh(of_slot, model, plan, state, slot, out=None)
 

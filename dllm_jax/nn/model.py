@@ -183,11 +183,11 @@ def encode(
 
     def run(layer: Layer, x):
         layer = intervened(layer, interventions, position, step)
-        one = layer_pass or exact_layer
+        run = layer_pass or exact_layer
         seen = gemma.in_window(layer.spec, mask, near, position)
         # Weights are an argument of what is rematerialized, not a constant of it: their gradients go through
         # it.
-        exact = lambda weights, x: one(dataclasses.replace(layer, weights=weights), x, position, seen)
+        exact = lambda weights, x: run(dataclasses.replace(layer, weights=weights), x, position, seen)
         return (jax.checkpoint(exact) if remat else exact)(layer.weights, x)
 
     run, x = traced_once(run, params), embedded(interventions, x, position, step)

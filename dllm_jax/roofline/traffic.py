@@ -124,9 +124,9 @@ def _in_canvas(policy: InCanvas, at: Setting, step: Step, index: int) -> Step:
     if step.full or in_block == 0 or (in_block - 1) % policy.response_every == 0:
         return dataclasses.replace(step, outputs=layout.block)
     few = int(layout.block * policy.ratio)
-    some = few + (layout.block - few) / at.spec.layers
-    written, valued = (some + layout.block) / 2, layout.block - some
-    return Step(False, some, layout.length, layout.block, written, valued, layout.block)
+    rows = few + (layout.block - few) / at.spec.layers
+    written, valued = (rows + layout.block) / 2, layout.block - rows
+    return Step(False, rows, layout.length, layout.block, written, valued, layout.block)
 
 
 @extra_traffic.register

@@ -91,17 +91,17 @@ def tables() -> str:
             reasons.append(message)
         return reasons.index(message) + 1 if message else 0
 
-    def row(of: policies.Policy | samplers.Sampler, found: dict[str, int], all_of: str) -> str:
-        works = [name for name, reason in found.items() if not reason]
-        fails = [f"{name} ({reason})" for name, reason in found.items() if reason]
+    def row(of: policies.Policy | samplers.Sampler, by_name: dict[str, int], all_of: str) -> str:
+        works = [name for name, reason in by_name.items() if not reason]
+        fails = [f"{name} ({reason})" for name, reason in by_name.items() if reason]
         return _row(_name(of), ", ".join(works) if fails else all_of, ", ".join(fails))
 
     def of_policy(policy: policies.Policy) -> str:
         # A random order is what any policy goes with; other samplers are asked in the first place that works,
         # but those with blocks of their own, drafts or growth, which go with few policies.
         of_place = lambda place: samplers.EntropyNoise() if place == NOISY else samplers.RandomOrder()
-        found = {place: number(policy, of_place(place), place) for place in PLACES}
-        asked = next(place for place, reason in found.items() if not reason)
+        by_place = {place: number(policy, of_place(place), place) for place in PLACES}
+        asked = next(place for place, reason in by_place.items() if not reason)
         verifying = samplers.FreeDave | samplers.S2D2
         few = lambda s: s.own_block is not None or s.grows or s.of_noise or isinstance(s, verifying)
         others = [s for s in SAMPLERS if not few(s)]
@@ -109,16 +109,16 @@ def tables() -> str:
         other = {_name(s): number(policy, s, asked) for s in others if _name(s) not in alone}
         refused = {name: reason for name, reason in other.items() if reason}
         # All but one: it needs the order of a random one.
-        one = len(refused) >= len(other) - 1
-        found |= {"samplers but `RandomOrder`": max(refused.values())} if one else refused
-        return row(policy, found, "all")
+        all_but_random = len(refused) >= len(other) - 1
+        by_place |= {"samplers but `RandomOrder`": max(refused.values())} if all_but_random else refused
+        return row(policy, by_place, "all")
 
     def of_sampler(sampler: samplers.Sampler) -> str:
         places = [place for place in PLACES if (place == NOISY) == sampler.of_noise]
         return row(sampler, {place: number(policies.Policy(), sampler, place) for place in places}, "")
 
     of_policies = [*_head("policy", "works with", "does not work with"), *map(of_policy, POLICIES)]
-    restricted = [found for found in map(of_sampler, SAMPLERS) if not found.endswith("|  |  |")]
+    restricted = [line for line in map(of_sampler, SAMPLERS) if not line.endswith("|  |  |")]
     of_samplers = [*_head("sampler", "works with", "does not work with"), *restricted]
     # Arguments keep their case, so that a search for the message finds them.
     told = (re.sub("^the policy", "The policy", message) for message in reasons)

@@ -217,9 +217,10 @@ class Family:
       rope_key: Key of the object that holds rotary embedding in published files. In "rope_parameters" stand
         the base and the growth of queries too.
       newer_rope: Whether the authors' code reads "rope_parameters" as well, so that a file keeps them.
-      also_read: Keys of config.json that `adjusted` and `own` read, or judge.
+      also_read: Keys of config.json that `adjusted` and `further_fields` read, or judge.
       adjusted: another spelling of a config.json -> the one that `keys` reads.
-      own: config.json, and the fields that `keys` and rotary embedding hold -> those that no key holds alone.
+      further_fields: config.json, and the fields that `keys` and rotary embedding hold -> those that no key
+        holds alone.
       more: spec -> what it determines besides `keys`.
       carried: Pattern of tensors that no parameter is made of, which conversion and export keep bit for bit.
       fuses_experts: Whether its files hold the experts of a layer in one tensor.
@@ -244,7 +245,7 @@ class Family:
     newer_rope: bool = False
     also_read: tuple[str, ...] = ()
     adjusted: Callable[[Config], Config] = lambda config: config
-    own: Callable[[Config, dict[str, Any]], dict[str, Any]] = lambda config, fields: {}
+    further_fields: Callable[[Config, dict[str, Any]], dict[str, Any]] = lambda config, fields: {}
     more: Callable[[ModelSpec], dict[str, Any]] = lambda spec: {}
     carried: str = ""
     fuses_experts: bool = False
@@ -270,7 +271,7 @@ class Family:
         config = self._with_block_size(config) if "block_size" in self.keys else config
         fields = config.fields({**self.keys, "eot_id": "eot_token_id"}, **{**self.defaults, **known})
         fields |= {"rope_scaling": scaling, "stop_ids": others or None}
-        spec = ModelSpec(**{**fields, **self.fixed, **self.own(config, fields)}, family=self.name)
+        spec = ModelSpec(**{**fields, **self.fixed, **self.further_fields(config, fields)}, family=self.name)
         config.check(foreign(config, spec, self.read_keys))
         return spec
 

@@ -245,7 +245,7 @@ LLADA_V = Family(
     tokens=dict.fromkeys((126464, 126349), Tokens(126336, 126081, 126348)),
     scaling_type="type",
     adjusted=_special_tokens,
-    own=_tower,
+    further_fields=_tower,
     more=tower_keys,
     template=llada_v_template,
 )
@@ -297,7 +297,7 @@ LLADA_MOE = Family(
     fixed=NORMED,
     defaults=UNTIED,
     tokens={157184: Tokens(eos=156892)},
-    own=_moe_experts,
+    further_fields=_moe_experts,
     more=lambda spec: {"moe_layer_freq": [int(spec.has_experts(layer)) for layer in range(spec.layers)]},
     template=lambda spec: {
         "architectures": ["LLaDAMoEModelLM"],
@@ -388,7 +388,7 @@ LLADA2 = Family(
     defaults=UNTIED,
     tokens={157184: Tokens(156895, 156892)},
     blocks=32,
-    own=_llada2_fields,
+    further_fields=_llada2_fields,
     more=_llada2_keys,
     template=llama_template("LLaDA2MoeModelLM"),
 )

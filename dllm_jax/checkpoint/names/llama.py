@@ -47,7 +47,7 @@ ILLADA = Family(
     requirements=ILLADA_REQUIREMENTS,
     fixed=PLAIN,
     defaults={"tied": True, "mask_id": 5},
-    own=_check_rope,
+    further_fields=_check_rope,
     template=llama_template("ILLaDAForCausalLM"),
 )
 

@@ -112,7 +112,7 @@ SDAR_MOE = dataclasses.replace(
     model_type="sdar_moe",
     expert_keys=QWEN_EXPERT_KEYS,
     also_read=("mlp_only_layers", "decoder_sparse_step"),
-    own=_experts,
+    further_fields=_experts,
     more=_layers,
     template=llama_template("SDARMoeForCausalLM"),
 )
