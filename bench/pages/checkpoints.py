@@ -41,7 +41,7 @@ READ = (
     ),
     (
         "`Dream-org/DreamOn-v0-7B`",
-        "loads as Dream; same architecture; `infill` keeps its length: pass `forbid=[151667]`",
+        "loads as Dream; same architecture; `infill(.., sampler=DreamOn())`; others need `forbid=[151667]`",
     ),
     (
         "`Dream-org/DreamReasoner-8B` and its base",

@@ -324,8 +324,8 @@ def tune(
       accelerator: "h100" or the like (`dllm_jax.roofline.HARDWARE`), or a `Hardware`: time is predicted for
         it instead of measured.
       length: Number of tokens to generate. Default: enough for the longest right answer and its end.
-      block: Block length of exact decoding, or a sliding block. Default: at most 32, so that there are four
-        blocks.
+      block: Block length of exact decoding, or a sliding block. Default: the longest of 32, 16, 8 and 4
+        that leaves four blocks, else 4.
       steps: Number of denoising steps of exact decoding. Default: one per token.
       sampler: Sampler of exact decoding, and of policies given without one.
       score: Function of an answer (text) and its question that returns True, False or a number in [0, 1].
