@@ -124,7 +124,7 @@ def test_figures_show_settings_by_name_and_points_that_were_measured():
     assert len(labels) == 8
     assert "DualCache()" in labels
     lines = plots.growth((1024,)).axes[0].lines
-    points = {line.get_ydata()[0] for line in lines if line.get_marker() == "o"}
+    points = {line.get_ydata()[0] for line in lines if line.get_marker() in plots.MARKERS}
     assert any(abs(1000 / one - 164.7) < 0.1 for one in points)
     points = [(1.0, 0.9), (0.5, 0.9), (0.4, 0.5), (0.4, 0.7), (0.3, 0.7), (0.2, 0.1), (0.6, 0.95)]
     assert plots.front(points) == [(0.2, 0.1), (0.3, 0.7), (0.5, 0.9), (0.6, 0.95)], "of what nothing beats"
