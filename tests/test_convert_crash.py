@@ -24,7 +24,7 @@ import numpy as np
 from dllm_jax.checkpoint import convert, export
 from dllm_jax.checkpoint import converted
 from dllm_jax.checkpoint.families import units_of
-from dllm_jax.checkpoint.source import open_checkpoint, read
+from dllm_jax.checkpoint.source import open_checkpoint, read_checkpoint
 
 job, source, destination, overwrite = json.loads(sys.argv[1])
 run = {"convert": convert, "export": export}[job]
@@ -65,7 +65,7 @@ def die_at(moment):
 def whole():
     checkpoint = open_checkpoint(destination)
     for unit in units_of(checkpoint.spec):
-        read(checkpoint, unit)
+        read_checkpoint(checkpoint, unit)
 
 
 def ended(pid):

@@ -57,9 +57,10 @@ def test_every_policy_sampler_family_and_recorded_method_is_kept(collected, kept
     assert {type(policy).__name__ for policy in dj.policies.ALL} <= cases(kept, "test_policy")
     kinds = [kind for kind in vars(dj.samplers).values() if isinstance(kind, type)]
     samplers = {kind.__name__ for kind in kinds if issubclass(kind, dj.samplers.Sampler)}
-    # Bases, and those of test_causal_context.py, test_growth.py, test_samplers_wino.py, _free_dave and _s2d2.
+    # Bases, and those of test_causal_context.py, _growth, _diffusion_gemma, test_samplers_wino.py, _free_dave
+    # and _s2d2.
     of_their_own = {"Sampler", "UntilDone", "WINO", "FreeDave", "S2D2", "Autoregressive", "SelfSpeculation"}
-    of_their_own |= {"DAEDAL", "DreamOn"}
+    of_their_own |= {"DAEDAL", "DreamOn", "EntropyNoise", "GrowingAnswers"}
     assert samplers - of_their_own <= cases(kept, "test_sampler")
     assert "test_wino_keeps_the_rules_of_every_sampler" in {item.originalname for item in kept}, "WINO"
     methods = lambda items: {
