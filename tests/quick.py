@@ -260,7 +260,7 @@ LEFT_OUT: dict[str, str] = {
         test_vision.py::test_neither_batches_nor_the_form_of_layers_nor_a_mesh_change_features
     """,
     "The same code in another combination, which costs another compilation.": """
-        test_diffusion_gemma.py but *options_without* or *refused_by_name* or *a_sampler_of* or *costs_* or *each_kind*
+        test_diffusion_gemma.py but *options_without* or *refused_by_name* or *a_sampler_of* or *each_kind*
         test_analysis_capture.py::test_single_passes_take_* but llada
         test_analysis_capture.py::test_token_arrays_*
         test_analysis_capture.py::test_chosen_activations_*

@@ -137,8 +137,7 @@ def test_the_prompt_that_is_learnt_is_the_one_that_is_asked():
         model = models.tiny(family, vocab=112, mask_id=2, eos_id=1, eot_id=5)
         for template in (None, {"enable_thinking": False}, {"enable_thinking": True, "word": "x"}):
             batch = encode_batch(read, question, 4, model.spec, template=template)
-            options = dict(length=4, template=template)
-            asked = prepare_chat(model, read, question[0].messages, options, None, None).prompt
+            asked = prepare_chat(model, read, question[0].messages, {"length": 4}, None, template).prompt
             np.testing.assert_array_equal(batch.prompt, asked)
             np.testing.assert_array_equal(prompt_arrays(read, question, model.spec, template)[0], asked)
             stages = (Stage(task=Fixed(), size=1, batch=1, length=4),)
