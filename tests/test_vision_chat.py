@@ -10,6 +10,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.engine.features.stops import StopIds
+from dllm_jax.state.canvas import Stop
 from dllm_jax.testing.runs import assert_same_run, of_sequence
 from dllm_jax.vision import Pad, Processor
 from tests import llada_v, refuses, run_page
@@ -140,10 +141,12 @@ def test_of_several_stops_the_first_of_the_list_counts():
     find = lambda tokens, known, *stop: int(
         StopIds(stop)
         .look(
-            dataclasses.replace(now, tokens=jnp.asarray([tokens]), stop=jnp.asarray([known], jnp.int32)),
+            dataclasses.replace(
+                now, tokens=jnp.asarray([tokens]), stop=Stop(jnp.asarray([known], jnp.int32))
+            ),
             final=True,
         )
-        .stop[0]
+        .stop.position[0]
     )
     tokens = [7, 8, 3, 5, mask_id, 4, 3, 5]
     assert find(tokens, 8, (5,), (3,)) == 3
