@@ -343,5 +343,6 @@ def test_the_first_cell_installs_what_is_missing_and_what_a_gpu_needs(monkeypatc
     shell = unittest.mock.Mock()
     namespace = {"get_ipython": lambda: shell}
     exec(TransformerManager().transform_cell(first.source), namespace)
-    shell.run_line_magic.assert_called_once_with("pip", "install --quiet {wanted}")
+    installs = [call.args for call in shell.run_line_magic.call_args_list]
+    assert installs == [("pip", f"install --quiet {what}") for what in ("{wanted}", "matplotlib")]
     assert namespace["wanted"] == f"git+https://github.com/dllm-jax/dllm_jax{wanted}"

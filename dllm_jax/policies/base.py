@@ -74,16 +74,15 @@ class Policy(Options):
         """
         return cache
 
-    def network(
-        self, layers: Layers, x: Float[Array, "b q m"], cache: Cache, rows: Rows, canvas: Canvas
-    ) -> tuple[Float[Array, "b q m"], Cache]:
+    def network(self, layers: Layers, x: Any, cache: Cache, rows: Rows, canvas: Canvas) -> tuple[Any, Cache]:
         """Runs the layers of a step: all of them over all rows, each once, by `layer`.
 
         A policy may run some of them over fewer rows, or again.
 
         Args:
           layers: The model's layers, with `layer` as their function (`Layers`).
-          x: Residual stream before the first layer, at the rows.
+          x: Residual stream before the first layer, at the rows [b q m]; with branches (`engine.branches`) a
+            pair of streams.
           cache: Cache returned by `before_layers`.
           rows: The computed positions.
           canvas: State before the step.

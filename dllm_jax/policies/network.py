@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Array, Bool, Float
 
@@ -16,6 +16,7 @@ Stream = Float[Array, "b q m"]
 PolicyLayer = Callable[[Layer, Stream, LayerCache, Rows, Canvas], tuple[Stream, LayerCache]]
 
 
+@runtime_checkable
 class Layers(Protocol):
     """The layers of one step, which `Policy.network` runs; implemented by the engine."""
 
