@@ -51,9 +51,7 @@ def test_the_examples_of_the_page_run(capsys):
 def test_the_page_names_everything_that_there_is():
     for name in (*activations.AXES, *Place.__args__):
         assert f"`{name}`" in PAGE
-    figures = (ROOT / "examples" / "figures.py").read_text()
-    for name in re.findall(r"^def ([a-z]\w+)\(", figures, re.MULTILINE):
-        assert f"| `{name}(" in PAGE, name
+    assert "(../../examples/figures.py)" in PAGE
 
 
 @pytest.mark.exhaustive
