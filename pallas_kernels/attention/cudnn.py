@@ -14,6 +14,9 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.attention import xla
 from pallas_kernels.attention.xla import Mask, both
 
+# What jax says where jax for CUDA is not installed, and where it is without cuDNN.
+_ABSENT = ("cuDNN is not detected", "cuDNN not found")
+
 
 def attention(
     q: Float[Array, "b q h d"],
@@ -59,7 +62,7 @@ def attention(
     try:
         (out,) = xla.without_hidden(attended, seen, q.shape[1], k, v)
     except RuntimeError as error:
-        if "cuDNN is not detected" not in str(error):
+        if not any(said in str(error) for said in _ABSENT):
             raise
         raise NotImplementedError(str(error)) from error
     out = out if allowed is None else jnp.where(allowed, out, 0).astype(q.dtype)
