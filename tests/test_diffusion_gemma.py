@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax import lora, training
+from dllm_jax import lora, policies, training
 from dllm_jax.decoding.request import prepare
 from dllm_jax.nn.answers import answer_logits
 from dllm_jax.nn.parameters import abstract, count
@@ -98,6 +98,7 @@ def test_methods_that_need_a_mask_are_refused_by_name():
     refuses(f"log_likelihood {calls}", dj.log_likelihood, model, [[1]], [[2]])
     refuses(f"prefill {calls}", dj.prefill, model, [1, 2, 3])
     refuses("rope_factor=2.0 is not supported by diffusion-gemma", dj.load, MODEL, rope_factor=2.0)
+    refuses("ValueProxy does not support diffusion-gemma", policies.ValueProxy.of, model, 2)
     refuses("soft is not supported by llada", dj.forward, tiny("llada"), TOKENS, soft=jnp.zeros((1, 20, 32)))
     steer = dj.Intervention.mask("k")
     refuses("are of several shapes", dj.forward, model, TOKENS, interventions=(steer,))
@@ -114,7 +115,7 @@ def test_costs_count_every_parameter_and_windows_bound_what_is_read():
     described = dj.abstract("diffusiongemma-26b-a4b", weights="int8")
     assert count(described.params) == counted
     layout = Layout(prompt=1024, response=1024, block=256, steps=4 * 48)
-    for policy, fewest in ((dj.policies.Policy(), 256), (dj.policies.D2Cache(), 64)):
+    for policy, fewest in ((policies.Policy(), 256), (policies.D2Cache(), 64)):
         found = work(of, policy, layout)
         rows = {kind.step.rows: kind.count for kind in found.steps}
         assert (rows[2048], min(rows), sum(rows.values())) == (1, fewest, 4 * 49)
@@ -203,10 +204,10 @@ def test_ends_stops_and_forbidden_tokens():
             "Threshold does not support .*has no mask token. Use Entropy",
         ),
         (
-            dict(policy=dj.policies.DualCache()),
+            dict(policy=policies.DualCache()),
             "DualCache does not support diffusion-gemma: it decodes parts",
         ),
-        (dict(policy=dj.policies.DKVDecode()), "DKVDecode does not support diffusion-gemma: it goes by"),
+        (dict(policy=policies.DKVDecode()), "DKVDecode does not support diffusion-gemma: it goes by"),
         (dict(key=None), "draws random numbers: pass key="),
     ],
 )
@@ -277,8 +278,18 @@ def test_a_model_learns_to_denoise_one_answer():
 
 # -- caches in the canvas ---------------------------------------------------------------------------------
 
-EXACT = [dj.policies.DLLMCache(response_every=1), dj.policies.DLLMCache(ratio=1.0), dj.policies.D2Cache(p=1)]
-PARTIAL = [dj.policies.DLLMCache(response_every=3, ratio=0.5), dj.policies.D2Cache(k=3)]
+EXACT = [
+    policies.DLLMCache(response_every=1),
+    policies.DLLMCache(ratio=1.0),
+    policies.D2Cache(p=1),
+    policies.SPACache(prompt_every=1),
+    policies.SPACache(ratio=1.0, start=1.0, end=1.0),
+]
+PARTIAL = [
+    policies.DLLMCache(response_every=3, ratio=0.5),
+    policies.D2Cache(k=3),
+    policies.SPACache(response_every=3, ratio=0.5),
+]
 
 
 @pytest.mark.parametrize("policy", EXACT, ids=repr)
@@ -293,18 +304,18 @@ def test_partial_steps_in_the_canvas_leave_batch_mates_alone_and_compute_less(po
     run = lambda prompts, keys, policy=policy, **more: dj.generate(
         tiny(FAMILY), prompts, key=keys, policy=policy, **{**OPTIONS, "sampler": sampler, **more}
     )
-    batch, exact = run(PROMPTS, KEYS), run(PROMPTS, KEYS, dj.policies.Policy())
+    batch, exact = run(PROMPTS, KEYS), run(PROMPTS, KEYS, policies.Policy())
     assert np.any(batch.tokens != exact.tokens)
     for i, prompt in enumerate(PROMPTS):
         alone = run([prompt], KEYS[i : i + 1], widths=None)
         np.testing.assert_array_equal(np.asarray(alone.tokens)[0, -20:], np.asarray(batch.tokens)[i, -20:])
     fewer = np.asarray(batch.stats.computed_tokens < exact.stats.computed_tokens)
-    assert fewer.all() or isinstance(policy, dj.policies.DLLMCache)  # whose layers compute less
+    assert fewer.all() or isinstance(policy, policies.DLLMCache)  # whose layers compute less
 
 
 def test_positions_that_a_step_leaves_out_keep_their_tokens():
     options = {**OPTIONS, "sampler": dataclasses.replace(SAMPLER, certainty=0.0)}
-    ran = list(states(tiny(FAMILY), [PROMPTS[0]], key=KEYS[:1], policy=PARTIAL[1], **options))
+    ran = list(states(tiny(FAMILY), [PROMPTS[0]], key=KEYS[:1], policy=policies.D2Cache(k=3), **options))
     left_out = 0
     for before, after in itertools.pairwise(ran):
         begins = int(before.canvas.block_start[0])

@@ -1,6 +1,7 @@
 """The exact decoder, which is also the interface of all cache policies."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, final
 
@@ -185,7 +186,8 @@ class Policy(Options):
     def _in_blocks(self, spec: ModelSpec) -> "Policy":
         """Returns the policy that runs on a block-causal model: itself, unless the method is another there.
 
-        Finished blocks are final on such models, so that a method may have nothing to refresh or to evict.
+        Finished blocks are final on such models, so that a method may have nothing to refresh or to evict. A
+        variant with other steps is `as_kind`, so that a user's subclass keeps its methods.
 
         Raises:
           ValueError: the method, or one of its options, means nothing on the model.
@@ -244,9 +246,41 @@ def for_model(policy: Policy, spec: ModelSpec) -> Policy:
     """Returns the policy that runs on a model (`Policy._in_blocks`).
 
     Raises:
-      ValueError: the method, or one of its options, means nothing on the model.
+      ValueError: the method, or one of its options, means nothing on the model; or a subclass would lose its
+        own methods to another class that runs there.
     """
-    return policy._in_blocks(spec) if spec.context.has_blocks else policy
+    if not spec.context.has_blocks:
+        return policy
+    runs, kind = policy._in_blocks(spec), type(policy)
+    stated = next(base for base in kind.__mro__ if "_in_blocks" in vars(base))
+    if stated is not kind and not isinstance(runs, kind):
+        raise ValueError(
+            f"{kind.__name__} does not support block-causal models ({spec.family}): {stated.__name__} runs "
+            f"as {type(runs).__name__} there, without the methods of a subclass. Use {stated.__name__}, or "
+            "derive from Policy."
+        )
+    return runs
+
+
+def as_kind(policy: Policy, kind: type[Policy]) -> Policy:
+    """Returns the policy with the methods of `kind`, a variant of its class or of a base of that.
+
+    Methods of a subclass precede those of the variant, which its `super()` calls.
+    """
+    if isinstance(policy, kind):
+        return policy
+    both = kind if issubclass(kind, type(policy)) else _both(type(policy), kind)
+    # Around `__init__`, which a subclass may have: its fields are checked already.
+    made = object.__new__(both)
+    vars(made).update(vars(policy))
+    return made
+
+
+@functools.cache
+def _both(users: type[Policy], kind: type[Policy]) -> type[Policy]:
+    """A class with the methods of both, under the name of the first."""
+    names = {name: getattr(users, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(users.__name__, (users, kind), names)
 
 
 def halvings(length: int, smallest: int = 8) -> tuple[int, ...]:

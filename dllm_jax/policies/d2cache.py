@@ -13,7 +13,7 @@ from dllm_jax.nn.arithmetic import einsum
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import LARGEST, NoneMeans, PositiveInt, TracedPositiveInt, TracedWidth
-from dllm_jax.policies.base import Policy
+from dllm_jax.policies.base import Policy, as_kind
 from dllm_jax.state.cache import KV, Cache, LayerCache, Proposal
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
@@ -142,9 +142,7 @@ class D2Cache(Policy):
 
     @override
     def _in_blocks(self, spec: ModelSpec) -> Policy:
-        if spec.has_mask_token or isinstance(self, InCanvas):
-            return self
-        return InCanvas(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        return self if spec.has_mask_token else as_kind(self, InCanvas)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.mask import require_full_attention
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, TracedPositiveInt
-from dllm_jax.policies.base import Policy
+from dllm_jax.policies.base import Policy, as_kind
 from dllm_jax.policies.network import Phase
 from dllm_jax.policies.parts.partial import least_similar
 from dllm_jax.state.cache import KV, Cache, LayerCache
@@ -87,9 +87,7 @@ class DLLMCache(Policy):
 
     @override
     def _in_blocks(self, spec: ModelSpec) -> Policy:
-        if spec.has_mask_token or type(self) is not DLLMCache:
-            return self
-        return InCanvas(self.prompt_every, self.response_every, self.ratio)
+        return self if spec.has_mask_token else as_kind(self, InCanvas)
 
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
@@ -276,8 +274,8 @@ class InCanvas(DLLMCache):
 
     def refreshes(self, canvas: Canvas) -> Bool[Array, "b 1"]:
         """Whether the coming step computes everything: a causal pass, or a denoising one that is due."""
-        due = jnp.fmod(canvas.block_step - 1, self.response_every) == 0
-        return canvas.causal | due[:, None]
+        in_canvas = dataclasses.replace(canvas, step=canvas.block_step - 1)
+        return canvas.causal | self.due(in_canvas, False)[1]
 
     @override
     def part(self, layout: Layout) -> int:

@@ -81,7 +81,11 @@ class ESDLLM(Policy):
     def __post_init__(self):
         super().__post_init__()
         check_depths(self.ratios, self.depths)
-        if self.evict is not None and self.evict.side != "both":
+        if self.evict is None:
+            return
+        if type(self.evict) is not SparseDLLM:
+            raise ValueError(f"evict={self.evict!r} must be a SparseDLLM itself: no method of it is called.")
+        if self.evict.side != "both":
             raise ValueError(f"evict={self.evict!r} must have side='both', as the reference implementation.")
 
     @override

@@ -172,7 +172,7 @@ class EvictPrompt(PromptEviction):
     @override
     def _in_blocks(self, spec: ModelSpec) -> Policy:
         """`RollingEviction`, which goes on selecting: its budget is of all earlier blocks; else the same."""
-        require_blocks(spec, "EvictPrompt", "Use Policy()")
+        require_blocks(spec, type(self).__name__, "Use Policy()")
         if not self.reselect:
             return self
         if type(self.policy) is not Policy:

@@ -77,7 +77,7 @@ class MaskKV(PromptEviction, DLLMCache):
     @override
     def _in_blocks(self, spec: ModelSpec) -> Policy:
         """`EvictPrompt` over exact decoding: nothing refreshes prompt or response there."""
-        require_blocks(spec, "MaskKV", "Use Policy()")
+        require_blocks(spec, type(self).__name__, "Use Policy()")
         if self.reselect:
             return rolling(self)
         return EvictPrompt(self.budget, self.layers, self.heads, self.votes, policy=Policy(), reselect=False)

@@ -51,8 +51,13 @@ class ValueProxy(Arrays):
           rank: Number of directions. The published settings are 128 (LLaDA-8B) and 32 (Dream-7B).
 
         Raises:
-          ValueError: more than a layer has.
+          ValueError: more than a layer has; or layers have values of two widths.
         """
+        if model.spec.gemma is not None:
+            raise ValueError(
+                f"ValueProxy does not support {model.spec.family}: its layers have values of two widths. Use "
+                "SPACache(proxy=None)."
+            )
         rank, most = check_argument("rank", rank, PositiveInt), model.spec.kv_heads * model.spec.head_dim
         if rank > most:
             raise ValueError(f"rank={rank} must be at most the width of the values, {most}")

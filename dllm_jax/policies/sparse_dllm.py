@@ -68,7 +68,7 @@ class SparseDLLM(Policy):
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Room for the pairs of the first block, with side="prefix" later blocks keep fewer, and its own."""
-        require_full_attention(spec, "SparseDLLM")
+        require_full_attention(spec, type(self).__name__)
         outside = layout.length - layout.shortest_block
         candidates = outside if self.side == "both" else layout.prompt
         slots = int(candidates * self.keep) + (outside - candidates) + spec.shifted + layout.block
@@ -115,7 +115,7 @@ class SparseDLLM(Policy):
     @override
     def _in_blocks(self, spec: ModelSpec) -> Policy:
         """`SparseBlocks`: nothing is stale there, so what would be evicted stays stored and is not read."""
-        require_blocks(spec, "SparseDLLM", "Use Policy()")
+        require_blocks(spec, type(self).__name__, "Use Policy()")
         return SparseBlocks(float(self.keep), self.kernel, self.delay)
 
     @override

@@ -117,11 +117,12 @@ class IdleSteps(Counter):
         before = step.before
         had_masks = before.schedule_step < before.block_masks
         masks = jnp.any(before.unanswered, axis=1)
-        idle = before.active & ~masks & had_masks
-        if not self.may_miss:
-            return idle
-        missed = masks & ~jnp.any(step.proposal.score > -jnp.inf, axis=1) & ~before.causal[:, 0]
-        return idle | (before.active & missed)
+        # A causal pass stores tokens, and may predict none.
+        denoises = before.active & ~before.causal[:, 0]
+        idle = ~masks & had_masks
+        if self.may_miss:
+            idle |= masks & ~jnp.any(step.proposal.score > -jnp.inf, axis=1)
+        return denoises & idle
 
 
 @jax.tree_util.register_dataclass
