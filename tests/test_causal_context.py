@@ -153,7 +153,7 @@ def test_with_a_temperature_the_distribution_is_that_of_autoregressive_decoding(
     """Frequencies of answers of three tokens, each of the two most likely ones."""
     count, found, drawn = 3000, [], dict(temperature=1.0, top_k=2)
     for sampler in (samplers.Autoregressive(**drawn), samplers.SelfSpeculation(block=3, **drawn)):
-        keys = jax.random.split(jax.random.key(7 + sampler.drafts), count)
+        keys = jax.random.split(jax.random.key(7 + sampler.procedure.drafts), count)
         options = dict(length=3, sampler=sampler, key=keys, widths=WIDE)
         tokens = np.asarray(dj.generate(tiny("nemotron"), [[3, 1, 4]] * count, **options).tokens)[:, -3:]
         found.append(np.bincount(tokens @ [61**2, 61, 1], minlength=61**3) / count)

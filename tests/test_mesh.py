@@ -126,7 +126,7 @@ def test_chosen_pairs_and_drafts_are_those_of_one_device(family, policy, sampler
     """KV heads are split, and with them the pairs that each of them chooses."""
     alone = tiny(family, kv_heads=4, heads=8, vocab=64, block_size=4)
     prompt, mask = prompts(alone, (9, 6, 8))
-    block = {} if sampler.own_block else dict(block=4)
+    block = {} if sampler.procedure.block else dict(block=4)
     options = dict(length=8, policy=policy, sampler=sampler, trace=True, widths=WIDE, **block)
     run = lambda model: dj.generate(model, prompt, prompt_mask=mask, **options)
     assert_same(run(on_mesh(alone, mesh_of(mesh))), run(alone))

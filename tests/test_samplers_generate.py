@@ -117,3 +117,10 @@ def test_no_sampler_of_the_library_counts_idle_steps():
     assert len(made) > 10
     assert not [sampler for sampler in made if sampler.may_idle]
     assert TwoAtOnce().may_idle
+
+
+@pytest.mark.parametrize("said", ["verifies", "edits", "own_block", "grows"])
+def test_a_class_that_still_sets_a_field_of_its_procedure_is_told_so(said):
+    with pytest.raises(TypeError, match=rf"Old\.{said} is not read: return a Procedure"):
+        type("Old", (dj.samplers.Threshold,), {said: True})
+    assert dj.samplers.SelfSpeculation(draft_adapter=True).procedure.draft_adapter  # an option of its own

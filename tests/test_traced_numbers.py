@@ -79,9 +79,9 @@ TEN = {
 
 def model_of(policy, sampler) -> dj.Model:
     """A model that a case runs on."""
-    if sampler.drafts or sampler.of_noise:
-        return tiny("nemotron" if sampler.drafts else "diffusion-gemma")
-    blocks = isinstance(policy, SparseBlocks) or sampler.verifies_causally
+    if sampler.procedure.drafts or sampler.procedure.of_noise:
+        return tiny("nemotron" if sampler.procedure.drafts else "diffusion-gemma")
+    blocks = isinstance(policy, SparseBlocks) or sampler.procedure.verifies_causally
     return tiny("sdar" if blocks else "llada")
 
 
@@ -89,9 +89,9 @@ def request(policy, sampler, **options) -> Request:
     """Two prompts of different length, whose trace is recorded."""
     model = model_of(policy, sampler)
     prompt, mask = prompts(model, (9, 6))
-    block = None if sampler.drafts or sampler.of_noise else 4
+    block = None if sampler.procedure.drafts or sampler.procedure.of_noise else 4
     options = dict(prompt_mask=mask, length=8, block=block, key=KEY, trace=True) | options
-    options |= {"max_length": 12} if sampler.grows else {}
+    options |= {"max_length": 12} if sampler.procedure.grows else {}
     return prepare(model, prompt, policy=policy, sampler=sampler, **options)
 
 

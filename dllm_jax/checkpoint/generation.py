@@ -56,7 +56,8 @@ def generation_of(folder: Path) -> Generation:
     said = values.get(KEY, {})
     fixed = _of_noise(f"{folder / GENERATION}", values) | _read(where, said, FIXED, GROWING)
     growing = _read(f"{where}.{GROWING}", said.get(GROWING, {}), GROWS)
-    if growing and not ({"length", "max_length", "sampler"} <= growing.keys() and growing["sampler"].grows):
+    complete = {"length", "max_length", "sampler"} <= growing.keys() and growing["sampler"].procedure.grows
+    if growing and not complete:
         raise ValueError(
             f"{where}.{GROWING} must have length, max_length and a sampler whose answers grow, such as "
             '"DAEDAL()"'

@@ -58,9 +58,9 @@ def check_request(case: CheckedRequest):
         check_numbers(options)  # those that were made inside of `jit`
     sampler.check_model(spec)
     check_policy(sampler, policy)
-    if sampler.own_block is not None:
+    if sampler.procedure.block is not None:
         _check_own_blocks(case)
-    if sampler.draft_adapter:
+    if sampler.procedure.draft_adapter:
         _check_draft_adapter(case.model.params)
     if asked.drafting is not None:
         check_drafting(asked.drafting, asked.policy, spec, layout)
@@ -87,7 +87,7 @@ def _check_logprobs(count: int, sampler: Sampler, spec: ModelSpec):
     """Refuses more log-probabilities than there are tokens, and those of tokens with two distributions."""
     if count > spec.vocab:
         raise ValueError(f"logprobs={count} must be at most the vocabulary's size, {spec.vocab}")
-    if sampler.verifies_causally:
+    if sampler.procedure.verifies_causally:
         raise ValueError(
             f"logprobs={count} is not supported by {type(sampler).__name__}: a token is drafted "
             "from one distribution and accepted by another. Use Dynamic()."
@@ -134,7 +134,8 @@ def fitting_interventions(case: CheckedRequest, steps: int) -> tuple[Interventio
         asked.interventions, case.model.spec, batch, length - case.extra, steps
     )
     sampler, drafting = asked.sampler, asked.drafting
-    if interventions and (sampler.verifies or sampler.verifies_causally or drafting is not None):
+    does = sampler.procedure
+    if interventions and (does.verifies or does.verifies_causally or drafting is not None):
         what, by = ("FreeDave", "drafts") if drafting else (type(sampler).__name__, "a shadow block")
         raise ValueError(
             f"interventions= is not supported by {what}: it verifies tokens by {by}, where they would not "

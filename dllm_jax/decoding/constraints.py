@@ -34,7 +34,7 @@ def constraints_of(
         raise ValueError(
             f"constraints={shown(given)} must be a list of Constraint, such as dj.samplers.OneOf(0, words)"
         )
-    if several and sampler.drafts:
+    if several and sampler.procedure.drafts:
         raise ValueError(
             f"constraints= is not supported by {type(sampler).__name__}: they would read the draft that it "
             "verifies. Use forbid and allow, or Autoregressive()"

@@ -54,10 +54,10 @@ def generation_defaults(model: Model, **options: Unpack[GenerateOptions]) -> dic
     if growing and not fixed and complete["policy"].fixed_within_blocks:
         complete |= growing | given
     sampler = complete["sampler"]
-    if "policy" not in given and (sampler.verifies_causally or sampler.own_block is not None):
+    if "policy" not in given and (sampler.procedure.verifies_causally or sampler.procedure.block is not None):
         complete["policy"] = Policy()
     length, block = complete["length"], complete["block"]
     uneven = sampler.whole_blocks and isinstance(block, int) and isinstance(length, int) and length % block
-    if "block" not in given and (sampler.own_block is not None or uneven):
+    if "block" not in given and (sampler.procedure.block is not None or uneven):
         complete["block"] = None
     return complete

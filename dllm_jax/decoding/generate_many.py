@@ -153,14 +153,14 @@ def _check_common(model: Model, options: dict[str, Any], has_length: bool):
     least: dict[str, Any] = {"key": seeded(0)} if asked.sampler.draws else {}
 
     def check(length: int, **others: Any):
-        most = {"max_length": length} if asked.sampler.grows and asked.max_length is None else {}
+        most = {"max_length": length} if asked.sampler.procedure.grows and asked.max_length is None else {}
         given: dict[str, Any] = options | least | most | {"length": length} | others
         prepare(model, [[model.spec.eos_id]], **given)
 
     # Each request may say how long its answer is, which steps have to fit, unless the answer grows.
     if not has_length:
         one_block = asked.block if isinstance(asked.block, int) and asked.block > 0 else 1
-        fitting = {} if asked.sampler.grows else {"steps": None}
+        fitting = {} if asked.sampler.procedure.grows else {"steps": None}
         with contextlib.suppress(ValueError):
             return check(one_block, **fitting)
     check(asked.length)

@@ -42,7 +42,7 @@ def blocks_of(
     """
     if isinstance(block, AdaBlock):
         block.check(spec.vocab, spec.mask_id)
-    context, fixed = spec.context, sampler.own_block
+    context, fixed = spec.context, sampler.procedure.block
     if not context.has_blocks:
         return block, 0
     if suffix:
@@ -64,7 +64,7 @@ def blocks_of(
         )
     together: int = size if block is None else check_argument("block", block, PositiveInt)
     if context.has_causal_passes:
-        return together, size - 1 if sampler.drafts else 0
+        return together, size - 1 if sampler.procedure.drafts else 0
     if size % together:
         raise ValueError(f"block={block} must divide the blocks of {spec.family}, block_size={size}")
     completed = context.completed or (context.from_response and infilled)
@@ -80,8 +80,8 @@ def completed_layout(layout: Layout, asked: RequestOptions, initial: int) -> Lay
       initial: Response positions that are there before the first step.
     """
     changes: dict[str, Any] = {}
-    if asked.sampler.own_block is not None:
-        changes = dict(own_blocks=True, drafts=asked.sampler.drafts)
+    if asked.sampler.procedure.block is not None:
+        changes = dict(own_blocks=True, drafts=asked.sampler.procedure.drafts)
     if asked.max_length is not None:  # what does not exist yet is padding on the right
         changes |= dict(initial=initial, longest=asked.max_length, padded=True)
     return dataclasses.replace(layout, **changes) if changes else layout
@@ -103,9 +103,9 @@ def canvas_length(asked: RequestOptions, spec: ModelSpec, prompt: int) -> int:
         grows, and the other way round; options that have no meaning for answers that grow.
     """
     length: int = check_argument("length", asked.length, PositiveInt)
-    if asked.max_length is None and not asked.sampler.grows:
+    if asked.max_length is None and not asked.sampler.procedure.grows:
         return length
-    if asked.sampler.shortens:
+    if asked.sampler.procedure.shortens:
         raise ValueError(
             f"sampler={type(asked.sampler).__name__}() is not supported here: it fills the masks of a "
             "template, whose text moves with them. Use infill, or DAEDAL()."
@@ -145,9 +145,9 @@ def template_room(
         that grows, below the masks of a template, or beyond the model's context, and the other way round;
         options that have no meaning for answers that grow.
     """
-    if asked.max_length is None and not asked.sampler.grows:
+    if asked.max_length is None and not asked.sampler.procedure.grows:
         return 0
-    if asked.sampler.grows and not asked.sampler.shortens:
+    if asked.sampler.procedure.grows and not asked.sampler.procedure.shortens:
         raise ValueError(
             f"sampler={type(asked.sampler).__name__}() is not supported by infill: a template's text has its "
             "places. Use Threshold(), or DreamOn() with its weights."
@@ -190,7 +190,7 @@ def _largest_length(asked: RequestOptions, spec: ModelSpec, grows: str, stays: s
     most, name = asked.max_length, type(asked.sampler).__name__
     if most is None:
         raise ValueError(f"max_length=None must be a number with {name}, {grows}")
-    if not asked.sampler.grows:
+    if not asked.sampler.procedure.grows:
         raise ValueError(f"max_length={most} is not supported by {name}: {stays}")
     check_growth(most, asked.block, asked.steps, asked.policy)
     reasons = {

@@ -271,7 +271,7 @@ def _check_masks(tokens: Int[AnyArray, "b l"], valid: Bool[AnyArray, "b l"], mas
 
 def _check_whole_blocks(layout: Layout, sampler: Sampler, valid: Bool[AnyArray, "b l"], room: int):
     """Raises ValueError for templates whose last block is shorter than the sampler can verify."""
-    if not sampler.verifies:
+    if not sampler.procedure.verifies:
         return
     readable = host.module(valid) is not jnp
     lengths = np.unique(np.sum(valid, axis=1)) + room if readable else [layout.length]

@@ -44,7 +44,7 @@ def initial_canvas(generation: Generation, inputs: Inputs) -> Canvas:
     canvas = new_canvas(tokens, valid, model.spec, plan.layout)
     for feature in plan.features:
         canvas = feature.begin_canvas(canvas)
-    if plan.sampler.edits:
+    if plan.sampler.procedure.edits:
         canvas = dataclasses.replace(canvas, keeps_block=jnp.zeros_like(canvas.done))
     return advance(canvas, plan.policy, plan.sampler, plan.features)
 
@@ -77,7 +77,7 @@ def check_outputs(plan: Plan, spec: ModelSpec):
     for option, unsupported, reason in (
         (
             type(plan.sampler).__name__,
-            plan.sampler.edits,
+            plan.sampler.procedure.edits,
             "it edits tokens by their outputs",
         ),
         ("cfg_scale", plan.streams == 2, "the two streams may let different positions go"),

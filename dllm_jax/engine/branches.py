@@ -134,12 +134,12 @@ def check_policy(sampler: Sampler, policy: Policy):
     A shadow position attends to the keys and values that the step itself attends to, which must be those of
     all positions, where the default layer leaves them.
     """
-    if sampler.verifies_causally and policy.reuses:
+    if sampler.procedure.verifies_causally and policy.reuses:
         raise ValueError(
             f"policy={type(policy).__name__}() is not supported by {type(sampler).__name__}: each step reads "
             "the draft, or the masks in its place, in all of the block. Use Policy()."
         )
-    if sampler.verifies and not policy.only_sets:
+    if sampler.procedure.verifies and not policy.only_sets:
         raise ValueError(
             f"{type(sampler).__name__} is not supported by {type(policy).__name__}: it verifies tokens "
             "against the KV pairs of all positions. Use Policy(), PrefixCache(), DualCache(), DKVDecode() or "
@@ -159,12 +159,14 @@ def place_in_shadow(canvas: Canvas, index: Int[Array, "b c"]) -> Int[Array, "b c
 
 def shadow_of(sampler: Sampler, canvas: Canvas) -> Branches | None:
     """The shadow block of a sampler that verifies tokens by one; None for others."""
-    return shadow_block(canvas, sampler.verifies_causally) if has_shadow(sampler, canvas.spec) else None
+    causally = sampler.procedure.verifies_causally
+    return shadow_block(canvas, causally) if has_shadow(sampler, canvas.spec) else None
 
 
 def has_shadow(sampler: Sampler, spec: ModelSpec) -> bool:
     """Whether tokens take logits from a shadow block; a shifted head verifies drafts by the token before."""
-    return sampler.verifies or (sampler.verifies_causally and not spec.shifted)
+    steps = sampler.procedure
+    return steps.verifies or (steps.verifies_causally and not spec.shifted)
 
 
 def shadow_block(canvas: Canvas, causal: bool = False) -> Branches:

@@ -53,7 +53,7 @@ def propose(
     plan, sampler, length = generation.plan, generation.plan.sampler, canvas.layout.length
     index = _positions(plan, canvas, rows)
     holds_token = _holds_token(sampler, canvas, index)
-    shadowed = holds_token if sampler.verifies else verifying[:, None]
+    shadowed = holds_token if sampler.procedure.verifies else verifying[:, None]
     unconstrained = _logits(generation, canvas, rows, hidden, index, shadowed)
     logits, waits = unconstrained, jnp.zeros(index.shape, bool)
     for feature in plan.features:
@@ -77,7 +77,9 @@ def propose(
     # offered no other.
     candidate, holds_token = candidate & ~waits, holds_token & ~waits
     score = jnp.where(candidate & ~holds_token, proposed.score, -jnp.inf)
-    token = proposed.token if sampler.edits else jnp.where(holds_token, canvas.spec.mask_id, proposed.token)
+    token = proposed.token
+    if not sampler.procedure.edits:
+        token = jnp.where(holds_token, canvas.spec.mask_id, token)
     offered = jnp.where(only_read | waits, length, index)
     return proposed._replace(index=offered, score=score, token=token), finite, findings
 
@@ -128,7 +130,7 @@ def _positions(plan: Plan, canvas: Canvas, rows: Rows) -> Int[Array, "b c"]:
     sampler, layout = plan.sampler, plan.layout
     everywhere = sampler.allow_mask_token or plan.scores_response or sampler.scored == "answer"
     most = layout.response if everywhere else layout.widest_block
-    if sampler.verifies:
+    if sampler.procedure.verifies:
         # What is verified is in the shadow, whether or not the step computes it.
         return compact(candidates | decoded_in_block(canvas), most)
     return compact(candidates, min(most, rows.index.shape[1]))
@@ -143,7 +145,7 @@ def _scored(plan: Plan, canvas: Canvas) -> Bool[Array, "b l"]:
     for feature in plan.features:
         more = feature.scored(canvas)
         scored = scored if more is None else scored | more
-    return scored | decoded_in_block(canvas) if sampler.edits else scored
+    return scored | decoded_in_block(canvas) if sampler.procedure.edits else scored
 
 
 def _holds_token(sampler: Sampler, canvas: Canvas, index: Int[Array, "b c"]) -> Bool[Array, "b c"]:

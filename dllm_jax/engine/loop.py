@@ -63,7 +63,7 @@ def denoise(
     by_sequence, by_step = lies("b"), lies("tb")
     specs: dict[str, Any] = dict.fromkeys(Trace._fields, by_step) | {"steps": PartitionSpec()}
     specs |= {} if model.spec.context.has_causal_passes else {"causal": None}
-    specs |= {} if plan.sampler.grows else dict.fromkeys(OF_GROWTH)
+    specs |= {} if plan.sampler.procedure.grows else dict.fromkeys(OF_GROWTH)
     trace = Trace(**specs) if "trace" in plan.by_name else None
     return over_mesh(_denoise, model, inputs, plan, out=(by_sequence, by_sequence, trace, by_sequence))
 

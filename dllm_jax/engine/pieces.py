@@ -132,7 +132,7 @@ def resume(
         made = lambda s: jnp.max(passes_of(s.record, s.canvas) - before)
         wanted = lambda s: (slowest(s.canvas) == start) & (made(s) < steps)
         after, seen = run_piece(Generation.of(model, inputs, plan), state, wanted, together=True)
-        if plan.sampler.grows:
+        if plan.sampler.procedure.grows:
             seen = seen._replace(unmasked=after.canvas.decoded_at >= state.canvas.step[:, None])
 
         # Arrays of their own: the next piece overwrites the state's while the host still reads these.

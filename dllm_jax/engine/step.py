@@ -99,7 +99,7 @@ def run_forward(generation: Generation, variant: Variant, state: State, read: Ca
     streams = repeat(read, plan.streams)
     rows = computed_rows(state.need, variant, streams, plan.policy)
     shadow = shadow_of(plan.sampler, streams)
-    soft = state.memory.soft if plan.sampler.of_noise else None
+    soft = state.memory.soft if plan.sampler.procedure.of_noise else None
     tokens = network_inputs(plan, streams)
     hidden, cache = network(generation, tokens, streams, rows, state.cache, shadow, soft)
     return Forward(streams, rows, hidden, cache)
@@ -245,7 +245,7 @@ class StepLayers:
         """The layers of a step, traced once however often they run."""
         model, plan = generation.model, generation.plan
         params = model.params
-        if plan.sampler.draft_adapter:
+        if plan.sampler.procedure.draft_adapter:
             params = acting_in(params, ~canvas.causal[:, 0], model.spec.layers)
         params = gemma.in_pass(params, canvas.causal)
         rope = generation.rope.padded(canvas.valid, model.spec)

@@ -1,7 +1,7 @@
 """Samplers: which token each position gets, and which positions are decoded in a step."""
 
 from dllm_jax.samplers.autoregressive import Autoregressive, SelfSpeculation
-from dllm_jax.samplers.base import Sampler
+from dllm_jax.samplers.base import Procedure, Sampler
 from dllm_jax.samplers.candidates import Candidates, Decision, KeyNoise, Noise, RecordedNoise
 from dllm_jax.samplers.confidence import CertaintyPrior, Confidence, RandomOrder
 from dllm_jax.samplers.constraint import Constraint, OneOf
@@ -21,6 +21,6 @@ __all__ = [
     "DAEDAL", "KLASS", "S2D2", "WINO", "Automaton", "Autoregressive", "Candidates", "CertaintyPrior",
     "Confidence", "Constraint", "Decision", "DreamOn", "DreamSchedule", "Dynamic", "EBSampler",
     "EarlyCommit", "Edit", "EntropyNoise", "Factor", "FreeDave", "GrowingAnswers", "KeyNoise",
-    "LocalLeap", "Noise", "OneOf", "PCSampler", "RandomOrder", "RecordedNoise", "Regex", "Sampler",
-    "SelfSpeculation", "Sequential", "Threshold", "TokenFrequencies", "UntilDone",
+    "LocalLeap", "Noise", "OneOf", "PCSampler", "Procedure", "RandomOrder", "RecordedNoise", "Regex",
+    "Sampler", "SelfSpeculation", "Sequential", "Threshold", "TokenFrequencies", "UntilDone",
 ]  # fmt: skip

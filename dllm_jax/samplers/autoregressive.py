@@ -1,7 +1,7 @@
 """One token at a time by causal attention, and drafts that it verifies (Nemotron-Labs-Diffusion)."""
 
 import dataclasses
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import jax.numpy as jnp
 from annotated_types import Ge, Interval
@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Int32, refuse
-from dllm_jax.samplers.base import check_ends_unordered
+from dllm_jax.samplers.base import Procedure, check_ends_unordered
 from dllm_jax.samplers.candidates import Candidates, Decision, Ids, Noise
 from dllm_jax.samplers.parallel import UntilDone
 from dllm_jax.state.canvas import Canvas
@@ -43,8 +43,8 @@ class Autoregressive(LeftToRight):
 
     @property
     @override
-    def own_block(self) -> int:
-        return 1
+    def procedure(self) -> Procedure:
+        return Procedure(block=1)
 
     @override
     def check_model(self, spec: ModelSpec):
@@ -82,14 +82,12 @@ class SelfSpeculation(LeftToRight):
 
     block: Annotated[int, Ge(2), Int32()] = 32
     threshold: Annotated[Number, Interval(ge=0, le=1), Traced(unless=0)] = 0.0
-    draft_adapter: bool = False  # pyright: ignore[reportIncompatibleVariableOverride]
-
-    drafts: ClassVar[bool] = True
+    draft_adapter: bool = False
 
     @property
     @override
-    def own_block(self) -> int:
-        return self.block
+    def procedure(self) -> Procedure:
+        return Procedure(drafts=True, block=self.block, draft_adapter=self.draft_adapter)
 
     @override
     def check_model(self, spec: ModelSpec):

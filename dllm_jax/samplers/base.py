@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, final
@@ -25,6 +26,40 @@ from dllm_jax.xla.products import divided
 from dllm_jax.xla.reductions import any_marked, argmax
 
 Alg = Literal["prob", "margin", "entropy"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Procedure:
+    """What steps of a sampler do besides unmasking candidates, the masks of a block.
+
+    Attributes:
+      verifies: Whether tokens that earlier steps decoded in the block are candidates too, with score -inf and
+        logits of their own, which do not see the token (`engine.branches`); `decide` may revoke them.
+      edits: Whether tokens that earlier steps decoded in the block are candidates too, with score -inf;
+        `decide` may replace them, and keep the sequence in the block.
+      block: Block length that the sampler decodes in; None leaves it to `generate(block=)`.
+      drafts: Whether a block is a draft, which a causal pass verifies (`Layout.drafts`): the candidates of
+        that pass are the draft's tokens and one more, each predicted from the left; `decide` may revoke them.
+      draft_adapter: Whether the model's LoRA adapters act in drafts alone, not in causal passes.
+      verifies_causally: Whether steps that `read_as` marks verify a draft: the logits of a mask are then
+        those of a mask after the draft (`engine.branches`), or with a shifted head of the token before it.
+      stores_causally: Whether keys and values of the prompt are stored from causal attention, token by token.
+      of_noise: Whether the sampler denoises uniform noise, of models without a mask token. Its memory has the
+        field `soft`, the embeddings that the network expected at the positions of the block [b c m].
+      grows: Whether answers may become longer (`generate(max_length=)`), for a `GrowingAnswers`.
+      shortens: Whether answers that grow may become shorter, too; text around them moves along (`infill`).
+    """
+
+    verifies: bool = False
+    edits: bool = False
+    block: int | None = None
+    drafts: bool = False
+    draft_adapter: bool = False
+    verifies_causally: bool = False
+    stores_causally: bool = False
+    of_noise: bool = False
+    grows: bool = False
+    shortens: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,27 +110,6 @@ class Sampler(Options, abc.ABC):
     those of the block, or all of the response, for a sampler that remembers predictions of later blocks. Only
     those of the block are decoded in either case. With "answer" all positions of the response are candidates,
     those that hold a token with score -inf."""
-    verifies: ClassVar[bool] = False
-    """Whether tokens that earlier steps decoded in the block are candidates too, with score -inf and logits
-    of their own, which do not see the token (`engine.branches`); `decide` may revoke them."""
-    edits: ClassVar[bool] = False
-    """Whether tokens that earlier steps decoded in the block are candidates too, with score -inf; `decide`
-    may replace them, and keep the sequence in the block."""
-
-    drafts: ClassVar[bool] = False
-    """Whether a block is a draft, which a causal pass verifies (`Layout.drafts`): the candidates of that pass
-    are the draft's tokens and one more, each predicted from the left; `decide` may revoke them."""
-
-    draft_adapter: ClassVar[bool] = False
-    """Whether the model's LoRA adapters act in drafts alone, not in causal passes."""
-
-    verifies_causally: ClassVar[bool] = False
-    """Whether steps that `read_as` marks verify a draft: the logits of a mask are then those of a mask that
-    follows the draft (`engine.branches`), or with a shifted head of the token before it."""
-
-    of_noise: ClassVar[bool] = False
-    """Whether the sampler denoises uniform noise, of models without a mask token. Its memory has the field
-    `soft`, the embeddings that the network expected at the positions of the block [b c m]."""
 
     by_score: ClassVar[bool] = False
     """Promises that `transfer` decides by the candidates' positions, tokens and scores, the canvas and the
@@ -114,13 +128,19 @@ class Sampler(Options, abc.ABC):
         "until_done": ("finished", "max_steps", "whole_blocks"),
     }
 
-    grows: ClassVar[bool] = False
-    """Whether answers may become longer (`generate(max_length=)`): the sampler is a `GrowingAnswers`."""
-
-    shortens: ClassVar[bool] = False
-    """Whether answers that grow may become shorter, too; text around them moves along (`infill`)."""
+    def __init_subclass__(cls, **arguments):
+        super().__init_subclass__(**arguments)
+        options = {n for n, kind in inspect.get_annotations(cls).items() if "ClassVar" not in str(kind)}
+        parts = {"own_block"} | {field.name for field in dataclasses.fields(Procedure)} - {"block"}
+        if moved := sorted(parts & vars(cls).keys() - options):
+            raise TypeError(f"{cls.__name__}.{moved[0]} is not read: return a Procedure from `procedure`")
 
     # -- defined by each sampler ----------------------------------------------------------------------
+
+    @property
+    def procedure(self) -> "Procedure":
+        """What steps do besides unmasking candidates; the default is nothing."""
+        return Procedure()
 
     @abc.abstractmethod
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
@@ -227,7 +247,7 @@ class Sampler(Options, abc.ABC):
     @final
     def revises(self) -> bool:
         """Whether decoded tokens may still change until their block is finished."""
-        return self.verifies or self.edits
+        return self.procedure.verifies or self.procedure.edits
 
     @property
     def may_idle(self) -> bool:
@@ -244,22 +264,12 @@ class Sampler(Options, abc.ABC):
         """Whether the sampler needs random numbers."""
         return not fixed_at(self.temperature, 0)
 
-    @property
-    def own_block(self) -> int | None:
-        """The block length that the sampler decodes in; None leaves it to `generate(block=)`."""
-        return None
-
-    @property
-    def stores_causally(self) -> bool:
-        """Whether keys and values of the prompt are stored from causal attention, token by token."""
-        return False
-
     def check_model(self, spec: ModelSpec):
         """Raises ValueError if the sampler does not go with a model."""
-        if self.of_noise == spec.has_mask_token:
-            does = "denoises uniform noise" if self.of_noise else "unmasks positions"
-            what = "predicts [MASK]" if self.of_noise else "has no mask token"
-            fix = "Threshold()" if self.of_noise else "EntropyNoise()"
+        if self.procedure.of_noise == spec.has_mask_token:
+            does = "denoises uniform noise" if self.procedure.of_noise else "unmasks positions"
+            what = "predicts [MASK]" if self.procedure.of_noise else "has no mask token"
+            fix = "Threshold()" if self.procedure.of_noise else "EntropyNoise()"
             raise ValueError(
                 f"{type(self).__name__} does not support {spec.family}: it {does}, and the model {what}. "
                 f"Use {fix}."

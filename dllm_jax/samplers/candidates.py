@@ -46,10 +46,10 @@ class Decision(NamedTuple):
     Attributes:
       chosen: candidates that are decoded; all others stay masked.
       memory: State for later steps, of the structure that `Sampler.init` returned.
-      revoked: candidates whose token becomes a mask again, where the sampler verifies (`Sampler.verifies`);
+      revoked: candidates whose token becomes a mask again, where the sampler verifies (`Procedure.verifies`);
         else None.
       keeps_block: sequences that stay in the block even if nothing in it is masked, where the sampler edits
-        (`Sampler.edits`); else None.
+        (`Procedure.edits`); else None.
       token: Tokens of the chosen candidates; None takes those of the candidates.
       filled: Sequences whose current block is decoded as a whole, and its tokens; None if none is.
     """

@@ -15,7 +15,7 @@ from typing_extensions import override
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt, PositiveInt, TracedFraction, refuse
 from dllm_jax.samplers import scores
-from dllm_jax.samplers.base import Alg
+from dllm_jax.samplers.base import Alg, Procedure
 from dllm_jax.samplers.candidates import Candidates, Logits, Noise
 from dllm_jax.samplers.dream import criterion_of
 from dllm_jax.samplers.parallel import UntilDone
@@ -33,7 +33,10 @@ from dllm_jax.xla.reductions import argmax
 class GrowingAnswers(UntilDone):
     """Base of samplers whose answers change their length."""
 
-    grows: ClassVar[bool] = True
+    @property
+    @override
+    def procedure(self) -> Procedure:
+        return Procedure(grows=True)
 
     @abc.abstractmethod
     def end_confidence(
@@ -227,7 +230,6 @@ class DreamOn(GrowingAnswers):
     delete_eos: bool = dataclasses.field(default=True, kw_only=True)
 
     tempered_confidence: ClassVar[bool] = True
-    shortens: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()
@@ -238,6 +240,11 @@ class DreamOn(GrowingAnswers):
             "allow_mask_token": "a mask that stays would be chosen for ever",
         }
         refuse(self, reasons)
+
+    @property
+    @override
+    def procedure(self) -> Procedure:
+        return Procedure(grows=True, shortens=True)
 
     @override
     def check_model(self, spec: ModelSpec):

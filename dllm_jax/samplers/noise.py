@@ -1,7 +1,7 @@
 """Denoising of uniform noise: the sampler of models without a mask token (DiffusionGemma)."""
 
 import dataclasses
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from dllm_jax.options import (
     TracedPositiveFloat,
     refuse,
 )
-from dllm_jax.samplers.base import Sampler
+from dllm_jax.samplers.base import Procedure, Sampler
 from dllm_jax.samplers.candidates import Candidates, Decision, Noise, require_noise
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
@@ -67,7 +67,10 @@ class EntropyNoise(Sampler):
     stability: PositiveInt = 1
     certainty: TracedNonNegativeFloat = 0.005
 
-    of_noise: ClassVar[bool] = True
+    @property
+    @override
+    def procedure(self) -> Procedure:
+        return Procedure(of_noise=True)
 
     def __post_init__(self):
         super().__post_init__()

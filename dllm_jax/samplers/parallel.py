@@ -54,7 +54,7 @@ class UntilDone(Sampler, abc.ABC):
     @override
     def whole_blocks(self) -> bool:
         """Only where tokens are verified, against a block of one width."""
-        return self.verifies
+        return self.procedure.verifies
 
     @property
     @override

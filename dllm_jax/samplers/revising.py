@@ -4,7 +4,6 @@ WINO, wide in and narrow out, takes back what it doubts. LLaDA2.1's editing repl
 """
 
 import dataclasses
-from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, PyTree
@@ -14,6 +13,7 @@ from dllm_jax.nn.mask import require_full_attention
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, NonNegativeInt, PositiveInt, TracedFraction
 from dllm_jax.samplers import scores
+from dllm_jax.samplers.base import Procedure
 from dllm_jax.samplers.candidates import Candidates, Decision, Noise
 from dllm_jax.samplers.parallel import UntilDone
 from dllm_jax.samplers.transfer import sure_or_best
@@ -53,7 +53,10 @@ class WINO(UntilDone):
     fewest: PositiveInt = 5
     most: PositiveInt = 20
 
-    verifies: ClassVar[bool] = True
+    @property
+    @override
+    def procedure(self) -> Procedure:
+        return Procedure(verifies=True)
 
     def __post_init__(self):
         super().__post_init__()
@@ -127,7 +130,10 @@ class Edit(UntilDone):
     most_steps: NonNegativeInt = 16
     at_least: PositiveInt = 1
 
-    edits: ClassVar[bool] = True
+    @property
+    @override
+    def procedure(self) -> Procedure:
+        return Procedure(edits=True)
 
     @override
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:

@@ -13,7 +13,7 @@ from dllm_jax.nn.arithmetic import of_token
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NoneMeans, PositiveInt, TracedFraction, TracedPositiveFloat, refuse
 from dllm_jax.samplers import scores
-from dllm_jax.samplers.base import check_ends_unordered
+from dllm_jax.samplers.base import Procedure, check_ends_unordered
 from dllm_jax.samplers.candidates import Candidates, Decision, Ids, Logits, Noise, Scores, require_noise
 from dllm_jax.samplers.parallel import UntilDone, scheduled
 from dllm_jax.samplers.transfer import sure_or_best
@@ -91,7 +91,6 @@ class S2D2(UntilDone):
     causal_storage: bool = True
     greedy_drafts: bool = False
 
-    verifies_causally: ClassVar[bool] = True
     tempered_confidence: ClassVar[bool] = True
 
     def __post_init__(self):
@@ -104,8 +103,8 @@ class S2D2(UntilDone):
 
     @property
     @override
-    def stores_causally(self) -> bool:
-        return self.causal_storage
+    def procedure(self) -> Procedure:
+        return Procedure(verifies_causally=True, stores_causally=self.causal_storage)
 
     @override
     def check_model(self, spec: ModelSpec):

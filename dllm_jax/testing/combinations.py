@@ -51,8 +51,8 @@ class Combination:
     def options(self) -> dict[str, Any]:
         """Arguments of `generate` besides the model and the prompt, or of `infill` besides the template."""
         key = jax.random.key(0) if self.sampler.draws else None
-        block = PLACES[self.place][1] if self.sampler.own_block is None else None
-        most = 18 if self.sampler.grows else None
+        block = PLACES[self.place][1] if self.sampler.procedure.block is None else None
+        most = 18 if self.sampler.procedure.grows else None
         shape = dict(block=block, max_length=most) | ({} if self.template else dict(length=12))
         return dict(policy=self.policy, sampler=self.sampler, key=key, **shape)
 
@@ -60,7 +60,7 @@ class Combination:
     def template(self) -> list[int]:
         """The template, for samplers that need one; else none."""
         masks = [tiny(PLACES[self.place][0]).spec.mask_id] * 4
-        return [*range(5), *masks, *range(5, 9)] if self.sampler.shortens else []
+        return [*range(5), *masks, *range(5, 9)] if self.sampler.procedure.shortens else []
 
     def refusal(self) -> str:
         """Why the engine refuses it before the first step; "" if it does not."""
@@ -103,8 +103,8 @@ def tables() -> str:
         by_place = {place: number(policy, of_place(place), place) for place in PLACES}
         asked = next(place for place, reason in by_place.items() if not reason)
         verifying = samplers.FreeDave | samplers.S2D2
-        few = lambda s: s.own_block is not None or s.grows or s.of_noise or isinstance(s, verifying)
-        others = [s for s in SAMPLERS if not few(s)]
+        other_length = lambda p: p.block is not None or p.grows or p.of_noise
+        others = [s for s in SAMPLERS if not (other_length(s.procedure) or isinstance(s, verifying))]
         alone = {_name(s) for s in others if asked != "LLaDA" and number(policies.Policy(), s, asked)}
         other = {_name(s): number(policy, s, asked) for s in others if _name(s) not in alone}
         refused = {name: reason for name, reason in other.items() if reason}
@@ -114,7 +114,7 @@ def tables() -> str:
         return row(policy, by_place, "all")
 
     def of_sampler(sampler: samplers.Sampler) -> str:
-        places = [place for place in PLACES if (place == NOISY) == sampler.of_noise]
+        places = [place for place in PLACES if (place == NOISY) == sampler.procedure.of_noise]
         return row(sampler, {place: number(policies.Policy(), sampler, place) for place in places}, "")
 
     of_policies = [*_head("policy", "works with", "does not work with"), *map(of_policy, POLICIES)]

@@ -68,9 +68,9 @@ def features_of(
         features.append(Delimiters(layout.adaptive))
     if sampler.early_commit is not None:
         features.append(EarlyCommitment(sampler.early_commit))
-    if sampler.grows:
+    if sampler.procedure.grows:
         features.append(Growing())
-    if sampler.of_noise:
+    if sampler.procedure.of_noise:
         features.append(SelfConditioning())
     return in_order(features)
 

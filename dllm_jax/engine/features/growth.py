@@ -57,7 +57,7 @@ class Growing(Feature):
         score = jnp.where(masks, proposal.score, -jnp.inf)
         resized = growing_sampler(plan).resize(before, after, proposal._replace(score=score))
         # A block may have lost its last masks.
-        if not plan.sampler.shortens:
+        if not plan.sampler.procedure.shortens:
             return resized
         return advance(resized, plan.policy, plan.sampler, plan.features)
 
@@ -75,7 +75,7 @@ class Growing(Feature):
 
 
 def growing_sampler(plan: Plan) -> GrowingAnswers:
-    """The sampler of a plan whose answers grow (`Sampler.grows`)."""
+    """The sampler of a plan whose answers grow (`Procedure.grows`)."""
     return cast(GrowingAnswers, plan.sampler)
 
 

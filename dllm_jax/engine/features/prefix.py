@@ -149,7 +149,7 @@ def refusal(model: Model, policy: Policy, sampler: Sampler) -> str | None:
             f"prefix= is not supported by {type(policy).__name__}: it does not keep the KV pairs of all "
             "positions as the default layer does. Use Policy() or MAGE()"
         )
-    if sampler.draft_adapter:
+    if sampler.procedure.draft_adapter:
         return (
             "prefix= is not supported with draft_adapter=True: adapters act in the prefix too. "
             "Use draft_adapter=False"
@@ -164,7 +164,7 @@ def refusal(model: Model, policy: Policy, sampler: Sampler) -> str | None:
 def reads_causally(spec: ModelSpec, sampler: Sampler) -> bool:
     """Whether a prompt's tokens attend to those in front of them alone, not to their whole block."""
     context = spec.context
-    by_sampler = context.has_blocks and (sampler.own_block == 1 or sampler.stores_causally)
+    by_sampler = context.has_blocks and (sampler.procedure.block == 1 or sampler.procedure.stores_causally)
     return context.has_causal_passes or by_sampler
 
 

@@ -32,7 +32,7 @@ class Expected(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SelfConditioning(Feature):
-    """Keeps the expected embeddings in the memory of a sampler that denoises noise (`Sampler.of_noise`)."""
+    """Keeps the expected embeddings in the memory of a sampler that denoises noise (`Procedure.of_noise`)."""
 
     name: ClassVar[str] = "self_conditioning"
 

@@ -66,9 +66,9 @@ class Decoding(Options):
     def __post_init__(self):
         super().__post_init__()
         # Lengths, blocks and steps must go with the sampler, and with each other.
-        if self.sampler.shortens:
+        if self.sampler.procedure.shortens:
             raise ValueError(f"sampler={type(self.sampler).__name__}() fills templates: use DAEDAL()")
-        if self.sampler.grows != (self.max_length is not None):
+        if self.sampler.procedure.grows != (self.max_length is not None):
             raise ValueError(
                 f"max_length={self.max_length} does not go with sampler={type(self.sampler).__name__}(): "
                 "answers of DAEDAL() grow up to a max_length, others have one length"
