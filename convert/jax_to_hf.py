@@ -2,8 +2,8 @@
 
 import tyro
 
-from dllm_jax.command_line import PATHS, run
+from dllm_jax.command_line import CONFIG, PATHS, run
 from dllm_jax.commands.export import main as main
 
 if __name__ == "__main__":
-    run(lambda: tyro.cli(main, registry=PATHS))
+    run(lambda: tyro.cli(main, registry=PATHS, config=CONFIG))

@@ -26,6 +26,7 @@ HELP = {"-h", "--help"}
 VERSION = "--version"
 # How tyro shows the value of an option that is a text, may be None, or is a list.
 METAVAR = r"--([a-z-]+) (STR|\{None\}\|[A-Z]+|\[([A-Z]+) \[\3 \.\.\.\]\])(?=[ ,]) *"
+CONFIG = (tyro.conf.FlagCreatePairsOff,)  # `config` of every tyro.cli: what is off has no `--no-` form
 PATHS = ConstructorRegistry()  # `registry` of every tyro.cli: a shell leaves the `~` of --out=~/runs as it is
 
 
@@ -195,7 +196,7 @@ def run_subcommand(
         raise ValueError(f"command={name[:40]!r} is not a command of {command}. {fix}")
     function, prog = find(name), f"{command} {name}"
     _check_options(function, prog, args)
-    return tyro.cli(function, prog=prog, args=args, registry=PATHS) or 0
+    return tyro.cli(function, prog=prog, args=args, registry=PATHS, config=CONFIG) or 0
 
 
 def _check_options(function: Any, prog: str, words: list[str]):
@@ -205,7 +206,7 @@ def _check_options(function: Any, prog: str, words: list[str]):
         return
     described = io.StringIO()
     with contextlib.redirect_stdout(described), contextlib.suppress(SystemExit):
-        tyro.cli(function, prog=prog, args=["--help"], registry=PATHS)
+        tyro.cli(function, prog=prog, args=["--help"], registry=PATHS, config=CONFIG)
     known = {_name_of(word) for word in re.findall(r"--[a-z][\w-]*", described.getvalue())}
     for word in foreign:
         _, equals, value = word.partition("=")

@@ -110,6 +110,8 @@ def test_unknown_names_are_refused_with_what_there_is():
         presets["sparse-dllm/llada-1.5/nope"]
     with pytest.raises(ValueError, match=r"not among sparse-dllm's presets: .*dream-v0-base-7b/gsm8k"):
         presets["sparse-dllm"]
+    with pytest.raises(ValueError, match=r"Did you mean 'sparse-dllm/llada-1.5/gsm8k'\?"):
+        presets["sparse-dllm/llada-1.5/gsm"]
     assert "nope" not in presets
     assert presets.get("sparse-dllm/nope") is None
 

@@ -44,7 +44,7 @@ from dllm_jax.nn.mask import require_mask_token
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument, check_names, refuse, shown
-from dllm_jax.options.hints import Notice
+from dllm_jax.options.hints import Notice, call
 from dllm_jax.policies.base import for_model
 from dllm_jax.samplers import EntropyNoise, KeyNoise, Noise, RecordedNoise, Sampler
 from dllm_jax.state import host, inputs
@@ -328,7 +328,7 @@ def noise_for(plan: Plan, batch: int, key: Keys | None, noise: Noise | None, voc
     if key is not None and noise is not None:
         raise ValueError("pass either key or noise, not both")
     if sampler.draws and key is None and noise is None:
-        raise ValueError(f"{sampler!r} draws random numbers: pass key=jax.random.key(seed)")
+        raise ValueError(f"sampler={call(sampler)} draws random numbers: pass key=jax.random.key(seed)")
     if isinstance(noise, RecordedNoise):
         noise.check(sampler.max_steps(layout), batch, layout.length, vocab)
     if isinstance(noise, KeyNoise):

@@ -18,7 +18,7 @@ from dllm_jax.engine.generation import Generation, Plan, Seen
 from dllm_jax.engine.stats import Record
 from dllm_jax.nn.arithmetic import guided
 from dllm_jax.nn.layer import unembed
-from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.nn.shift import predicts_itself
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.samplers.candidates import Candidates
 from dllm_jax.state.cache import Proposal
@@ -111,11 +111,6 @@ def _logits(
     return guided(conditional, unconditional, plan.sampler.cfg_scale)
 
 
-def predicts_itself(spec: ModelSpec) -> bool:
-    """Whether each position's own output predicts it in every step (`Canvas.predictor`)."""
-    return not spec.shifted and not spec.context.has_causal_passes
-
-
 def _positions(plan: Plan, canvas: Canvas, rows: Rows) -> Int[Array, "b c"]:
     """The positions that are candidates, compacted to a static number: only they meet the vocabulary."""
     # A position can be predicted if its predictor (with Dream's shifted head, its left neighbor) was
@@ -143,7 +138,7 @@ def _scored(plan: Plan, canvas: Canvas) -> Bool[Array, "b l"]:
         return canvas.valid & canvas.response
     scored = canvas.masked if plan.scores_response else offered_positions(plan.policy, canvas)
     for feature in plan.features:
-        more = feature.scored(canvas)
+        more = feature.scored(plan, canvas)
         scored = scored if more is None else scored | more
     return scored | decoded_in_block(canvas) if sampler.procedure.edits else scored
 

@@ -116,7 +116,7 @@ class Feature:
         """Returns the positions that a step computes, given those that the policy has selected."""
         return selected
 
-    def scored(self, canvas: Canvas) -> Bool[Array, "b l"] | None:
+    def scored(self, plan: "Plan", canvas: Canvas) -> Bool[Array, "b l"] | None:
         """Returns positions that meet the vocabulary besides those of policy and sampler; None for none."""
         return None
 

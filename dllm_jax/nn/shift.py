@@ -26,6 +26,11 @@ def predictors(valid: Bool[Array, "b l"], spec: ModelSpec) -> Int[Array, "b l"]:
     return jnp.where(_has_left(valid), places - 1, places)
 
 
+def predicts_itself(spec: ModelSpec) -> bool:
+    """Whether each position's own output predicts it in every step (`Canvas.predictor`)."""
+    return not spec.shifted and not spec.context.has_causal_passes
+
+
 def predicting_positions(
     positions: Bool[Array, "b l"], valid: Bool[Array, "b l"], spec: ModelSpec
 ) -> Bool[Array, "b l"]:

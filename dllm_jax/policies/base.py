@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, final
 from jaxtyping import Array, Bool, Float, PyTree
 
 from dllm_jax.nn.layer import Layer
+from dllm_jax.nn.mask import require_mask_token
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Options
@@ -289,3 +290,14 @@ def halvings(length: int, smallest: int = 8) -> tuple[int, ...]:
     while ladder[-1] > smallest:
         ladder.append(-(-ladder[-1] // 2))
     return tuple(reversed(ladder))
+
+
+# Why methods need a mask token, for `with_mask_token`.
+BY_DECIDED = "it goes by tokens that are decided while their block is denoised"
+BY_PARTS = "it decodes parts of a block one after the other"
+
+
+def with_mask_token(policy: Policy, spec: ModelSpec, reason: str) -> Policy:
+    """Returns the policy; raises ValueError with the reason for a model without a mask token."""
+    require_mask_token(spec, type(policy).__name__, "Use Policy()", reason)
+    return policy

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from dllm_jax.nn.arithmetic import einsum
 from dllm_jax.nn.layer import Layer
+from dllm_jax.nn.shift import predicts_itself
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import LARGEST, NoneMeans, PositiveInt, TracedPositiveInt, TracedWidth
 from dllm_jax.policies.base import Policy, as_kind
@@ -131,7 +132,7 @@ class D2Cache(Policy):
         """Updates the confidence where the step scored a position, and the influence in active sequences."""
         known: Salience = cache.shared
         predicted = rows.mask()
-        if canvas.spec.shifted or canvas.spec.context.has_causal_passes:
+        if not predicts_itself(canvas.spec):
             predicted = jnp.take_along_axis(predicted, canvas.predictor, axis=1)
         confidence = jnp.where(predicted & canvas.masked, proposal.score, known.confidence)
         influence = column_sums(known.rolled, rows, canvas.valid)

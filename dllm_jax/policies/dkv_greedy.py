@@ -8,10 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 from typing_extensions import override
 
-from dllm_jax.nn.mask import require_mask_token
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt
-from dllm_jax.policies.base import Policy
+from dllm_jax.policies.base import BY_DECIDED, Policy, with_mask_token
 from dllm_jax.policies.dkv import RefreshInterval, interval
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
@@ -77,13 +76,7 @@ class DKVGreedy(Policy):
 
     @override
     def _in_blocks(self, spec: ModelSpec) -> Policy:
-        require_mask_token(
-            spec,
-            type(self).__name__,
-            "Use Policy()",
-            "it goes by tokens that are decided while their block is denoised",
-        )
-        return self
+        return with_mask_token(self, spec, BY_DECIDED)
 
 
 def neighbors(

@@ -10,10 +10,9 @@ from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from dllm_jax.nn.layer import Layer, LayerIndex
-from dllm_jax.nn.mask import require_mask_token
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Options, PositiveInt
-from dllm_jax.policies.base import Policy, halvings
+from dllm_jax.policies.base import BY_DECIDED, Policy, halvings, with_mask_token
 from dllm_jax.policies.network import Layers
 from dllm_jax.state.cache import KV, Cache, LayerCache, Proposal
 from dllm_jax.state.canvas import Canvas, behind_first_eos
@@ -350,13 +349,7 @@ class ElasticCache(Policy):
 
     @override
     def _in_blocks(self, spec: ModelSpec) -> Policy:
-        require_mask_token(
-            spec,
-            type(self).__name__,
-            "Use Policy()",
-            "it goes by tokens that are decided while their block is denoised",
-        )
-        return self
+        return with_mask_token(self, spec, BY_DECIDED)
 
 
 class InputStore(NamedTuple):

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 from typing_extensions import override
 
-from dllm_jax.nn.mask import require_mask_token
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.policies.base import Policy, halvings
+from dllm_jax.policies.base import BY_PARTS, Policy, halvings, with_mask_token
 from dllm_jax.policies.network import Phase
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
@@ -53,10 +52,7 @@ class PrefixCache(Policy):
 
     @override
     def _in_blocks(self, spec: ModelSpec) -> Policy:
-        require_mask_token(
-            spec, type(self).__name__, "Use Policy()", "it decodes parts of a block one after the other"
-        )
-        return self
+        return with_mask_token(self, spec, BY_PARTS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,10 +85,7 @@ class DualCache(Policy):
 
     @override
     def _in_blocks(self, spec: ModelSpec) -> Policy:
-        require_mask_token(
-            spec, type(self).__name__, "Use Policy()", "it decodes parts of a block one after the other"
-        )
-        return self
+        return with_mask_token(self, spec, BY_PARTS)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,10 +6,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 from typing_extensions import override
 
-from dllm_jax.nn.mask import require_mask_token
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt
-from dllm_jax.policies.base import Policy, halvings
+from dllm_jax.policies.base import BY_PARTS, Policy, halvings, with_mask_token
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
@@ -59,7 +58,4 @@ class SlidingCache(Policy):
 
     @override
     def _in_blocks(self, spec: ModelSpec) -> Policy:
-        require_mask_token(
-            spec, type(self).__name__, "Use Policy()", "it decodes parts of a block one after the other"
-        )
-        return self
+        return with_mask_token(self, spec, BY_PARTS)

@@ -3,6 +3,7 @@
 The files are in `configs/`, of the repository or of the installed package.
 """
 
+import difflib
 import json
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -46,7 +47,9 @@ class Presets(Mapping[str, Preset]):
             # If the checkpoint is known, its tasks say more than a list of everything.
             checkpoint = rest.partition("/")[0] + "/"
             near = [other for other in known if other.startswith(checkpoint)]
-            raise UnknownPreset(f"{shown(rest)} is not among {method}'s presets: {', '.join(near or known)}")
+            among = f"{shown(rest)} is not among {method}'s presets: {', '.join(near or known)}"
+            close = difflib.get_close_matches(rest, known, 1)
+            raise UnknownPreset(f"{among}. Did you mean {f'{method}/{close[0]}'!r}?" if close else among)
         return known[rest]
 
     def __iter__(self) -> Iterator[str]:

@@ -252,7 +252,8 @@ class DreamOn(GrowingAnswers):
         if self.expand >= spec.vocab or self.expand in (spec.mask_id, *spec.ends):
             raise ValueError(
                 f"expand={self.expand} must be an id of the vocabulary [0, {spec.vocab}), neither the mask's "
-                f"({spec.mask_id}) nor an end-of-text: the model has learned to expand by it"
+                f"({spec.mask_id}) nor an end-of-text. DreamOn() needs a model trained to expand by it, "
+                "such as Dream-org/DreamOn-v0-7B."
             )
 
     @property

@@ -65,9 +65,9 @@ def features_of(
     if not (constrained or sampler.allow_mask_token):
         features.append(MaskedTokens(type(policy).eligible is not Policy.eligible))
     if layout.adaptive is not None:
-        features.append(Delimiters(layout.adaptive))
+        features.append(Delimiters())
     if sampler.early_commit is not None:
-        features.append(EarlyCommitment(sampler.early_commit))
+        features.append(EarlyCommitment())
     if sampler.procedure.grows:
         features.append(Growing())
     if sampler.procedure.of_noise:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 from typing_extensions import override
 
-from dllm_jax.engine.generation import Feature, Generation, Seen
+from dllm_jax.engine.generation import Feature, Generation, Plan, Seen
 from dllm_jax.samplers.candidates import Decision
 from dllm_jax.samplers.early_commit import EarlyCommit
 from dllm_jax.state.canvas import Canvas, end
@@ -17,28 +17,22 @@ from dllm_jax.state.canvas import Canvas, end
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EarlyCommitment(Feature):
-    """Unmasks all masks, and ends the sequence, in the step in which the sampler's rule says so.
-
-    Attributes:
-      rule: Rule of the sampler.
-    """
-
-    rule: EarlyCommit
+    """Unmasks all masks, and ends the sequence, in the step in which the sampler's rule says so."""
 
     name: ClassVar[str] = "commit"
     scores_response: ClassVar[bool] = True
     reads_tokens: ClassVar[bool] = True
 
     @override
-    def scored(self, canvas: Canvas) -> Bool[Array, "b l"]:
+    def scored(self, plan: Plan, canvas: Canvas) -> Bool[Array, "b l"]:
         """The positions whose gaps count."""
-        return self.rule.asked(canvas)
+        return rule_of(plan).asked(canvas)
 
     @override
     def find(self, generation: Generation, canvas: Canvas, seen: Seen) -> Bool[Array, "b"]:
         """Sequences that commit to all of their masks now."""
         index = seen.candidates.index
-        commits = self.rule.commits(seen.logits, index, canvas) & seen.finite
+        commits = rule_of(generation.plan).commits(seen.logits, index, canvas) & seen.finite
         return commits & ~jnp.any(seen.waits & seen.candidate & ~seen.holds_token, axis=1)
 
     @override
@@ -55,3 +49,9 @@ class EarlyCommitment(Feature):
     def after_writing(self, canvas: Canvas, finding: Bool[Array, "b"]) -> Canvas:
         """Ends the sequences that commit."""
         return end(canvas, finding)
+
+
+def rule_of(plan: Plan) -> EarlyCommit:
+    """Returns the rule of a plan whose sampler has one."""
+    assert plan.sampler.early_commit is not None
+    return plan.sampler.early_commit

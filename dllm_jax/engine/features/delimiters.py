@@ -9,35 +9,30 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 from typing_extensions import override
 
-from dllm_jax.engine.generation import Feature, Generation, Seen
+from dllm_jax.engine.generation import Feature, Generation, Plan, Seen
 from dllm_jax.samplers import scores
 from dllm_jax.state.canvas import Canvas
-from dllm_jax.state.sliding import AdaBlock
 from dllm_jax.xla.reductions import argmax
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Delimiters(Feature):
-    """Sets the end of each block in its first step.
-
-    Attributes:
-      rule: Schedule of such blocks.
-    """
-
-    rule: AdaBlock = dataclasses.field(metadata={"static": True})
+    """Sets the end of each block in its first step, by the layout's schedule of such blocks."""
 
     name: ClassVar[str] = "delimiters"
 
     @override
-    def scored(self, canvas: Canvas) -> Bool[Array, "b l"]:
+    def scored(self, plan: Plan, canvas: Canvas) -> Bool[Array, "b l"]:
         """The masks that a block's first step may end the block after; none in later steps."""
         return canvas.masked & canvas.block & canvas.block_begins
 
     @override
     def find(self, generation: Generation, canvas: Canvas, seen: Seen) -> Int[Array, "b"]:
         """The end of each sequence's block, by the model's logits before constraints and filters."""
-        rule, layout, start = self.rule, canvas.layout, canvas.block_start[:, None]
+        layout, start = canvas.layout, canvas.block_start[:, None]
+        rule = layout.adaptive
+        assert rule is not None  # else there is no such feature
         index, logits = seen.candidates.index, seen.unconstrained.astype(jnp.float32)
         is_delimiter = np.zeros(canvas.spec.vocab, bool)
         is_delimiter[list(rule.delimiters)] = True
