@@ -26,13 +26,13 @@ class EarlyCommitment(Feature):
     @override
     def scored(self, plan: Plan, canvas: Canvas) -> Bool[Array, "b l"]:
         """The positions whose gaps count."""
-        return rule_of(plan).asked(canvas)
+        return early_commit_of(plan).asked(canvas)
 
     @override
     def find(self, generation: Generation, canvas: Canvas, seen: Seen) -> Bool[Array, "b"]:
         """Sequences that commit to all of their masks now."""
         index = seen.candidates.index
-        commits = rule_of(generation.plan).commits(seen.logits, index, canvas) & seen.finite
+        commits = early_commit_of(generation.plan).commits(seen.logits, index, canvas) & seen.finite
         return commits & ~jnp.any(seen.waits & seen.candidate & ~seen.holds_token, axis=1)
 
     @override
@@ -51,7 +51,7 @@ class EarlyCommitment(Feature):
         return end(canvas, finding)
 
 
-def rule_of(plan: Plan) -> EarlyCommit:
+def early_commit_of(plan: Plan) -> EarlyCommit:
     """Returns the rule of a plan whose sampler has one."""
     assert plan.sampler.early_commit is not None
     return plan.sampler.early_commit
