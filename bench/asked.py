@@ -67,7 +67,7 @@ def measure(kind: Kind, model: dj.Model, reader: Any, questions: int) -> float:
     """Fraction of exactly right answers to held-out questions of a kind."""
     asked = examples(kind.task, 0, kind.size, questions, "held_out")
     options: Any = {} if kind.options is None else dict(zip(("length", "block"), kind.options, strict=True))
-    return accuracy(model, reader, asked, batch=32, **options)
+    return accuracy(model, reader, asked, batch=32, **dj.generation_defaults(model, **options))
 
 
 def main(json: Path | None = None, questions: int = 64):

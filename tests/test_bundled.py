@@ -84,6 +84,16 @@ def test_the_exact_decoder_answers_held_out_prompts(model, read, kind):
     assert accuracy(model, read, drawn, batch=16, length=length) >= bar
 
 
+def test_accuracy_is_that_of_exact_decoding_unless_options_say_otherwise():
+    """On these two chains the settings that the checkpoint recommends go on behind the answer."""
+    model = dj.load(where := bundled.path("tiny-llada"))
+    read = AutoTokenizer.from_pretrained(where)
+    drawn = examples(Chain(), 99, 2, 23, "held_out")[21:]
+    recommended = dj.generation_defaults(model, length=12)
+    assert accuracy(model, read, drawn, length=12) == 1
+    assert accuracy(model, read, drawn, **recommended) == 0
+
+
 @pytest.mark.parametrize(
     "sampler",
     [dj.samplers.Dynamic(0.9), pytest.param(dj.samplers.Confidence(), marks=pytest.mark.exhaustive)],

@@ -16,6 +16,8 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt, Options, PositiveInt, check_argument, shown
 from dllm_jax.options.hints import NOTHING
+from dllm_jax.policies.base import Policy
+from dllm_jax.samplers import Confidence
 
 Split = Literal["train", "held_out"]
 
@@ -177,7 +179,9 @@ def prompt_arrays(
 def answers(
     model: Model, tokenizer: Any, examples: list[Example], batch: int = 64, **options: Unpack[GenerateOptions]
 ) -> list[str]:
-    """Decodes the model's answers to examples.
+    """Decodes the model's answers to examples as `generate` does: exactly, one token per step, by default.
+
+    The settings that a checkpoint recommends are those of `generation_defaults(model)`.
 
     Args:
       model: the model.
@@ -186,10 +190,13 @@ def answers(
       batch: examples decoded at a time.
       **options: passed on to `generate` (length, block, steps, policy, sampler, ...).
     """
+    exactly: dict[str, Any] = {"policy": Policy(), "block": None}
+    if model.spec.has_mask_token:
+        exactly["sampler"] = Confidence()
     out = []
     for start in range(0, len(examples), batch):
         questions = [example.messages for example in examples[start : start + batch]]
-        out += chat(model, tokenizer, questions, **options)
+        out += chat(model, tokenizer, questions, **(exactly | options))
     return out
 
 
