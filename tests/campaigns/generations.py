@@ -161,9 +161,8 @@ def drawn_setting(rng: np.random.Generator) -> Setting:
         options["prompt_every"] *= options["response_every"]
     if "shift" in options and family != "dream":
         options["shift"] = "un"
-    fits = [
-        each for each in SAMPLERS if not each.verifies or (family != "dream" and kind(**options).only_sets)
-    ]
+    verified = family != "dream" and kind(**options).only_sets
+    fits = [each for each in SAMPLERS if verified or each is not s.WINO]
     sampler = s.RandomOrder if kind is p.DKVGreedy else pick(rng, *fits)
     common = each(COMMON)
     if kind is p.ESDLLM:  # whose rows leave
