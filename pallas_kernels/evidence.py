@@ -25,7 +25,7 @@ from pallas_kernels.operands import FAMILIES, Family, Operands
 # Triton where it was measured, on Hopper: other GPUs have less memory for what a program holds at once.
 # After it, for a jax without Triton, Mosaic GPU where XLA's form costs most. None of its kernels was timed,
 # so cuDNN's attention goes before its attention.
-_PAGE = "docs/background/performance.md"
+_PAGE = "docs/dev/gpu-steps.md"
 _COUNTED = "docs/dev/compiled.md, launches of a full step, by the compiler and not timed:"
 SHIPPED: Evidence = (
     Entry(

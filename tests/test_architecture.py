@@ -272,3 +272,17 @@ def test_attempts_are_rows_that_a_script_prints():
         row for row in rows if "EvictPrompt" in " ".join(row.values()) and "votes" in " ".join(row.values())
     ]
     assert len(expected) == sum(line.startswith("2026-") for line in printed.splitlines()) > 0
+
+
+def test_files_that_docstrings_name_exist():
+    files = [path.as_posix() for path in (ROOT.parent).rglob("*.*") if ".git" not in path.parts]
+    missing = [
+        f"{path.name}: {name}"
+        for package in ("dllm_jax", "pallas_kernels", "bench", "convert", "examples", "tests")
+        for path in (ROOT.parent / package).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        for name in re.findall(r"`([\w/.]+\.(?:py|md|toml))`", ast.get_docstring(node) or "")
+        if not any(file.endswith(f"/{name}") for file in files)
+    ]
+    assert missing == []

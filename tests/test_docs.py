@@ -21,6 +21,7 @@ from bench.pages import policy as policy_pages
 from dllm_jax import checkpoint, testing
 from dllm_jax.options.hints import Renamed
 from dllm_jax.testing import checks
+from pallas_kernels import evidence
 from tests import DOCS, examples, refuses, run_blocks, run_page
 from tests.checkpoints import tiny as tiny_spec
 from tests.checkpoints import weights, write_hf
@@ -255,6 +256,33 @@ def test_guarantees_name_tests_that_run():
         assert f"tests.{file.removesuffix('.py')}::{name}  " not in never
     with pytest.raises(LookupError, match="is no test"):
         source_of("tests/test_docs.py", "test_that_is_not_there")
+
+
+def test_kernels_that_are_said_to_be_right_on_a_gpu_were_compared_there():
+    """And numbers of evidence for a kernel stand on the page that it names."""
+    page = (DOCS / "dev/compiled.md").read_text()
+    said = re.findall(r"^\| `(\w+)`[^|]*\| right on an H100 ", page, re.MULTILINE)
+    quick = json.loads((sources.RESULTS / "check_h100_quick.json").read_text())
+    compared = {one["data"]["operation"] for one in quick["parts"]["operations"]}
+    parts = {"attention_and_lse": "attention", "merge": "attention"}  # what its kernels give and are made of
+    assert len(said) > 4
+    assert {parts.get(name, name) for name in said} <= compared
+    for entry in evidence.SHIPPED:
+        name, _, claim = entry.report.partition(": ")
+        if name.endswith(".md"):
+            stands = set(re.findall(r"\d+", re.sub("<!--.*?-->", "", (DOCS.parent / name).read_text())))
+            assert set(re.findall(r"\b\d+", claim)) <= stands, entry.report
+
+
+def test_the_way_in_names_what_its_files_hold():
+    text = (DOCS / "dev/way-in.md").read_text()
+    steps = re.findall(r"= (?:\w+\.)?(\w+)\(.*\).* # ([\w/]+\.py)", text)
+    named = re.findall(r"`([\w/]+\.py)`: ((?:`\w+`(?:, )?)+)", text)
+    assert len(steps) > 6
+    assert named
+    for name, file in [*steps, *((n, file) for file, names in named for n in re.findall(r"\w+", names))]:
+        code = (DOCS.parent / "dllm_jax" / file).read_text()
+        assert re.search(rf"^ *(def|class) {name}\b", code, re.MULTILINE), (name, file)
 
 
 def test_results_say_version_commit_device_and_date_and_are_read():

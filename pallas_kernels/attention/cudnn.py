@@ -2,7 +2,7 @@
 
 A kept library instead of a kernel of ours, for GPUs of compute capability 8.0 and later. It reads rows of
 [k d], so keys and values must lie in memory as they are named; what a mask hides is zeroed for it where it
-has to be (`xla.without_hidden`). Measured on an H100: docs/background/performance.md.
+has to be (`xla.without_hidden`). Measured on an H100 and an H200: docs/dev/gpu-steps.md.
 """
 
 from typing import Literal

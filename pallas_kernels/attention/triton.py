@@ -13,7 +13,7 @@ K and V are read as they are named, which is how they lie in memory where this k
 (`dllm_jax.xla.order`), and only up to the last visible slot. Triton checks no bounds: what a BlockSpec lays
 out is filled up to whole tiles, and everything else is loaded under a mask.
 
-Faster than cuDNN for the queries of a block, slower for a thousand (docs/background/performance.md). Pallas'
+Faster than cuDNN for the queries of a block, slower for a thousand (docs/dev/gpu-steps.md). Pallas'
 Triton backend is deprecated since jax 0.11, and Mosaic GPU, which replaces it, wants another kernel.
 """
 

@@ -1,6 +1,6 @@
 """Attention that returns its log-sum-exp, and statistics of its weights recomputed from that, by XLA.
 
-These functions define the meaning of the operations; the kernels in `tpu.py` and `gpu.py` compute the same.
+These functions define the meaning of the operations; the kernels of the other files compute the same.
 One boolean array that broadcasts to [b k q s] serves every mask: full bidirectional, padding, block-causal,
 per head. Weights are not returned: a caller that needs them recomputes its part from `lse` (`received`,
 `head_mean`). Where the scores of all queries would take more room than the platform has for them

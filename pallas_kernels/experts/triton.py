@@ -12,7 +12,7 @@ tiles there can be at most does not; the programs of those that there are not en
 | `experts_down` | columns, tile | walks over the experts' width with its columns of down |
 
 Right on an H100 and an H200 with jax 0.11.2 at small shapes (`dllm_jax check --quick`), and faster than XLA's
-form at every measured shape (docs/background/performance.md).
+form at every measured shape (bench/results/experts_h200.json).
 Pallas' Triton backend is deprecated since jax 0.11, and Mosaic GPU, which replaces it, wants another kernel.
 """
 
