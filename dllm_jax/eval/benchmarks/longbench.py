@@ -207,7 +207,8 @@ class LongBenchPrompts:
           task: the data set.
           sample: the question.
           lm: Model whose tokenizer and chat template are used.
-          truncate_to: Maximum tokens of the filled template, cut in the middle (`truncate`). None: no limit.
+          truncate_to: Number of tokens to which a longer filled template is cut in the middle, give or take a few
+            (`truncate`). None: no limit.
 
         Raises:
           ValueError: the file has no template for the task.
