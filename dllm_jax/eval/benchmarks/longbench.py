@@ -207,8 +207,8 @@ class LongBenchPrompts:
           task: the data set.
           sample: the question.
           lm: Model whose tokenizer and chat template are used.
-          truncate_to: Number of tokens to which a longer filled template is cut in the middle, give or take a few
-            (`truncate`). None: no limit.
+          truncate_to: Number of tokens to which a longer filled template is cut in the middle, give or take
+            a few (`truncate`). None: no limit.
 
         Raises:
           ValueError: the file has no template for the task.
