@@ -247,6 +247,12 @@ def test_a_training_pass_predicts_each_canvas_as_denoising_does():
         read = jnp.pad(soft[:, here], ((0, 0), (begins, 0), (0, 0)))
         plain = dj.forward(model, ids, response=begins, soft=read)[:, begins:]
         np.testing.assert_allclose(found[:, here], plain, atol=1e-3)
+    # Of one canvas there is no clean copy to compute.
+    program = jax.make_jaxpr(lambda *of: answer_logits(model, *of))
+    assert "2,17,32" in str(program(tokens[:, :17], answer[:, :8]))
+    assert "2,25,32" not in str(program(tokens[:, :17], answer[:, :8]))
+    alone = answer_logits(model, tokens[:, :17], jnp.asarray(answer[:, :8]), soft=soft[:, :8])
+    np.testing.assert_allclose(alone, found[:, :8], atol=1e-3)
 
 
 def test_noise_is_drawn_by_canvas_and_answers_end_in_whole_canvases():

@@ -65,6 +65,11 @@ def _of_two_copies(
     # What stands before the block of the answer's first token is the same in both copies, and there once.
     # Unless blocks are counted from the response, that block may begin in the prompt.
     response = length - r
+    if spec.gemma is not None and r <= spec.context.size and not causally:
+        # Nothing reads the clean copy of a first canvas.
+        soft = None if soft is None else jnp.pad(soft, ((0, 0), (response, 0), (0, 0)))
+        hidden = encode(model, tokens, valid, remat, layer_pass, embeds=embeds, response=response, soft=soft)
+        return hidden[:, -r:]
     first = max(response - spec.context.shared, 0)
     clean = jnp.concatenate([tokens[:, : length - r], answer], axis=1)
     both = lambda clean, noisy: jnp.concatenate([clean, noisy[:, first:]], axis=1)
