@@ -30,6 +30,7 @@ from dllm_jax.training import (
     prepare,
     train,
 )
+from dllm_jax.training.run_directory import record_of
 from tests import refuses
 from tests.campaigns.kills import Counting
 from tests.models import cast, separate, tiny
@@ -271,6 +272,14 @@ def resumed(four_steps, where, **changes):
 )  # fmt: skip
 def test_a_changed_configuration_is_refused_by_name(four_steps, tmp_path, changes, message):
     refuses(message, resumed, four_steps, tmp_path / "a", **changes)
+
+
+@pytest.mark.parametrize("family", ["llada", "llada-moe", "nemotron", "diffusion-gemma"])
+def test_a_configuration_is_what_a_checkpoint_of_it_says(family):
+    """With whatever a spec holds: a tuple there would differ from the list that is read again."""
+    config = dataclasses.replace(CONFIG, blocks=(2, 4) if family == "llada" else None)
+    record = record_of(tiny(family), prepare(tiny(family), config), None, replaced=False)
+    assert json.loads(json.dumps(record)) == record
 
 
 COSINE = lambda steps: optax.adamw(optax.cosine_decay_schedule(1e-3, steps))

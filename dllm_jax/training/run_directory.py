@@ -245,13 +245,13 @@ def record_of(model: Model, setup: Setup, trainable: Trainable | None, replaced:
     spec = {f"spec.{name}": value for name, value in dataclasses.asdict(setup.spec).items()}
     record = dataclasses.asdict(setup.config) | {
         "warmup": setup.config.warmup_steps,
-        "blocks": None if setup.config.blocks is None else list(setup.config.blocks),
         "optimizer": _digest(setup, trained) if replaced else None,
         "trainable": None if all(label is True for label in named.values()) else named,
         "dtype": "/".join(sorted({str(dtype) for dtype in setup.dtypes})),
         "frozen": int(checksum(frozen)),  # which checkpoints do not hold
     }
-    return record | spec
+    # As it is read again: tuples, also those inside of the spec, are lists.
+    return json.loads(json.dumps(record | spec))
 
 
 def check_unchanged(old: RunRecord, new: RunRecord, step: int, allowed: Collection[str]):
