@@ -19,7 +19,6 @@ from dllm_jax.engine.features.prefix import (
     resized,
 )
 from dllm_jax.interrupts import uninterrupted
-from dllm_jax.nn.mask import require_mask_token
 from dllm_jax.nn.model import Model
 from dllm_jax.options import check_argument
 from dllm_jax.state import host, inputs
@@ -56,7 +55,6 @@ def prefill(
       ValueError: The model is not block-causal, or an argument breaks a rule.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
-    require_mask_token(model.spec, "prefill", "Pass the whole prompt")
     causal = check_argument("causal", causal, bool) or model.spec.context.has_causal_passes
     if (reason := model_refusal(model, causal)) is not None:
         raise ValueError(reason)

@@ -171,6 +171,11 @@ def reads_causally(spec: ModelSpec, sampler: Sampler) -> bool:
 def model_refusal(model: Model, causal: bool) -> str | None:
     """Why no prefix of a model can be computed, whose tokens attend causally or not; None if one can."""
     spec = model.spec
+    if not spec.has_mask_token:
+        return (
+            f"prefill does not support {spec.family}: it denoises uniform noise and has no mask token. "
+            "Pass the whole prompt"
+        )
     if not spec.context.has_blocks:
         return (
             f"prefill does not support full attention ({spec.family}): prompt tokens attend to the response, "
