@@ -1,6 +1,8 @@
 import json
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
@@ -9,7 +11,7 @@ from dllm_jax import bundled
 from dllm_jax.decoding.placement import place
 from dllm_jax.decoding.request import prepare
 from dllm_jax.engine.widths import step_widths
-from dllm_jax.tasks import Chain, FewShot, ReadNumbers, accuracy, examples, needle
+from dllm_jax.tasks import Chain, FewShot, ReadNumbers, accuracy, answers, exact, examples, needle
 
 MODELS = Path(__file__).parent / "goldens/models"
 HELD_OUT = {  # task and size, length, least share; the full figures are on the model cards
@@ -43,19 +45,21 @@ def test_the_directory_is_a_small_published_looking_checkpoint(name):
     } <= names  # fmt: skip
     assert sum(file.stat().st_size for file in where.iterdir()) <= 4 * 2**20
     config = json.loads((where / "config.json").read_text())
-    published = min(MODELS.glob(f"{where.name.removeprefix('tiny-')}-tiny*")) / "config.json"
+    family = dj.load(where).spec.family if name in bundled.NOISE else where.name.removeprefix("tiny-")
+    published = min(MODELS.glob(f"{family}-tiny*")) / "config.json"
     wanted = {*json.loads(published.read_text()), "eot_token_id"}
     # rope_scaling is null there, and transformers warns of it as deprecated; the note is the recording's.
-    assert set(config) >= wanted - {"rope_scaling", "_note_tiny"}
+    of_images = {"boi_token_id", "eoi_token_id", "image_token_id"}
+    assert {*config, *config.get("text_config", ())} >= wanted - {"rope_scaling", "_note_tiny", *of_images}
     record = json.loads((where / "training_log.json").read_text())
     assert record["log"][-1]["step"] == record["config"]["steps"]
 
 
 def test_small_models_get_programs_that_compile_fast():
-    """One body for all layers, one step width, and the whole batch in a full step."""
+    """One body for all layers of one kind, one step width, and the whole batch in a full step."""
     short, long = (dj.Layout(prompt, 32, 8, 32) for prompt in (64, 1024))
     widths = lambda layout: step_widths(dj.policies.D2Cache(), model.spec, layout)
-    for name in bundled.NAMES:
+    for name in (name for name in bundled.NAMES if name not in bundled.NOISE):
         model = dj.load(bundled.path(name))
         assert not model.layers_are_separate, name
         assert len(widths(short)) == 1 < len(widths(long)), name
@@ -64,14 +68,16 @@ def test_small_models_get_programs_that_compile_fast():
             assert place(model, request, prompt).plan.group == group, name
 
 
-@pytest.mark.parametrize("name", bundled.TEXT + bundled.BLOCK_CAUSAL)
+@pytest.mark.parametrize("name", bundled.TEXT + bundled.BLOCK_CAUSAL + bundled.NOISE)
 def test_model_and_tokenizer_agree(name):
     with pytest.raises(ValueError, match="'huge' is not one of tiny-llada, tiny-dream, tiny-llada-v"):
         bundled.path("huge")
     where = bundled.path(name)
     spec, read = dj.load(where).spec, AutoTokenizer.from_pretrained(where)
-    special = read.convert_tokens_to_ids(["<|mdm_mask|>", "<|endoftext|>", "<|eot_id|>"])
-    assert special == [spec.mask_id, spec.eos_id, spec.eot_id]
+    special = read.convert_tokens_to_ids(["<|endoftext|>", "<|eot_id|>"])
+    assert special == [spec.eos_id, spec.eot_id]
+    if spec.has_mask_token:
+        assert read.convert_tokens_to_ids("<|mdm_mask|>") == spec.mask_id
     assert len(read) <= spec.vocab
 
 
@@ -106,6 +112,17 @@ def test_block_causal_models_answer_chains_block_by_block(name, sampler):
     assert model.spec.block_size == 4
     drawn = examples(Chain(), 99, 7, 16, "held_out")
     assert accuracy(model, read, drawn, batch=16, length=32, sampler=sampler) >= 0.9
+
+
+@pytest.mark.parametrize("name", bundled.NOISE)
+def test_models_without_masks_answer_chains_in_one_canvas(name):
+    where = bundled.path(name)
+    assert sum(file.stat().st_size for file in where.iterdir()) <= 2**20
+    model, read = dj.load(where), AutoTokenizer.from_pretrained(where)
+    drawn, wrong = examples(Chain(), 99, 7, 32, "held_out"), examples(Chain(), 98, 7, 32, "held_out")
+    found = answers(model, read, drawn, batch=32, key=jax.random.key(0), **dj.generation_defaults(model))
+    assert np.mean(exact(found, drawn)) >= 0.9
+    assert not any(exact(found, wrong))
 
 
 def test_it_chats(model, read):

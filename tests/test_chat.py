@@ -132,7 +132,7 @@ def test_special_tokens_that_a_template_makes_are_refused_by_name(tokenizer):
     )
 
 
-@pytest.mark.parametrize("name", ["tiny-llada", "tiny-dream", "tiny-sdar", "tiny-sdar-moe", "tiny-llada-v"])
+@pytest.mark.parametrize("name", bundled.NAMES)
 def test_ordinary_messages_are_encoded_as_transformers_does(name):
     tokenizer = dj.load_tokenizer(bundled.path(name))
     for text in ("T=105;T=", " a\nb ", "\ue000\ue001", "\ue001\ue000", "1 < 2", "x |> y", "[1]"):

@@ -21,6 +21,7 @@ from tests.models import FAMILIES, tiny
 VALUE = "aob=407;T=211;iez=830;T="
 FIRST = [(name, trains.QUESTION, trains.ANSWER) for name in dj.bundled.TEXT + dj.bundled.BLOCK_CAUSAL]
 FIRST += [(name, VALUE, "211") for name in dj.bundled.TEXT]
+FIRST += [(name, trains.QUESTION, trains.ANSWER) for name in dj.bundled.NOISE]
 
 
 def loaded(name: str):
@@ -38,7 +39,8 @@ def test_the_first_conversation_is_right_and_the_same_everywhere(
 ):
     """`dllm-jax chat`, `dllm-jax generate` and `dj.chat` without options."""
     model, tokenizer = loaded(name)
-    assert dj.chat(model, tokenizer, said(question)) == answer
+    key = jax.random.key(0) if name in dj.bundled.NOISE else None
+    assert dj.chat(model, tokenizer, said(question), key=key) == answer
     monkeypatch.setattr(sys, "argv", ["dllm-jax", "chat", name])
     monkeypatch.setattr(sys, "stdin", io.StringIO(question + "\n"))
     assert command.main() == 0
@@ -171,4 +173,5 @@ def test_ids_that_one_types_are_a_prompt():
     for name in dj.bundled.NAMES:
         model = dj.load(dj.bundled.path(name))
         assert model.spec.mask_id > 100
-        dj.generate(model, [[1, 2, 3]], length=2, block=2)
+        options = {"block": 2} if model.spec.has_mask_token else {"key": jax.random.key(0)}
+        dj.generate(model, [[1, 2, 3]], length=2, **options)

@@ -32,7 +32,7 @@ ACCURACY = """\
 ## Accuracy
 
 Exact match on held-out prompts, none of which is ever trained on, decoded by `dj.generate` with
-`Policy()`, `Confidence()`, as many steps as response positions, float32:
+`Policy()`, {decoded}, float32:
 
 | task | asked | prompt tokens | length | block | prompts | exact match | guessing |
 |---|---|---:|---:|---:|---:|---:|---:|
@@ -52,9 +52,11 @@ def measure(model: Model, tokenizer: Any, kinds: tuple[HeldOutPrompts, ...]) -> 
     rows = []
     for kind in kinds:
         drawn = tasks.examples(kind.task, 2026, kind.size, kind.prompts, "held_out")
+        key = jax.random.key(0) if kind.sampler.draws else None
         score = tasks.accuracy(
-            model, tokenizer, drawn, kind.batch, length=kind.length, block=kind.block, sampler=kind.sampler
-        )
+            model, tokenizer, drawn, kind.batch, length=kind.length, block=kind.block, sampler=kind.sampler,
+            key=key,
+        )  # fmt: skip
         row = {
             "task": kind.title or kind.task.name, "size": kind.size, "asked": kind.words,
             "prompt": positions(model, tokenizer, drawn[0]), "length": kind.length,
@@ -93,6 +95,9 @@ def text(recipe: Recipe, run: Run, measured: dict[str, Any]) -> str:
         table="\n".join(map(accuracy_row, measured["held_out"])),
         beyond="\n".join(map(accuracy_row, measured.get("beyond", ()))),
         blocks="in the model's blocks" if run.model.spec.block_size else "in one block",
+        decoded="`Confidence()`, as many steps as response positions"
+        if run.model.spec.has_mask_token
+        else "`EntropyNoise(bound=0.02)`",
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 from dllm_jax import tasks
-from dllm_jax.samplers import Confidence, Dynamic, Sampler
+from dllm_jax.samplers import Confidence, Dynamic, EntropyNoise, Sampler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +72,12 @@ BLOCKWISE = (
 PICTURED = tuple(
     HeldOutPrompts(tasks.ReadNumbers(digits=1, scattered=True), size, 256, 2, 1 / size)
     for size in (1, 2, 3, 5)
+)
+CAREFUL = EntropyNoise(bound=0.02)  # as generation_config.json says
+NOISE = (
+    HeldOutPrompts(tasks.Recall(asked=7, digits=1, filler=6), 8, 256, 32, title="values", sampler=CAREFUL),
+    HeldOutPrompts(tasks.Chain(), 7, 256, 32, sampler=CAREFUL),
+    HeldOutPrompts(tasks.Chain(), 7, 256, 32, title="chain, `EntropyNoise()`", sampler=EntropyNoise()),
 )
 LONGER = tuple(_needle(tokens, 32) for tokens in (1536, 2048))
 BEYOND = (

@@ -8,7 +8,8 @@ from dllm_jax.options import shown
 TEXT = ("tiny-llada", "tiny-dream")
 PICTURED = ("tiny-llada-v",)  # of questions about pictures, for a `dllm_jax.vision.Processor`
 BLOCK_CAUSAL = ("tiny-sdar", "tiny-sdar-moe")
-NAMES = TEXT + PICTURED + BLOCK_CAUSAL
+NOISE = ("tiny-gemma",)  # without a mask token
+NAMES = TEXT + PICTURED + BLOCK_CAUSAL + NOISE
 
 
 def path(name: str) -> Path:

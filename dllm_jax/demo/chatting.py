@@ -24,7 +24,9 @@ from dllm_jax.options import PositiveInt
 
 MASK = "░"
 EncodedChat = tuple[np.ndarray, np.ndarray]  # a prompt and its padding mask
-PATH = "A bundled model (tiny-llada, tiny-dream, tiny-sdar, tiny-sdar-moe), a directory, or a hub id."
+PATH = (
+    "A bundled model (tiny-llada, tiny-dream, tiny-sdar, tiny-sdar-moe, tiny-gemma), a directory or a hub id."
+)
 
 
 @dataclasses.dataclass(frozen=True)
