@@ -7,6 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
 import tyro
 
 import dllm_jax as dj
@@ -44,6 +45,7 @@ class Kind:
 
 VALUE = "`b=407;T=211;..;T=` `211`"
 PICTURE = ReadNumbers(digits=1, scattered=True)
+FORM = Recall(digits=1, filler=6, asked=7), 8
 LINKS = "`c>T;b>c;..;b>` `b>c;c>T;..`"
 KINDS = (
     Kind("value of a letter, 8 pairs", VALUE, Recall(), 8),
@@ -51,7 +53,8 @@ KINDS = (
     Kind("40 pairs in 512 tokens", VALUE, *needle(512)),
     Kind("form of 8 values, 16 pairs", "`..;b=???;T=???;..` `b=407;T=211;..`", *needle(256, 8)),
     Kind("form of 8 values, 16 pairs", "", *needle(256, 8), options=(56, 4)),
-    Kind("chain: 7 steps, 16 letters", LINKS, Chain(), 7),
+    Kind("form of 7 digits, 8 pairs", "`..;b=?;T=?;..` `b=4;T=2;..`", *FORM, models=dj.bundled.NOISE),
+    Kind("chain: 7 steps, 16 letters", LINKS, Chain(), 7, models=TEXT + dj.bundled.NOISE),
     Kind("7 steps, 8 letters, among values", LINKS, Chain(8, values=12), 7),
     Kind("7 steps, 8 letters, among values", "", Chain(8, values=12), 7, options=(32, 4)),
     Kind("16 steps, 20 letters", LINKS, Chain(20), 16),
@@ -67,18 +70,25 @@ def measure(kind: Kind, model: dj.Model, reader: Any, questions: int) -> float:
     """Fraction of exactly right answers to held-out questions of a kind."""
     asked = examples(kind.task, 0, kind.size, questions, "held_out")
     options: Any = {} if kind.options is None else dict(zip(("length", "block"), kind.options, strict=True))
+    options |= {} if model.spec.has_mask_token else {"key": jax.random.key(0)}
     return accuracy(model, reader, asked, batch=32, **dj.generation_defaults(model, **options))
 
 
-def main(json: Path | None = None, questions: int = 64):
+def main(json: Path | None = None, questions: int = 64, only: tuple[str, ...] = dj.bundled.NAMES):
     """Measures every kind of question.
 
     Args:
       json: File of the results.
       questions: Number of held-out questions of each kind.
+      only: Bundled models to ask; rows of the others stay as the file has them.
     """
-    rows: list[dict[str, Any]] = []
-    for name in dj.bundled.NAMES:
+    where = measured_on("float32")
+    about = where | {"questions": questions, "rows": []}
+    if only != dj.bundled.NAMES and json is not None:
+        about = read_json(json)
+    rows = [row for row in about["rows"] if row["model"] not in only]
+    made = {"commit": runner.commit()} | {key: where[key] for key in ("dllm_jax", "date")}
+    for name in only:
         path = dj.bundled.path(name)
         model = dj.load(path)
         pictured = name in dj.bundled.PICTURED
@@ -86,9 +96,9 @@ def main(json: Path | None = None, questions: int = 64):
         for kind in (kind for kind in KINDS if name in kind.models):
             share = measure(kind, model, reader, questions)
             row = {"model": name, "kind": kind.title, "options": kind.options, "accuracy": share}
-            rows.append(row)
+            rows.append(row | made)
             print(row, flush=True)
-    runner.write(json, measured_on("float32") | {"questions": questions, "rows": rows})
+    runner.write(json, about | {"rows": rows})
 
 
 def table() -> str:

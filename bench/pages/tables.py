@@ -184,6 +184,10 @@ TABLES: dict[str, Any] = {  # what makes a table, and the files that it is from
         lambda: summary.block_causal(measured(IN_BLOCKS), dj.bundled.BLOCK_CAUSAL),
         f"{IN_BLOCKS}.json",
     ),
+    "canvases": (
+        lambda: summary.in_canvases(measured("policies_canvases_cpu"), *dj.bundled.NOISE),
+        "policies_canvases_cpu.json",
+    ),
     "pictures": (
         lambda: summary.pictured(measured("policies_pictures_cpu"), *dj.bundled.PICTURED),
         "policies_pictures_cpu.json",

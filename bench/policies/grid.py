@@ -312,6 +312,21 @@ BLOCK_CAUSAL = (
     *_each(p.MaskKV(budget=32), p.DelayedCache()),
     *_each(p.FOCUS(), p.FOCUS(alpha=1.0), p.FOCUS(delayed=False)),
 )
+# Models without a mask token: what the steps of a canvas compute of it, with the settings of `tiny-gemma`.
+DENOISED = Setting(sampler=s.EntropyNoise(bound=0.02), blocks=1)
+_CANVASES: tuple[p.Policy, ...] = (
+    *_over(p.DLLMCache, response_every=(2, 7), ratio=(0.25, 0.5)),
+    *_over(p.SPACache, prompt_every=(4, 50)),
+    *_over(p.DyLLM, full_steps=(1, 4)),
+    *_over(p.D2Cache, k=(8, 16), p=(0.1, 0.5)),
+    *_over(p.ESDLLM, block_every=(2, 4)),
+    *_over(p.SparseDLLM, keep=(0.5, 0.25)),
+    *_over(p.MAGE, keep=(32, 16)),
+)
+IN_CANVASES = (
+    *(dataclasses.replace(DENOISED, policy=policy) for policy in (p.Policy(), *_CANVASES)),
+    Setting(sampler=s.EntropyNoise(), blocks=1),
+)
 CORE = (*_CORE, *at_defaults(_CORE, p.ALL))
 SHORT = (*_SHORT, *at_defaults(_SHORT, p.ALL))
 LONG = (*_LONG, *at_defaults(_LONG, p.ALL))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dllm_jax as dj
-from bench.policies.grid import EXACT, Setting, find
+from bench.policies.grid import Setting, find
 from bench.policies.workloads import Workload
 from dllm_jax import roofline
 from dllm_jax.policies.base import for_model
@@ -41,15 +41,16 @@ def stages(workload: Workload, earlier: dict[str, Any], saved: int = SAVED) -> I
 
 def measure(workload: Workload, settings: list[Setting]) -> dict[Setting, dict[str, Any]]:
     """A row per setting; the exact decoders that they are compared with run as well."""
-    assert workload.grid[0] == EXACT
+    exact = workload.grid[0]
+    assert exact == exact.exact
     outs: dict[Setting, dj.Output] = {}
-    running = [EXACT, *(run for s in settings for run in (s.exact, s.unlabeled))]
+    running = [exact, *(run for s in settings for run in (s.exact, s.unlabeled))]
     for i, setting in enumerate(dict.fromkeys(running)):
         if i % PROGRAMS == 0:
             jax.clear_caches()
         parts = [workload.run(setting, prompts) for prompts in workload.chunks()]
         outs[setting] = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
-    return {s: _row(workload, s, outs[EXACT], outs[s.exact], outs[s.unlabeled]) for s in settings}
+    return {s: _row(workload, s, outs[exact], outs[s.exact], outs[s.unlabeled]) for s in settings}
 
 
 def _row(workload: Workload, setting: Setting, plain: dj.Output, base: dj.Output, out: dj.Output) -> dict:
@@ -73,7 +74,7 @@ def _reads(workload: Workload, setting: Setting) -> dict[str, float]:
     with larger layers: programs of small ones have one width, in which each step reads as an entering one.
     """
     spec, steps = workload.model.spec, workload.length // setting.divide_steps
-    if not spec.block_size:
+    if not spec.block_size or not spec.has_mask_token:
         return {}
     experts = spec.experts and dataclasses.replace(spec.experts, mlp_width=2**20)
     spec = dataclasses.replace(spec, mlp_width=2**20, experts=experts)
@@ -93,4 +94,5 @@ def _storage(workload: Workload, setting: Setting) -> tuple[float, int]:
     leaves = jax.tree_util.tree_leaves_with_path(made)
     keys = sum(leaf.size for path, leaf in leaves if getattr(path[-1], "name", "") == "k")
     size = sum(leaf.size * leaf.dtype.itemsize for _, leaf in leaves)
-    return keys / (spec.layers * spec.kv_heads * spec.head_dim), size
+    of_layers = sum(spec.at(layer).kv_heads * spec.at(layer).head_dim for layer in range(spec.layers))
+    return keys / of_layers, size

@@ -18,7 +18,7 @@ import tyro
 import dllm_jax as dj
 from bench.policies import grid
 from bench.policies.grid import EXACT, HALF_THE_STEPS, THRESHOLD, Setting, find, mask_kv
-from bench.policies.workloads import ASKED_IN_BLOCKS, ASKED_OF_PICTURES
+from bench.policies.workloads import ASKED_IN_BLOCKS, ASKED_IN_CANVASES, ASKED_OF_PICTURES
 from bench.shared import runner
 from bench.shared.numbers import percent, rounded
 from dllm_jax import policies as p
@@ -235,6 +235,28 @@ def block_causal(measured: dict[str, Any], models: Sequence[str], kind: type[p.P
     return runner.table(heads, "l" + "r" * (len(heads) - 1), cells)
 
 
+def in_canvases(measured: dict[str, Any], model: str) -> str:
+    """Markdown: forward passes, computed tokens and right answers of a model without a mask token."""
+    asked, cells = [measured[f"{model} {task}"] for task in ASKED_IN_CANVASES], []
+    for setting in grid.IN_CANVASES:
+        rows = [found(workload, setting) for workload in asked]
+        shown = (
+            (rounded(row["forwards"], 1), percent(row["computed"]), percent(row["accuracy"], 1))
+            for row in rows
+        )
+        named = f"`{call(setting.policy)}`", f"`{call(setting.sampler)}`"
+        cells.append((*named, *itertools.chain(*shown)))
+    heads = (f"{task}: {what}" for task in ASKED_IN_CANVASES for what in ("passes", "computed", "right"))
+    count, prompt = asked[0]["prompt"]
+    caption = (
+        f"*Right answers of `{model}` to {count} held-out questions of each kind, {prompt} tokens each, "
+        f"one canvas of {asked[0]['length']}, float32. passes: forward passes, the prompt's causal one "
+        "included. computed: computed tokens relative to `Policy()`; `DLLMCache` counts a token whose values "
+        "alone are computed in a step as computed.*"
+    )
+    return runner.table(("policy", "sampler", *heads), "ll" + "rrr" * len(asked), cells) + f"\n\n{caption}"
+
+
 def found(workload: dict[str, Any], setting: Setting) -> dict[str, Any]:
     """The row of a setting, which must have been measured."""
     if row := find(workload, setting):
@@ -255,6 +277,9 @@ def main(results: runner.Results, blocks: Path | None = None):
             print(pictured(measured, model))
     if any(name.split()[0] in dj.bundled.BLOCK_CAUSAL for name in measured):
         print(block_causal(measured, dj.bundled.BLOCK_CAUSAL))
+    for model in dj.bundled.NOISE:
+        if any(name.split()[0] == model for name in measured):
+            print(in_canvases(measured, model))
 
 
 if __name__ == "__main__":

@@ -73,14 +73,14 @@ class Workload:
 
     def run(self, setting: Setting, prompts: slice) -> dj.Output:
         """One generation, of some of the prompts."""
-        grows = setting.begins > 0
+        grows, masks = setting.begins > 0, self.model.spec.has_mask_token
         out = dj.generate(
             self.model, self.prompt[prompts], policy=setting.policy,
             length=setting.begins if grows else self.length, max_length=self.length if grows else None,
-            steps=None if grows else self.length // setting.divide_steps,
+            steps=None if grows or not masks else self.length // setting.divide_steps,
             prompt_embeds=None if self.embeds is None else self.embeds[prompts],
             sampler=setting.sampler, key=jax.random.key(0) if setting.sampler.draws else None,
-            block=setting.block(self.length, self.block),
+            block=setting.block(self.length, self.block) if masks else None,
         )  # fmt: skip
         return jax.block_until_ready(out)
 
@@ -124,6 +124,7 @@ class Asked:
         than in training.
       blocks: Whether policies are compared in longer blocks.
       block_causal: Whether the settings are those of models that attend within blocks.
+      in_canvases: Whether the settings are those of models without a mask token.
     """
 
     task: tasks.Task
@@ -136,12 +137,15 @@ class Asked:
     beginning: bool = False
     blocks: bool = False
     block_causal: bool = False
+    in_canvases: bool = False
 
     @property
     def grid(self) -> tuple[Setting, ...]:
         """The settings to compare, but for those that are calibrated."""
         if self.pictured:
             return settings.PICTURED
+        if self.in_canvases:
+            return settings.IN_CANVASES
         if self.blocks or self.block_causal:
             return settings.IN_BLOCKS if self.blocks else settings.BLOCK_CAUSAL
         if self.core:
@@ -179,14 +183,18 @@ ASKED_IN_BLOCKS = {
     "few-shot-of-12": _in_blocks(tasks.FewShot(), 12),
     "needle-1024": _in_blocks(*tasks.needle(1024)),
 }
+ASKED_IN_CANVASES = {
+    "chain": Asked(tasks.Chain(), 7, 32, in_canvases=True),
+    "values": Asked(tasks.Recall(digits=1, filler=6, asked=7), 8, 32, in_canvases=True),
+}
 ASKED_OF_PICTURES = {f"read-{size}": Asked(_NUMBERS, size, 2, pictured=True) for size in (2, 5)}
 
 
 def _workload(name: str, title: str, asked: Asked, prompts: int) -> Workload:
     """A bundled model on a task; layer budgets are calibrated on training prompts."""
-    # Most of the time goes to compiling, and of stacked layers one is compiled.
-    path = dj.bundled.path(name)
-    model, embeds, grid = dj.load(path, separate_layers=False), None, asked.grid
+    # Most of the time goes to compiling, and of stacked layers one is compiled. Gemma's cannot be stacked.
+    path, stacked = dj.bundled.path(name), None if asked.in_canvases else False
+    model, embeds, grid = dj.load(path, separate_layers=stacked), None, asked.grid
     wanted = tasks.examples(asked.task, 31, asked.size, -(-prompts // asked.fewer), "held_out")
     if asked.pictured:
         reader = Processor.load(path)
@@ -213,7 +221,7 @@ def _workload(name: str, title: str, asked: Asked, prompts: int) -> Workload:
 def workloads(prompts: int) -> dict[str, Callable[[], Workload]]:
     """Functions that make the workloads, by name."""
     kinds = (dj.bundled.TEXT, ASKED), (dj.bundled.PICTURED, ASKED_OF_PICTURES)
-    kinds += ((dj.bundled.BLOCK_CAUSAL, ASKED_IN_BLOCKS),)
+    kinds += (dj.bundled.BLOCK_CAUSAL, ASKED_IN_BLOCKS), (dj.bundled.NOISE, ASKED_IN_CANVASES)
     return {
         f"{name} {title}": functools.partial(_workload, name, title, asked[title], prompts)
         for names, asked in kinds
