@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 from typing_extensions import override
 
-from dllm_jax.nn.mask import require_blocks
+from dllm_jax.nn.mask import require_blocks, require_mask_token
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.policies.base import Policy, halvings
 from dllm_jax.state.cache import Cache
@@ -34,6 +34,16 @@ class DelayedCache(Policy):
     Differences: The reference stores a finished block as it is, with approximate keys and values; here they
       are computed exactly.
     """
+
+    @override
+    def _in_blocks(self, spec: ModelSpec) -> Policy:
+        require_mask_token(
+            spec,
+            type(self).__name__,
+            "Use Policy()",
+            "it goes by tokens that are decided while their block is denoised",
+        )
+        return self
 
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:

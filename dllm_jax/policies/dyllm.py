@@ -11,7 +11,7 @@ from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.mask import require_full_attention
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import TracedFraction, TracedPositiveInt
-from dllm_jax.policies.base import Policy
+from dllm_jax.policies.base import Policy, as_kind
 from dllm_jax.policies.network import Phase
 from dllm_jax.policies.parts.partial import run_narrowest
 from dllm_jax.state.cache import KV, Cache, LayerCache
@@ -46,7 +46,9 @@ class DyLLM(Policy):
 
     Equals exact decoding when: full_steps is at least the number of steps. tau=1 is not exact.
     Differences: On Dream the position before the response is computed while it predicts a mask; the reference
-      lets the first token's own output predict it. Steps are counted per sequence.
+      lets the first token's own output predict it. Steps are counted per sequence. Without a mask token
+      (DiffusionGemma) a canvas takes the place of the response. Its steps are counted from its first one, and
+      all of its rows are salient in the first layer.
 
     Attributes:
       tau: Cosine below which a row is salient, in [0, 1]. The README has 0.99 and 0.995 for LLaDA, 0.995 and
@@ -60,6 +62,10 @@ class DyLLM(Policy):
     tau: TracedFraction = 0.99
     full_steps: TracedPositiveInt = 16
     prompt_every: TracedPositiveInt = 4
+
+    @override
+    def _in_blocks(self, spec: ModelSpec) -> Policy:
+        return self if spec.has_mask_token else as_kind(self, InCanvas)
 
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
@@ -111,8 +117,8 @@ class DyLLM(Policy):
 
         before = rows.take(old.v)
         k, v = run(salient_rows, renew, (rows.take(old.k), before))
-        change = jnp.pad(v - before, ((0, 0), (rows.start, 0), (0, 0), (0, 0)))
-        cache = stored(cache, k=k, v=v)
+        change = rows.spread(v - before)
+        cache = stored(cache, rows, k=k, v=v)
         now, mask = cache.read(), cache.attends(rows, canvas)
         q = layer.qk(x, rows.positions)[0]
 
@@ -135,9 +141,42 @@ class DyLLM(Policy):
 
         branch = run(turned, renew_mlp, rows.take(old.mlp))
         o = read_before_write(turned.astype(jnp.float32), o)  # what turned is found by what was stored
-        cache = stored(cache, attention=o, mlp=branch)
+        cache = stored(cache, rows, attention=o, mlp=branch)
         shared = rows.where(turned).mask() & canvas.valid
         return layer.residual(x + branch), cache._replace(shared=shared)
+
+
+@dataclasses.dataclass(frozen=True)
+class InCanvas(DyLLM):
+    """DyLLM in the canvas of a model without a mask token, whose context is stored causally."""
+
+    @override
+    def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
+        shared = jnp.zeros((batch, layout.length), bool)
+        return Cache(SalienceStore.zeros(spec, layout, batch, dtype), shared)
+
+    @override
+    def _full(self, canvas: Canvas) -> Bool[Array, "b 1"]:
+        return canvas.causal | (canvas.block_step <= self.full_steps)[:, None]
+
+    @override
+    def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+        """The canvas, of which every position passes through every layer."""
+        return canvas.everything
+
+    @override
+    def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
+        return ()  # a canvas, which the engine adds
+
+    @property
+    @override
+    def phases(self) -> tuple[Phase, ...]:
+        return Phase(NARROW), Phase(EVERY)
+
+    @override
+    def before_layers(self, cache: Cache, canvas: Canvas, rows: Rows) -> Cache:
+        """The first layer's salient rows: all, as each reads other expected embeddings in every step."""
+        return cache._replace(shared=canvas.valid)
 
 
 # -- storage of DyLLM's layers ---------------------------------------------------------------------
@@ -177,12 +216,14 @@ def widths(rows: Rows) -> tuple[int, ...]:
     return (every // 4, every) if rows.phase == NARROW and every >= 4 else (every,)
 
 
-def stored(cache: LayerCache, **parts: Float[Array, "b q *d"]) -> LayerCache:
-    """Returns the cache with what a step's rows, the last of the canvas or all, store.
+def stored(cache: LayerCache, rows: Rows, **parts: Float[Array, "b q *d"]) -> LayerCache:
+    """Returns the cache with what a step's rows store: in place, the last ones of the canvas, or gathered.
 
     Of rows that change nothing it is what was stored. So no single slots are written, and arrays lie in one
     order in the loops of full and of partial steps (`dllm_jax.xla.order.same_in_all_loops`).
     """
+    if not rows.in_place:
+        return cache.write(rows, ahead=0, **parts)
     for name, new in parts.items():
         cache, _ = cache.write_last(new, name)
     return cache

@@ -15,8 +15,8 @@ from dllm_jax.nn import shift
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.mask import require_full_attention
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.options import Fraction, NoneMeans, PositiveInt, TracedPositiveInt
-from dllm_jax.policies.base import Policy
+from dllm_jax.options import Fraction, NoneMeans, PositiveInt, TracedPositiveInt, refuse
+from dllm_jax.policies.base import Policy, as_kind
 from dllm_jax.policies.network import Layers, Phase
 from dllm_jax.policies.sparse_dllm import SparseDLLM
 from dllm_jax.state.cache import KV, Cache, LayerCache, Proposal
@@ -58,7 +58,9 @@ class ESDLLM(Policy):
 
     Equals exact decoding when: prompt_every=1 in one block, if the output head is not shifted.
     Differences: Slots, quotas and what was just decoded are counted per sequence, so a batch changes nothing.
-      Stored rows and scores are float32 or of the model's dtype, and ties go to the lower position.
+      Stored rows and scores are float32 or of the model's dtype, and ties go to the lower position. Without a
+      mask token (DiffusionGemma) uncertainty, 1 - exp(-entropy), takes the place of confidence: no row is
+      about to be unmasked. `block_every` counts from each canvas's first step.
 
     Attributes:
       prompt_every: Slots between steps that renew everything before the block. The scripts use 64, or 256.
@@ -89,10 +91,21 @@ class ESDLLM(Policy):
             raise ValueError(f"evict={self.evict!r} must have side='both', as the reference implementation.")
 
     @override
-    def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
+    def _in_blocks(self, spec: ModelSpec) -> Policy:
+        if spec.has_mask_token:
+            return self
+        refuse(self, {"evict": "no step computes both the context and a canvas"}, by=f"by {spec.family}")
+        return as_kind(self, InCanvas)
+
+    def _check_model(self, spec: ModelSpec):
+        """Raises ValueError for models whose steps compute nothing after the block."""
         require_full_attention(spec, type(self).__name__, "leaves masks after the block as they are")
+
+    @override
+    def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
+        self._check_model(spec)
         layers = super().init(spec, layout, batch, dtype).layers
-        shared = Skipping.zeros(self.compare, len(self._exits(spec)), spec, layout, batch, dtype)
+        shared = Skipping.zeros(self.compare, self._exits(spec), spec, layout, batch, dtype)
         nothing = jnp.zeros((batch, layout.length), bool)
         if self.evict is not None:
             shared = shared._replace(retained=jnp.zeros((batch, spec.layers, layout.length), bool))
@@ -241,6 +254,40 @@ class ESDLLM(Policy):
         return cache._replace(shared=cache.shared._replace(confidence=confidence))
 
 
+@dataclasses.dataclass(frozen=True)
+class InCanvas(ESDLLM):
+    """ES-dLLM in the canvas of a model without a mask token, whose context is stored causally."""
+
+    @override
+    def _check_model(self, spec: ModelSpec):
+        """Does nothing: the model denoises canvases."""
+
+    @override
+    def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
+        """The canvas."""
+        return canvas.block
+
+    @override
+    def _renews(self, canvas: Canvas) -> Bool[Array, "b 1"]:
+        return canvas.causal
+
+    @override
+    def _whole(self, canvas: Canvas) -> Bool[Array, "b 1"]:
+        due = jnp.fmod(canvas.block_step - 1, self.block_every) == 0
+        return canvas.causal | due[:, None]
+
+    @override
+    def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
+        return ()  # a canvas, which the engine adds
+
+    @override
+    def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
+        # Scores are entropies, below zero.
+        known = proposal.score > -jnp.inf
+        uncertain = jnp.where(known, -jnp.expm1(proposal.score), proposal.score)
+        return super().observe(cache, canvas, rows, proposal._replace(score=uncertain))
+
+
 # -- scores and sets of rows -----------------------------------------------------------------------
 
 
@@ -265,12 +312,13 @@ class Skipping(NamedTuple):
 
     @staticmethod
     def zeros(
-        compare: str, exits: int, spec: ModelSpec, layout: Layout, batch: int, dtype: Any
+        compare: str, exits: tuple[int, ...], spec: ModelSpec, layout: Layout, batch: int, dtype: Any
     ) -> "Skipping":
         """Nothing remembered; stores for each exit if "hidden" outputs or queries are compared."""
-        shape = {"hidden": (spec.width,), "query": (spec.heads, spec.head_dim)}.get(compare)
+        shape = lambda at: (spec.width,) if compare == "hidden" else (at.heads, at.head_dim)
         places = batch, layout.response_inputs(spec.shifted)
-        stored = () if shape is None else tuple(jnp.zeros((*places, *shape), dtype) for _ in range(exits))
+        stores = exits if compare in ("hidden", "query") else ()
+        stored = tuple(jnp.zeros((*places, *shape(spec.at(exit))), dtype) for exit in stores)
         return Skipping(jnp.zeros((batch, layout.length)), jnp.zeros(batch, jnp.int32), stored)
 
     def slots(self, rows: Rows) -> Rows:

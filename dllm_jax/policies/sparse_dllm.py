@@ -13,7 +13,7 @@ from dllm_jax.nn.mask import Mask, key_mask, require_blocks, require_full_attent
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, Odd, PositiveInt, TracedNonNegativeInt
 from dllm_jax.options.hints import Renamed
-from dllm_jax.policies.base import Policy
+from dllm_jax.policies.base import Policy, for_model
 from dllm_jax.policies.parts.chosen_reads import ChosenReads
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
@@ -115,8 +115,9 @@ class SparseDLLM(Policy):
     @override
     def _in_blocks(self, spec: ModelSpec) -> Policy:
         """`SparseBlocks`: nothing is stale there, so what would be evicted stays stored and is not read."""
-        require_blocks(spec, type(self).__name__, "Use Policy()")
-        return SparseBlocks(float(self.keep), self.kernel, self.delay)
+        if spec.has_mask_token:
+            require_blocks(spec, type(self).__name__, "Use Policy()")
+        return for_model(SparseBlocks(float(self.keep), self.kernel, self.delay), spec)
 
     @override
     def _evicted(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:

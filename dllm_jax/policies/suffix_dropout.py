@@ -223,7 +223,10 @@ class SuffixDropout(Policy):
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         require_full_attention(
-            spec, "SuffixDropout", "drops masks after the block, which are not attended to there"
+            spec,
+            "SuffixDropout",
+            "drops masks after the block, which are not attended to there",
+            "Use Policy()",
         )
         if layout.sliding is not None:
             raise ValueError(

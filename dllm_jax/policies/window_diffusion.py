@@ -53,7 +53,10 @@ class WindowDiffusion(Policy):
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         """Dense K and V."""
         require_full_attention(
-            spec, "WindowDiffusion", "drops masks after the block, which are not attended to there"
+            spec,
+            "WindowDiffusion",
+            "drops masks after the block, which are not attended to there",
+            "Use Policy()",
         )
         return super().init(spec, layout, batch, dtype)
 

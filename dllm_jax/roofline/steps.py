@@ -84,6 +84,8 @@ class Setting:
     def step_of_model_block(self, index: int) -> int:
         """Steps before the generation's step `index` in the same block of a block-causal model."""
         context, block, steps = self.spec.context, self.layout.block, self.layout.steps_per_block
+        if context.has_causal_passes:
+            return index % (steps + 1) - 1  # from -1, the causal pass that precedes a block
         size, began = context.size, 0 if context.from_response else self.layout.prompt % context.size
         return (index + began // block * steps) % (size // block * steps)
 

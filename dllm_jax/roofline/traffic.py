@@ -120,8 +120,7 @@ def _stored_outputs(policy: p.DLLMCache, at: Setting, step: Step, index: int) ->
 def _in_canvas(policy: InCanvas, at: Setting, step: Step, index: int) -> Step:
     """Values of a canvas, and where nothing is due a part of it through the whole layer."""
     layout = at.layout
-    in_block = index % (layout.steps_per_block + 1)  # a causal pass, then the steps of the canvas
-    if step.full or in_block == 0 or (in_block - 1) % policy.response_every == 0:
+    if step.full or max(at.step_of_model_block(index), 0) % policy.response_every == 0:
         return dataclasses.replace(step, outputs=layout.block)
     few = int(layout.block * policy.ratio)
     rows = few + (layout.block - few) / at.spec.layers
@@ -254,6 +253,8 @@ def _skipping(policy: p.ESDLLM, at: Setting, step: Step, index: int) -> Step:
     """Later layers run the rows that go on, where some may leave; the last step decoded as many as each."""
     block, each = at.layout.block, at.layout.block // at.layout.steps_per_block
     slot = index // at.layout.steps_per_block * block + index % at.layout.steps_per_block
+    if at.spec.context.has_causal_passes:
+        slot = max(at.step_of_model_block(index), 0)
     if step.full or slot % policy.block_every == 0:
         return step
     ratios = proportions(policy.ratios, policy.depths, at.spec.layers)

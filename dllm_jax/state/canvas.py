@@ -254,7 +254,7 @@ class Canvas:
 
     @property
     def opens_model_block(self) -> Bool[Array, "b 1"]:
-        """Whether the coming step unmasks only the first token of a model's block."""
+        """Whether the coming step unmasks at most the first token of a model's block, which it precedes."""
         return jnp.zeros_like(self.first_step)
 
     @property

@@ -220,6 +220,16 @@ class NoisyCanvas(CausalCanvas):
     def predictor(self) -> Int[Array, "b l"]:
         return super(BlockCausalCanvas, self).predictor
 
+    @property
+    @override
+    def opens_model_block(self) -> Bool[Array, "b 1"]:
+        return self.causal
+
+    @property
+    @override
+    def enters_model_block(self) -> Bool[Array, "b 1"]:
+        return self.causal | (self.block_step <= 1)[:, None]
+
     @override
     def without_final(self, selected: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
         # Nothing in the block has keys and values before its first denoising pass, the second of its steps.

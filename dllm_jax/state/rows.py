@@ -95,6 +95,12 @@ class Rows:
         real, new = self.real[:, first:], values[:, first:].astype(x.dtype)
         return jnp.where(real.reshape(*real.shape, *[1] * (x.ndim - 2)), new, x)
 
+    def spread(self, values: Shaped[Array, "b q *d"]) -> Shaped[Array, "b l *d"]:
+        """The values at the computed positions, and zeros elsewhere."""
+        if self.in_place:
+            return jnp.pad(values, ((0, 0), (self.start, 0), *((0, 0),) * (values.ndim - 2)))
+        return self.put(jnp.zeros((len(values), self.length, *values.shape[2:]), values.dtype), values)
+
     def slot(self, position: Int[Array, "b c"]) -> Int[Array, "b c"]:
         """The place of each position in `index`; q if it is not among the rows."""
         # In place a position's place is known, if it is computed.

@@ -17,7 +17,7 @@ from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.mask import Mask, key_mask, require_blocks
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, PositiveInt
-from dllm_jax.policies.base import Policy
+from dllm_jax.policies.base import Policy, as_kind
 from dllm_jax.policies.network import Phase
 from dllm_jax.policies.parts.block_votes import queries_of_block, rows_of_block
 from dllm_jax.state.cache import KV, Cache, LayerCache, Proposal
@@ -71,8 +71,16 @@ class ChosenReads(Policy, abc.ABC):
     keep: PositiveInt | Fraction = 512
 
     @override
-    def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
+    def _in_blocks(self, spec: ModelSpec) -> Policy:
+        return self if spec.has_mask_token else as_kind(self, InCanvas)
+
+    def check_model(self, spec: ModelSpec):
+        """Raises ValueError for models without finished blocks."""
         require_blocks(spec, type(self).__name__, "Use SparseDLLM() or DualCache()")
+
+    @override
+    def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
+        self.check_model(spec)
         pairs = BlockPairs(
             KV.zeros(spec, batch, layout.length, dtype),
             KV.zeros(spec, batch, self.slots(spec, layout), dtype, scattered=False),
@@ -211,7 +219,7 @@ class ChosenReads(Policy, abc.ABC):
 
     def _count(self, canvas: Canvas) -> Int[Array, "b"]:
         """Number of pairs that the block's steps read of earlier blocks."""
-        stored = jnp.sum(canvas.before_model_block, axis=1)
+        stored = jnp.sum(stored_pairs(canvas), axis=1)
         if isinstance(self.keep, int):
             return jnp.minimum(stored, self.keep)
         return fraction_of(stored, self.keep, canvas.layout.length)
@@ -254,11 +262,41 @@ class ChosenReads(Policy, abc.ABC):
     ) -> Float[Array, "b #k l"]:
         """Scores of the stored pairs, -inf elsewhere; arguments as for `scores`, but of all computed rows."""
         # The block's rows score; its own pairs are read in any case, and do not count.
-        stored, block = canvas.before_model_block, canvas.in_model_block
+        stored, block = stored_pairs(canvas), canvas.in_model_block
         of_block, mask = rows_of_block(canvas), key_mask(stored | block)
         q, lse = queries_of_block(layer, q, k, lse, rows, of_block, mask)
         score = self.scores(layer, q, k, lse, mask, of_block, canvas)
         return jnp.where(stored[:, None], score, -jnp.inf)
+
+
+class InCanvas(ChosenReads):
+    """The same in the canvas of a model without a mask token: all of it votes in its first denoising step."""
+
+    @override
+    def check_model(self, spec: ModelSpec):
+        """Does nothing: a causal pass precedes the step that chooses, as the model's canvas knows."""
+
+    @property
+    @override
+    def phases(self) -> tuple[Phase, ...]:
+        exact = lambda cache, canvas: self.exact(cache.shared, canvas)[:, 0]
+        return Phase(CHOSEN, by_positions=False), Phase(EXACT, needed=exact, by_positions=False)
+
+    @override
+    def layer(
+        self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
+    ) -> tuple[Float[Array, "b q m"], LayerCache]:
+        # Causal passes are exact, so that the rows of other steps are those of the canvas.
+        alone = not rows.full and rows.index.shape[1] <= canvas.spec.context.size
+        undecided = canvas.block & ~canvas.causal
+        canvas = dataclasses.replace(canvas, tokens=jnp.where(undecided, canvas.spec.mask_id, canvas.tokens))
+        return super().layer(layer, x, cache, dataclasses.replace(rows, in_one_block=alone), canvas)
+
+
+def stored_pairs(canvas: Canvas) -> Bool[Array, "b l"]:
+    """Positions of earlier blocks whose pairs the layer may read: all, or those in its window."""
+    stored, window = canvas.before_model_block, canvas.spec.window
+    return stored if window is None else stored & (canvas.position > canvas.model_block - window)
 
 
 def _steps(reading: Reading, canvas: Canvas) -> Int[Array, "b 1"]:
