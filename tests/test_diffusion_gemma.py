@@ -346,3 +346,23 @@ def test_positions_that_a_step_leaves_out_keep_their_tokens():
             old, new = (np.asarray(getattr(state.memory, name))[0] for state in (before, after))
             np.testing.assert_array_equal(new[waits], old[waits])
     assert left_out
+
+
+def test_d2cache_computes_noise_and_the_most_uncertain_of_a_canvas():
+    """Of each position as it was last computed: whether it read what it predicts, and its entropy."""
+    sampler = EntropyNoise(steps=6, bound=5.0, t_max=0.1, t_min=0.1, certainty=0.0)
+    options = {**OPTIONS, "sampler": sampler, "policy": dj.policies.D2Cache(k=3, p=0.0)}
+    noise, chosen = np.zeros(8, bool), []
+    for before, after in itertools.pairwise(states(tiny(FAMILY), [PROMPTS[0]], key=KEYS[:1], **options)):
+        begins = int(before.canvas.block_start[0])
+        if bool(before.canvas.causal[0, 0]) or before.canvas.block_start != after.canvas.block_start:
+            continue
+        here = slice(begins, begins + 8)
+        read, best = np.asarray(before.memory.tokens)[0], np.asarray(after.memory.best)[0, 0]
+        noise = np.where(np.asarray(before.need)[0, here], read != best, noise)
+        uncertain = np.argsort(-np.where(noise, np.inf, np.asarray(after.memory.entropy)[0]), kind="stable")
+        wanted, found = noise | np.isin(np.arange(8), uncertain[:3]), np.asarray(after.need)[0, here]
+        assert found[wanted].all()
+        assert sum(found & ~wanted) <= 1  # the most influential of the others
+        chosen.append(sum(wanted))
+    assert 3 <= min(chosen) < 7

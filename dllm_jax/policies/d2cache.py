@@ -151,14 +151,24 @@ class InCanvas(D2Cache):
     """d2Cache in the canvas of a model without a mask token: M* are the k positions of largest entropy.
 
     Positions that are certain hardly change from one step to the next, and take part by their influence.
+    Those that read another token than they predict, noise for most, are computed until they read it.
     """
 
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
         known: Salience = cache.shared
         uncertain = best(jnp.where(canvas.block, -known.confidence, -jnp.inf), self.k)
+        uncertain |= canvas.block & (known.confidence == -jnp.inf)
         others = canvas.block & ~uncertain
         return inflated(uncertain | nucleus(known.influence, others, self.p), self.inflate)
+
+    @override
+    def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
+        """As in masks; a position that read another token than it predicts has no confidence."""
+        after, computed = super().observe(cache, canvas, rows, proposal), rows.mask() & canvas.block
+        score = jnp.where(canvas.tokens == proposal.token, proposal.score, -jnp.inf)
+        confidence = jnp.where(computed, score, cache.shared.confidence)
+        return after._replace(shared=after.shared._replace(confidence=confidence))
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
