@@ -318,10 +318,10 @@ _CANVASES: tuple[p.Policy, ...] = (
     *_over(p.DLLMCache, response_every=(2, 7), ratio=(0.25, 0.5)),
     *_over(p.SPACache, prompt_every=(4, 50)),
     *_over(p.DyLLM, full_steps=(1, 4)),
-    *_over(p.D2Cache, k=(8, 16), p=(0.1, 0.5)),
+    *_over(p.D2Cache, k=(8, 12), p=(0.1, 0.3)),
     *_over(p.ESDLLM, block_every=(2, 4)),
-    *_over(p.SparseDLLM, keep=(0.5, 0.25)),
-    *_over(p.MAGE, keep=(32, 16)),
+    *_over(p.SparseDLLM, keep=(0.9, 0.5)),
+    *_over(p.MAGE, keep=(64, 32)),
 )
 IN_CANVASES = (
     *(dataclasses.replace(DENOISED, policy=policy) for policy in (p.Policy(), *_CANVASES)),
