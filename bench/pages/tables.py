@@ -185,8 +185,8 @@ TABLES: dict[str, Any] = {  # what makes a table, and the files that it is from
         f"{IN_BLOCKS}.json",
     ),
     "canvases": (
-        lambda: summary.in_canvases(measured("policies_canvases_cpu"), *dj.bundled.NOISE),
-        "policies_canvases_cpu.json",
+        lambda: summary.in_canvases(measured("policies_blocks_cpu"), *dj.bundled.NOISE),
+        "policies_blocks_cpu.json",
     ),
     "pictures": (
         lambda: summary.pictured(measured("policies_pictures_cpu"), *dj.bundled.PICTURED),

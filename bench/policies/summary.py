@@ -249,10 +249,10 @@ def in_canvases(measured: dict[str, Any], model: str) -> str:
     heads = (f"{task}: {what}" for task in ASKED_IN_CANVASES for what in ("passes", "computed", "right"))
     count, prompt = asked[0]["prompt"]
     caption = (
-        f"*Right answers of `{model}` to {count} held-out questions of each kind, {prompt} tokens each, "
-        f"one canvas of {asked[0]['length']}, float32. passes: forward passes, the prompt's causal one "
-        "included. computed: computed tokens relative to `Policy()`; `DLLMCache` counts a token whose values "
-        "alone are computed in a step as computed.*"
+        f"*Right answers of `{model}` to {count} held-out questions of each kind, {prompt} tokens each, one "
+        f"canvas of {asked[0]['length']}, float32. passes: forward passes, the prompt's causal one included. "
+        "computed: computed tokens relative to `Policy()`. What `DLLMCache`, `SPACache` and `DyLLM` skip "
+        "inside of layers does not count.*"
     )
     return runner.table(("policy", "sampler", *heads), "ll" + "rrr" * len(asked), cells) + f"\n\n{caption}"
 

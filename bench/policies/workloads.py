@@ -12,12 +12,13 @@ from scipy.stats import binomtest
 import dllm_jax as dj
 from bench.policies import grid as settings
 from bench.policies.grid import Setting
+from bench.shared import runner
 from dllm_jax import tasks
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.decoding.answers import decode_answers
 from dllm_jax.eval.run.settings import fingerprint
 from dllm_jax.eviction import calibrate
-from dllm_jax.provenance import now
+from dllm_jax.provenance import now, processor
 from dllm_jax.vision import Processor
 
 CALIBRATION = 32  # prompts of a profile
@@ -64,7 +65,7 @@ class Workload:
         return {
             "prompt": list(self.prompt.shape), "length": self.length, "block": self.block,
             "chunk": self.chunk, "layers": spec.layers, "width": spec.width, "model_sha256": self.sha256,
-            "date": now(),
+            "date": now(), "commit": runner.commit(), "cpu": processor(),
         }  # fmt: skip
 
     def chunks(self) -> list[slice]:
