@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch", reason=REASON)
 torch.set_num_threads(1)  # more of them spin where the cores are taken
 
 from bench.peer_torch import __main__ as peer_torch  # noqa: E402 (needs torch)
+from bench.peer_torch import gemma  # noqa: E402
 from bench.peer_torch.decoders import peer  # noqa: E402
 from bench.peer_torch.twin import Twin, twin  # noqa: E402
 
@@ -145,3 +146,22 @@ def test_other_policies_have_no_peer():
         peer(theirs, dj.policies.D2Cache())
     with pytest.raises(ValueError, match="side='prefix' must be 'both'"):
         peer(theirs, SPARSE(side="prefix"))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, which theirs imports
+def test_rows_of_a_model_without_masks(tmp_path, monkeypatch):
+    """Theirs computes our logits, and a step is a part of its canvas."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)  # stays at one, see above
+    path = tmp_path / "measured.json"
+    shape = dict(width=64, layers=6, experts=4, vocab=128, canvas=16, prompt=(32,), steps=3, repeats=2)
+    gemma.main(gemma.Comparison(**shape, json=path))
+    report = json.loads(path.read_text())
+    canvas, step = report["rows"]
+    assert (canvas["of"], step["of"]) == ("canvas", "denoising step")
+    assert canvas["logits"] < 1e-4
+    for row in (canvas, step):
+        times = zip(row["theirs"]["values"], row["ours"]["values"], strict=True)
+        assert row["theirs_over_ours"]["values"] == [pytest.approx(t / o) for t, o in times]
+    assert step["ours"]["median"] < canvas["ours"]["median"]
+    assert report["spec"]["gemma"]["full"] == [5]
+    assert {"cpu", "cores", "jax", "torch", "transformers", "dtype", "weights"} <= set(report)
