@@ -107,10 +107,14 @@ class D2Cache(Policy):
         # All layers roll out, or only the first ones ("Rollout-5" of table 4).
         rolled_by = lambda c: roll(c, layer.head_mean(q, now.k, lse, mask), rows, canvas.valid)
         known = cache.shared
-        rolls = True if self.rollout_layers is None else layer.index < self.rollout_layers
+        rolls = self._rolls(layer, rows, canvas)
         rolled = known.rolled
         rolled = rolled_by(rolled) if rolls is True else jax.lax.cond(rolls, rolled_by, lambda c: c, rolled)
         return layer.finish(x, after_on_tpu(rolled, o)), cache._replace(shared=known._replace(rolled=rolled))
+
+    def _rolls(self, layer: Layer, rows: Rows, canvas: Canvas) -> Bool[Array, ""] | bool:
+        """Whether a layer takes part in the rollout."""
+        return True if self.rollout_layers is None else layer.index < self.rollout_layers
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
@@ -169,6 +173,12 @@ class InCanvas(D2Cache):
         score = jnp.where(canvas.tokens == proposal.token, proposal.score, -jnp.inf)
         confidence = jnp.where(computed, score, cache.shared.confidence)
         return after._replace(shared=after.shared._replace(confidence=confidence))
+
+    @override
+    def _rolls(self, layer: Layer, rows: Rows, canvas: Canvas) -> Bool[Array, ""] | bool:
+        """Not where all sequences store their contexts: the next step computes all of the canvas."""
+        rolls = super()._rolls(layer, rows, canvas)
+        return rolls & jnp.any(canvas.active & ~canvas.causal[:, 0]) if rows.full else rolls
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
