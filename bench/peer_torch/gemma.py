@@ -1,4 +1,4 @@
-"""DiffusionGemma beside transformers' own: same weights, same device, run in turns.
+"""DiffusionGemma compared with transformers: same weights, same device, run in turns.
 
     taskset -c 0 python -m bench.peer_torch.gemma --json bench/results/peer_torch_gemma_cpu.json
 
