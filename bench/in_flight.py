@@ -1,17 +1,21 @@
 """Requests in flight against batches in order of arrival: what the device executes, and requests per second.
 
     python -m bench.in_flight --json bench/results/in_flight_cpu.json
+    python -m bench.in_flight --count 30 256 512 --json bench/results/in_flight_count.json
 
 Three sets of 64 requests, eight at a time: the tasks of `tiny-llada`, mixed; planned ones, whose answers take
 1 to 8 blocks and whose blocks take 1 to 32 steps; and planned ones that are all alike. Those run on a random
 model of `WIDER`, whose steps take a CPU longer than a host needs to have the next ones run. "lockstep" are
 batches whose full steps run all sequences.
+
+`--count` says where executed positions go that no step selected, for prompts of 64 to 2048 tokens and planned
+answers of 256 in blocks of 32. Requests wait and enter as in `generate_many`; steps are counted, none is run.
 """
 
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -25,6 +29,9 @@ import dllm_jax as dj
 from bench.shared import runner
 from dllm_jax.command_line import run
 from dllm_jax.decoding.chat import chat_ids
+from dllm_jax.decoding.generate_many import AHEAD_IN_LISTS, Answers
+from dllm_jax.decoding.request import Request
+from dllm_jax.engine.group import group_size
 from dllm_jax.policies import DualCache, Policy
 from dllm_jax.provenance import measured_on
 from dllm_jax.roofline import HARDWARE, throughput
@@ -46,6 +53,18 @@ COLUMNS: runner.Columns = {
     "in flight": lambda r: f"{r['executed']['in flight']:.2f}",
     "requests per second over lockstep: batches": lambda r: f"{r['speed']['batches']:.2f}",
     "in flight ": lambda r: f"{r['speed']['in flight']:.2f}",
+}
+
+COUNTS: runner.Columns = {
+    "prompts": lambda r: r["prompts"],
+    "requests": lambda r: r["requests"],
+    "policy": lambda r: r["policy"],
+    "executed / selected": lambda r: f"{r['executed']:.2f}",
+    "bucket": lambda r: f"{r['bucket']:.2f}",
+    "longer bucket": lambda r: f"{r['longer_bucket']:.2f}",
+    "other sequences": lambda r: f"{r['others']:.2f}",
+    "idle slots": lambda r: f"{r['idle']:.2f}",
+    "programs": lambda r: r["programs"],
 }
 
 
@@ -129,6 +148,163 @@ def compared(ways: dict[str, Callable[[], list[Any]]], turns: int) -> dict[str, 
     return {"executed": executed, "speed": speed, "seconds": times}
 
 
+# -- where executed positions go -------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Account:
+    """Positions that steps executed, by what they were for, and bucket lengths that slots were made for."""
+
+    selected: int = 0
+    bucket: int = 0
+    longer_bucket: int = 0
+    others: int = 0
+    idle: int = 0
+    rungs: set[int] = dataclasses.field(default_factory=set)
+
+    def row(self) -> dict[str, Any]:
+        """The parts over the selected positions."""
+        parts = {name: getattr(self, name) for name in ("bucket", "longer_bucket", "others", "idle")}
+        shares = {name: part / self.selected for name, part in parts.items()}
+        return {"executed": 1 + sum(shares.values())} | shares | {"programs": len(self.rungs)}
+
+
+@dataclasses.dataclass
+class Sequence:
+    """A sequence in a slot: tokens of its prompt, its own bucket, whether each step left is full, steps."""
+
+    tokens: int
+    rung: int
+    left: list[bool]
+    steps: int = 0
+
+
+class CountedSlots:
+    """Slots as `decoding.slots` has them, whose steps are counted in place of run; groups are smaller."""
+
+    lost = False
+
+    def __init__(self, request: Request, count: int, account: Account, ladder: dj.buckets.Ladder):
+        plan = request.plan
+        self._layout, self._widths, self.prompt, self.count = (
+            plan.layout,
+            plan.widths,
+            plan.layout.prompt,
+            count,
+        )
+        of_gpu = group_size(plan.policy, dj.presets.model_spec("llada-8b"), plan.layout, "gpu")
+        group = plan.group or of_gpu
+        self._group = min(group, count)
+        self.at_once = count if plan.widths else self._group
+        self._held: dict[int, Sequence] = {}
+        self._account, self._ladder = account, ladder
+        account.rungs.add(self.prompt)
+
+    def enter(self, slot: int, request: Request):
+        """Puts a sequence into a slot."""
+        tokens = int(request.inputs.valid[0, : self.prompt].sum())
+        first = int(request.inputs.tokens[0, self.prompt - tokens])
+        left = [step == 0 for steps in planned_steps(first) for step in range(steps)]
+        self._held[slot] = Sequence(tokens, self._ladder.fit(tokens), left)
+
+    def run(self):
+        """Counts steps until a sequence has ended: full ones by groups, before partial ones of all."""
+        while all(sequence.left for sequence in self._held.values()):
+            active = list(self._held.values())
+            due = [sequence for sequence in active if sequence.left[0] or not self._widths]
+            # A full step of all slots waits until no sequence can do without.
+            if due and (self._group < self.count or len(due) == len(active)):
+                self._full(sorted(due, key=lambda sequence: sequence.steps)[: self._group])
+            else:
+                self._partial([sequence for sequence in active if not sequence.left[0]])
+
+    def _full(self, group: list[Sequence]):
+        here, length = self._account, self._layout.length
+        for sequence in group:
+            here.selected += length - self.prompt + sequence.tokens
+            here.bucket += sequence.rung - sequence.tokens
+            here.longer_bucket += self.prompt - sequence.rung
+        fill = self._group - len(group)
+        waiting = min(fill, len(self._held) - len(group))
+        here.others += waiting * length
+        here.idle += (fill - waiting) * length
+        self._took(group)
+
+    def _partial(self, part: list[Sequence]):
+        here, width = self._account, self._widths[0]
+        here.selected += len(part) * width
+        here.others += (len(self._held) - len(part)) * width
+        here.idle += (self.count - len(self._held)) * width
+        self._took(part)
+
+    @staticmethod
+    def _took(sequences: list[Sequence]):
+        for sequence in sequences:
+            sequence.steps += 1
+            del sequence.left[0]
+
+    def ended(self) -> "CountedSlots":
+        """Returns the slots, which say as a `Piece` does whether sequences go on."""
+        return self
+
+    @property
+    def goes_on(self) -> list[bool]:
+        return [slot in self._held and bool(self._held[slot].left) for slot in range(self.count)]
+
+    def output(self, slot: int, request: Request, seen: "CountedSlots") -> int:
+        """The steps of a sequence that has ended, which leaves."""
+        return self._held.pop(slot).steps
+
+
+class CountedAnswers(Answers):
+    """Requests in flight whose steps are counted in place of run."""
+
+    def __init__(self, account: Account, *args: Any):
+        super().__init__(*args)
+        self._account = account
+
+    def _new_slots(self, request: Request) -> Any:
+        return CountedSlots(request, self._count, self._account, self._options["buckets"])
+
+
+def planned_steps(first: int) -> list[int]:
+    """The steps of each block that `Planned` plans for a prompt with this first token."""
+    draw = lambda salt, most: 1 + (first * 31 + salt * 17 + (first * salt) % 7 * 5) % most
+    return [draw(2 + block, 32) for block in range(draw(1, 8))]
+
+
+def prompts_of(drawn: str, count: int) -> list[list[int]]:
+    """Prompts of 64 to 2048 tokens, whose first tokens plan the answers."""
+    rng = np.random.default_rng(0)
+    lengths = {
+        "as many of each length": rng.integers(64, 2049, size=count),
+        "as many of each magnitude": np.exp(rng.uniform(np.log(64), np.log(2048), count)).astype(int),
+    }[drawn]
+    firsts = rng.permutation(count) % 90 + 10
+    return [[int(first), *[11] * (length - 1)] for first, length in zip(firsts, lengths, strict=True)]
+
+
+def account(prompts: list[list[int]], policy: Policy, slots: int = SLOTS, **options: Any) -> Account:
+    """The positions that steps of planned answers execute."""
+    counted, model = Account(), dj.abstract("llada-8b")
+    options = dict(length=256, block=32, buckets=dj.buckets.DEFAULT) | options
+    options |= dict(policy=policy, sampler=Planned())
+    answers = CountedAnswers(
+        counted, model, iter(prompts), slots, "raise", None, options, None, AHEAD_IN_LISTS
+    )
+    assert len(list(answers)) == len(prompts)
+    return counted
+
+
+def counts(requests: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+    """A row per set of prompts, number of requests and policy."""
+    for policy in (Policy(), DualCache()):
+        for drawn in ("as many of each magnitude", "as many of each length"):
+            for count in requests:
+                parts = account(prompts_of(drawn, count), policy).row()
+                yield {"prompts": drawn, "requests": count, "policy": type(policy).__name__} | parts
+
+
 def predicted() -> list[dict[str, Any]]:
     """Sequences per second by the roofline: LLaDA-8B, prompts of 1024, 1 to 8 blocks of 1 to 32 steps."""
     rng, layout = np.random.default_rng(0), dj.Layout(1024, 256, 32, 256)
@@ -143,13 +319,18 @@ def predicted() -> list[dict[str, Any]]:
     ]
 
 
-def main(turns: int = 5, json: runner.JsonFile = None):
-    """Prints the table, and what the roofline predicts.
+def main(turns: int = 5, count: tuple[int, ...] = (), json: runner.JsonFile = None):
+    """Prints the table, and what the roofline predicts; or where executed positions go.
 
     Args:
       turns: Number of interleaved runs of each way; medians are reported.
+      count: Numbers of requests whose executed positions are counted, in place of the table.
       json: File of the results.
     """
+    if count:
+        where = measured_on("float32")
+        runner.run(counts(count), COUNTS, json, lambda lines: where | {"rows": lines})
+        return
     specs = {"tiny-llada": dj.load(dj.bundled.path("tiny-llada")).spec, "wider": spec("llada", **WIDER)}
     where = measured_on("float32") | {"specs": {n: dataclasses.asdict(s) for n, s in specs.items()}}
     done = runner.run(rows(turns), COLUMNS, json, lambda lines: where | {"rows": lines})

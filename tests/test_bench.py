@@ -15,7 +15,7 @@ import pytest
 import tyro
 
 import dllm_jax as dj
-from bench import card, peer_bonsai
+from bench import card, in_flight, peer_bonsai
 from bench import roofline as predictions
 from bench.generate import __main__ as generate
 from bench.generate.generation import Limits
@@ -29,6 +29,7 @@ from dllm_jax.nn import parameters
 from dllm_jax.nn.layer import Layer, embed
 from dllm_jax.nn.model import full_pass
 from dllm_jax.nn.spec import ExpertSpec
+from dllm_jax.policies import DualCache, Policy
 from tests import models as small
 
 
@@ -225,3 +226,17 @@ def test_a_dense_model_begins_as_one_with_experts():
     assert float(jnp.abs(forward(converted, tokens) - logits).max()) > 0.1
     with pytest.raises(ValueError, match="do not divide an MLP of width 48"):
         with_experts(dense, dataclasses.replace(spec, experts=dataclasses.replace(experts, mlp_width=20)))
+
+
+@pytest.mark.filterwarnings("ignore:.*masks of sequences")  # the planned sampler decodes nothing
+@pytest.mark.parametrize("policy", [Policy(), DualCache()], ids=lambda p: type(p).__name__)
+def test_positions_in_flight_are_counted_as_steps_execute_them(policy):
+    prompts = [[10 + i, *[11] * (5 * i % 12)] for i in range(7)]
+    options = dict(slots=2, group=1, length=32, block=4, buckets=dj.buckets.Ladder((4, 6, 12)))
+    counted = in_flight.account(prompts, policy, **options)
+    asked = options | dict(policy=policy, sampler=in_flight.Planned())
+    outs = [out for _, out in dj.generate_many(small.tiny("llada"), prompts, **asked)]
+    total = lambda name: sum(float(getattr(out.stats, name)[0]) for out in outs)
+    assert counted.selected == total("computed_tokens")
+    assert counted.row()["executed"] == pytest.approx(total("executed_tokens") / counted.selected)
+    assert len(counted.rungs) > 1

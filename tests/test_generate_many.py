@@ -181,10 +181,40 @@ def test_a_rare_length_is_not_starved():
     assert 1 in order
 
 
-def test_shorter_prompts_fill_slots_that_would_be_idle():
-    with mock.patch.object(generate_many, "Slots", side_effect=slots.Slots) as of_a_rung:
-        all_alone(tiny("llada"), [list(range(9)), [1]], **SHORT)
-    assert of_a_rung.call_count == 1
+def rungs_of_slots(asked: list, **options) -> list[int]:
+    """The bucket lengths that slots were made for, in turn, where each answer is what it is alone."""
+    with mock.patch.object(generate_many, "Slots", side_effect=slots.Slots) as made:
+        all_alone(tiny("llada"), asked, **SHORT | options)
+    return [call.args[1].plan.layout.prompt for call in made.call_args_list]
+
+
+LONG, OTHER = list(range(9)), dict(prompt=[2], length=44)  # a long prompt, and one of another lane
+
+
+@pytest.mark.parametrize(
+    ("asked", "length", "rungs"),
+    [
+        ([LONG, [1]], 8, [12]),  # a slot would be idle
+        ([LONG, [1], [1], [1], [1]], 4, [12, 6]),  # they fill slots of their own
+        ([[1], LONG, [1], [1], [1]], 40, [12]),  # their canvases grow by less than a fifth
+        ([LONG, *[OTHER] * 9, [1]], 40, [12, 12, 12]),  # where programs are compiled
+    ],
+)
+def test_prompts_share_the_slots_of_a_longer_bucket_where_that_costs_little(asked, length, rungs):
+    assert rungs_of_slots(asked, length=length) == rungs
+
+
+def test_lists_are_read_further_ahead_than_generators():
+    class Counted(list):
+        read = 0
+
+        def __iter__(self):
+            for self.read, item in enumerate(super().__iter__(), 1):
+                yield item
+
+    prompts = Counted([[1, 2]] * 99)
+    next(dj.generate_many(tiny("llada"), prompts, slots=1, **SHORT))
+    assert generate_many.AHEAD_IN_LISTS < prompts.read <= 2 + generate_many.AHEAD_IN_LISTS
 
 
 # -- interrupts and refusals -----------------------------------------------------------------------------

@@ -7,6 +7,7 @@ Requests of one shape and plan share the slots of one program (`decoding.slots`)
 part: which request enters when, and that none is lost whatever interrupts it.
 """
 
+import collections
 import contextlib
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sized
@@ -52,6 +53,9 @@ INSTEAD = {  # of what a request cannot have
 } | {"role": "A prompt is token ids: encode the conversation by tokenizer.apply_chat_template."}
 TURN = 8  # sequences per slot that requests of one program are ahead of older ones of another, at most
 AHEAD = 4  # requests per slot that are read before there is a slot for them
+AHEAD_IN_LISTS = 32  # and of a list, whose prompts exist: more of them wait for each bucket
+SHARED = 1.2  # times the canvas of a request that its canvas in another bucket's slots may be
+FILLING = 3.0  # the same where a slot is idle otherwise
 
 NONE: Any = object()  # instead of a prompt
 Errors = Literal["raise", "return"]
@@ -89,12 +93,14 @@ def generate_many(
     prompt between two steps. While the caller looks at answers, the devices continue.
 
     Prompts are padded to bucket lengths. Requests of one bucket and of the same static options decode
-    together, and shorter ones join them when no other request waits. Other buckets follow when the slots are
-    empty, at the latest after 8 times as many requests as there are slots.
+    together, with shorter ones whose canvas grows by at most a fifth. Where slots would be idle, others join
+    whose canvas becomes at most three times as long. Other buckets follow when the slots are empty, at the
+    latest after 8 times as many requests as there are slots.
 
     Args:
       model: Model returned by `load`.
-      prompts: Iterable of prompts, for example a generator; 4 prompts per slot are read ahead. Each one is
+      prompts: Iterable of prompts. Of a list, 32 prompts per slot are read ahead, which leaves fewer slots
+        idle; of other iterables, such as a generator, 4. Each one is
         the token ids of a prompt, or a dict with "prompt" and options that override the common ones:
         "prompt_mask", "prompt_embeds", "suffix", "length", "max_length", "block", "steps", "key", "stop",
         "forbid", "allow", "constraints".
@@ -143,7 +149,8 @@ def generate_many(
     check_argument("errors", errors, Errors)
     key = None if key is None else one_key(key)
     bar = _bar(prompts) if check_argument("progress", progress, bool) else None
-    return Answers(model, iter(prompts), slots, errors, key, of_all, bar)
+    ahead = AHEAD_IN_LISTS if isinstance(prompts, Sized) else AHEAD
+    return Answers(model, iter(prompts), slots, errors, key, of_all, bar, ahead)
 
 
 def _check_common(model: Model, options: dict[str, Any], has_length: bool):
@@ -178,8 +185,9 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
         key: Key[Array, ""] | None,
         options: dict[str, Any],
         bar: "rich.progress.Progress | None" = None,
+        ahead: int = AHEAD,
     ):
-        self._model, self._prompts, self._count = model, prompts, slots
+        self._model, self._prompts, self._count, self._ahead = model, prompts, slots, ahead
         self._errors, self._key, self._options, self._bar = errors, key, options, bar
         asked = RequestOptions(**options)
         self._policy, self._sampler = asked.policy, asked.sampler
@@ -194,6 +202,7 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
         self._lane: Any = None
         self._entered = 0  # requests that have entered in the turn of this lane
         self._longer: dict[tuple[int, int], Waiting] = {}  # requests on longer rungs, by index and rung
+        self._rungs = set[int]()  # that have had slots, whose programs are compiled
         self._told = set[type[Warning]]()  # warnings about requests are given once
 
     def __next__(self) -> tuple[int, Output | Exception]:
@@ -257,9 +266,9 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
         try:
             self._leave()
             if not self._waiting:
-                self._read_ahead()
+                self._read_ahead(AHEAD)
             self._enter()
-            self._read_ahead()  # while the devices work
+            self._read_ahead(self._ahead)  # while the devices work
             return bool(self._held or self._waiting or self._answered)
         except BaseException:
             # A request that was on its way into a slot still waits, and so do all whose slots are lost.
@@ -276,9 +285,9 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
                 self._answered[waiting.index] = self._slots.output(slot, waiting.request, seen)
                 del self._held[slot]
 
-    def _read_ahead(self):
-        """Reads prompts until enough of them wait, or have been refused."""
-        while len(self._waiting) + len(self._answered) < AHEAD * self._count:
+    def _read_ahead(self, per_slot: int):
+        """Reads prompts until so many of them per slot wait, or have been refused."""
+        for _ in range(per_slot * self._count - len(self._waiting) - len(self._answered)):
             try:
                 # What was read before an interrupt is not read again.
                 self._item = next(self._prompts) if self._item is NONE else self._item
@@ -338,10 +347,11 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
 
     def _enter_slots(self):
         if not self._held and (waiting := self._waiting):
-            oldest, self._entered = waiting[0], 0
-            if self._slots is None or oldest.lane != self._lane:
-                self._slots, self._lane = None, oldest.lane  # frees the memory of the slots before
-                self._slots = Slots(self._model, oldest.request, self._count)
+            first, self._entered = self._first(waiting), 0
+            if self._slots is None or first.lane != self._lane:
+                self._slots, self._lane = None, first.lane  # frees the memory of the slots before
+                self._slots = self._new_slots(first.request)
+                self._rungs.add(self._slots.prompt)
         if self._slots is None:
             return
         for slot in sorted(set(range(self._slots.count)) - self._held.keys()):
@@ -353,27 +363,67 @@ class Answers(Iterator[tuple[int, Output | Exception]]):
         if self._held:
             self._slots.run()
 
+    def _new_slots(self, request: Request) -> Slots:
+        """Empty slots for the lane of a request."""
+        return Slots(self._model, request, self._count)
+
+    def _first(self, waiting: list[Waiting]) -> Waiting:
+        """The oldest request on the rung that it shares: one that had slots before, else the longest."""
+        oldest, *others = waiting
+        for rung in sorted(self._rungs):
+            if (shared := self._on_rung(oldest, rung, SHARED)) is not None:
+                return shared
+        for other in sorted(others, key=_rung_of, reverse=True):
+            shared = self._on_rung(oldest, _rung_of(other), SHARED)
+            if shared is not None and shared.lane == other.lane:
+                return shared
+        return oldest
+
     def _next(self) -> Waiting | None:
         """The request that enters next: the oldest of the lane, unless it is another lane's turn."""
-        turn_is_over = self._entered >= TURN * self._count
-        for place, mine in enumerate(self._waiting):
-            if mine.lane == self._lane and not (turn_is_over and place):
+        turn_is_over, waiting = self._entered >= TURN * self._count, self._waiting
+        for request in waiting[:1] if turn_is_over else waiting:
+            if (mine := self._in_lane(request, SHARED)) is not None:
                 return mine
-        return None if turn_is_over else self._shorter()
+        return None if turn_is_over else self._filling(waiting)
 
-    def _shorter(self) -> Waiting | None:
-        """The oldest request of a shorter rung, on the rung of the slots, which it costs nothing to share."""
-        if self._slots is None or self._options["buckets"] is None:
+    def _filling(self, waiting: list[Waiting]) -> Waiting | None:
+        """The longest request of another rung for a slot that steps run for nobody, or None.
+
+        Its own rung has too few requests to fill the slots.
+        """
+        if self._slots is None or len(self._held) >= self._slots.at_once:
             return None
-        rung = ladders.Ladder((self._slots.prompt,))
-        for waiting in self._waiting:
-            if waiting.request.plan.layout.prompt < self._slots.prompt:
-                key = waiting.index, self._slots.prompt
-                if key not in self._longer:
-                    self._longer[key] = self._checked(waiting.index, waiting.options | {"buckets": rung})
-                if self._longer[key].lane == self._lane:
-                    return self._longer[key]
+        sizes = collections.Counter(map(_rung_of, waiting))
+        few = (request for request in waiting if sizes[_rung_of(request)] < self._count)
+        for request in sorted(few, key=_rung_of, reverse=True):
+            if (mine := self._in_lane(request, FILLING)) is not None:
+                return mine
         return None
+
+    def _in_lane(self, request: Waiting, most: float) -> Waiting | None:
+        """The request as the slots hold it; None if they cannot, or their canvas is too long for it."""
+        rung = _rung_of(request) if self._slots is None else self._slots.prompt
+        here = self._on_rung(request, rung, most)
+        return here if here is not None and here.lane == self._lane else None
+
+    def _on_rung(self, request: Waiting, rung: int, most: float) -> Waiting | None:
+        """The request on a rung; None if its canvas would be shorter, or longer than `most` times its own."""
+        extra = rung - _rung_of(request)
+        if not extra:
+            return request
+        longest = (most - 1) * request.request.plan.layout.length
+        if self._options["buckets"] is None or not 0 < extra <= longest:
+            return None
+        key = request.index, rung
+        if key not in self._longer:
+            options = request.options | {"buckets": ladders.Ladder((rung,))}
+            self._longer[key] = self._checked(request.index, options)
+        return self._longer[key]
+
+
+def _rung_of(request: Waiting) -> int:
+    return request.request.plan.layout.prompt
 
 
 def _bar(prompts: Iterable[Any]) -> "rich.progress.Progress":

@@ -20,6 +20,7 @@ from dllm_jax.engine.features.trace import Trace
 from dllm_jax.engine.generation import Generation, Inputs, Plan, State
 from dllm_jax.engine.group import (
     axes_of_sequences,
+    full_step_batch,
     gather_sequences,
     map_arrays,
     scatter_sequences,
@@ -93,6 +94,12 @@ class Slots:
         """The program of the steps."""
         model, plan = self._run.model, self._run.plan
         return until_one_ends.lower(model, self._inputs, plan, self._state).compile()
+
+    @property
+    def at_once(self) -> int:
+        """How many sequences a step runs: those of all slots, or a group where every step is a full one."""
+        plan = self._run.plan
+        return self.count if plan.widths else full_step_batch(plan, self.count)
 
     @property
     def lost(self) -> bool:
