@@ -190,13 +190,14 @@ def answers(
       batch: examples decoded at a time.
       **options: passed on to `generate` (length, block, steps, policy, sampler, ...).
     """
-    exactly: dict[str, Any] = {"policy": Policy(), "block": None}
+    decoded: dict[str, Any] = {"policy": Policy(), "block": None}
     if model.spec.has_mask_token:
-        exactly["sampler"] = Confidence()
+        decoded["sampler"] = Confidence()
+    decoded |= dict(options)
     out = []
     for start in range(0, len(examples), batch):
         questions = [example.messages for example in examples[start : start + batch]]
-        out += chat(model, tokenizer, questions, **(exactly | options))
+        out += chat(model, tokenizer, questions, **decoded)
     return out
 
 
