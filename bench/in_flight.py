@@ -1,7 +1,7 @@
 """Requests in flight against batches in order of arrival: what the device executes, and requests per second.
 
     python -m bench.in_flight --json bench/results/in_flight_cpu.json
-    python -m bench.in_flight --count 30 256 512 --json bench/results/in_flight_count.json
+    python -m bench.in_flight --count 30 256 512 --json bench/results/in_flight_cpu.json
 
 Three sets of 64 requests, eight at a time: the tasks of `tiny-llada`, mixed; planned ones, whose answers take
 1 to 8 blocks and whose blocks take 1 to 32 steps; and planned ones that are all alike. Those run on a random
@@ -32,6 +32,7 @@ from dllm_jax.decoding.chat import chat_ids
 from dllm_jax.decoding.generate_many import AHEAD_IN_LISTS, Answers
 from dllm_jax.decoding.request import Request
 from dllm_jax.engine.group import group_size
+from dllm_jax.eval.run.files import read_json
 from dllm_jax.policies import DualCache, Policy
 from dllm_jax.provenance import measured_on
 from dllm_jax.roofline import HARDWARE, throughput
@@ -325,18 +326,20 @@ def main(turns: int = 5, count: tuple[int, ...] = (), json: runner.JsonFile = No
     Args:
       turns: Number of interleaved runs of each way; medians are reported.
       count: Numbers of requests whose executed positions are counted, in place of the table.
-      json: File of the results.
+      json: File of the results, of which the part that is not asked for stays.
     """
+    known = read_json(json) if json is not None and json.exists() else {}
     if count:
         where = measured_on("float32")
-        runner.run(counts(count), COUNTS, json, lambda lines: where | {"rows": lines})
+        runner.run(counts(count), COUNTS, json, lambda lines: known | {"counted": where | {"rows": lines}})
         return
+    counted = {"counted": known["counted"]} if "counted" in known else {}
     specs = {"tiny-llada": dj.load(dj.bundled.path("tiny-llada")).spec, "wider": spec("llada", **WIDER)}
     where = measured_on("float32") | {"specs": {n: dataclasses.asdict(s) for n, s in specs.items()}}
-    done = runner.run(rows(turns), COLUMNS, json, lambda lines: where | {"rows": lines})
+    done = runner.run(rows(turns), COLUMNS, json, lambda lines: where | {"rows": lines} | counted)
     forecast = predicted()
     print(runner.table(tuple(forecast[0]), "llrrr", [[str(v)[:5] for v in row.values()] for row in forecast]))
-    runner.write(json, where | {"rows": done, "predicted": forecast})
+    runner.write(json, where | {"rows": done, "predicted": forecast} | counted)
 
 
 if __name__ == "__main__":
