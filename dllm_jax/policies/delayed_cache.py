@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 from typing_extensions import override
 
-from dllm_jax.nn.mask import require_blocks, require_mask_token
+from dllm_jax.nn.mask import require_blocks
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.policies.base import Policy, halvings
+from dllm_jax.policies.base import BY_DECIDED, Policy, halvings, with_mask_token
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
@@ -37,13 +37,7 @@ class DelayedCache(Policy):
 
     @override
     def _in_blocks(self, spec: ModelSpec) -> Policy:
-        require_mask_token(
-            spec,
-            type(self).__name__,
-            "Use Policy()",
-            "it goes by tokens that are decided while their block is denoised",
-        )
-        return self
+        return with_mask_token(self, spec, BY_DECIDED)
 
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
