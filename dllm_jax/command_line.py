@@ -26,8 +26,7 @@ HELP = {"-h", "--help"}
 VERSION = "--version"
 # How tyro shows the value of an option that is a text, may be None, or is a list.
 METAVAR = r"--([a-z-]+) (STR|\{None\}\|[A-Z]+|\[([A-Z]+) \[\3 \.\.\.\]\])(?=[ ,]) *"
-CONFIG = (tyro.conf.FlagCreatePairsOff,)  # `config` of every tyro.cli: what is off has no `--no-` form
-PATHS = ConstructorRegistry()  # `registry` of every tyro.cli: a shell leaves the `~` of --out=~/runs as it is
+PATHS = ConstructorRegistry()  # a shell leaves the `~` of --out=~/runs as it is
 
 
 def from_word(metavar: str, read: Callable[[str], Any], kind: Any, show: Callable[[Any], str] = str) -> Any:
@@ -49,6 +48,19 @@ def _path(described: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Path] | None
     """Reads a path whose `~` is the user's home."""
     expanded = lambda word: Path(word).expanduser()
     return from_word("PATH", expanded, Path) if described.type is Path else None
+
+
+def read_options(function: Callable[..., Any], prog: str | None = None, args: list[str] | None = None) -> Any:
+    """Calls a function with the options of a command line, the process's by default, and returns its result.
+
+    A flag that is off has no `--no-` form.
+
+    Args:
+      function: Function whose arguments are the options.
+      prog: Name of the program in its help.
+      args: Words of the command line, after the program.
+    """
+    return tyro.cli(function, prog=prog, args=args, registry=PATHS, config=(tyro.conf.FlagCreatePairsOff,))
 
 
 @contextlib.contextmanager
@@ -196,7 +208,7 @@ def run_subcommand(
         raise ValueError(f"command={name[:40]!r} is not a command of {command}. {fix}")
     function, prog = find(name), f"{command} {name}"
     _check_options(function, prog, args)
-    return tyro.cli(function, prog=prog, args=args, registry=PATHS, config=CONFIG) or 0
+    return read_options(function, prog, args) or 0
 
 
 def _check_options(function: Any, prog: str, words: list[str]):
@@ -206,7 +218,7 @@ def _check_options(function: Any, prog: str, words: list[str]):
         return
     described = io.StringIO()
     with contextlib.redirect_stdout(described), contextlib.suppress(SystemExit):
-        tyro.cli(function, prog=prog, args=["--help"], registry=PATHS, config=CONFIG)
+        read_options(function, prog, ["--help"])
     known = {_name_of(word) for word in re.findall(r"--[a-z][\w-]*", described.getvalue())}
     for word in foreign:
         _, equals, value = word.partition("=")
