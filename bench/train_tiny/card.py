@@ -7,10 +7,11 @@ from typing import Any
 
 import jax
 
-from bench.train_tiny.held_out import BEYOND, LONGER, HeldOutPrompts
+from bench.train_tiny.held_out import BEYOND, CAREFUL, LONGER, HeldOutPrompts
 from bench.train_tiny.recipes import Recipe
 from dllm_jax import load, tasks
 from dllm_jax.nn.model import Model
+from dllm_jax.options import call
 from dllm_jax.tasks.text import TEMPLATE_TOKENS
 from dllm_jax.training import Run
 
@@ -97,7 +98,7 @@ def text(recipe: Recipe, run: Run, measured: dict[str, Any]) -> str:
         blocks="in the model's blocks" if run.model.spec.block_size else "in one block",
         decoded="`Confidence()`, as many steps as response positions"
         if run.model.spec.has_mask_token
-        else "`EntropyNoise(bound=0.02)`",
+        else f"`{call(CAREFUL)}`",
     )  # fmt: skip
 
 

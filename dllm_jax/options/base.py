@@ -82,13 +82,18 @@ class Options:
         check_methods(cls, cls._returns)
 
 
+def annotated_fields(cls: type) -> list[str]:
+    """Returns the names of fields that a class annotates itself, without those of its bases and ClassVars."""
+    return [name for name, kind in inspect.get_annotations(cls).items() if "ClassVar" not in str(kind)]
+
+
 @functools.cache
 def _check_is_dataclass(cls: type[Options]):
     """Raises TypeError for a class that annotates fields, or sets some in `__init__`, and is no dataclass."""
     for base in cls.__mro__[: cls.__mro__.index(Options)]:
         if not issubclass(base, Options) or "__dataclass_fields__" in vars(base):
             continue
-        fields = [name for name, kind in inspect.get_annotations(base).items() if "ClassVar" not in str(kind)]
+        fields = annotated_fields(base)
         what = f"the field {fields[0]!r}" if fields else "an __init__" if "__init__" in vars(base) else ""
         if what:
             raise TypeError(

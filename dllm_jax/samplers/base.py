@@ -2,7 +2,6 @@
 
 import abc
 import dataclasses
-import inspect
 import math
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, final
@@ -13,7 +12,7 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import LARGEST, NoneMeans, NonNegativeInt, Options, PositiveInt, TracedUnlessZero
-from dllm_jax.options.base import users_own
+from dllm_jax.options.base import annotated_fields, users_own
 from dllm_jax.samplers import scores
 from dllm_jax.samplers.candidates import Candidates, Decision, Ids, Logits, Noise, Scores, require_noise
 from dllm_jax.samplers.early_commit import EarlyCommit
@@ -130,9 +129,8 @@ class Sampler(Options, abc.ABC):
 
     def __init_subclass__(cls, **arguments):
         super().__init_subclass__(**arguments)
-        options = {n for n, kind in inspect.get_annotations(cls).items() if "ClassVar" not in str(kind)}
         parts = {"own_block"} | {field.name for field in dataclasses.fields(Procedure)} - {"block"}
-        if moved := sorted(parts & vars(cls).keys() - options):
+        if moved := sorted(parts & vars(cls).keys() - set(annotated_fields(cls))):
             raise TypeError(f"{cls.__name__}.{moved[0]} is not read: return a Procedure from `procedure`")
 
     # -- defined by each sampler ----------------------------------------------------------------------
@@ -266,10 +264,11 @@ class Sampler(Options, abc.ABC):
 
     def check_model(self, spec: ModelSpec):
         """Raises ValueError if the sampler does not go with a model."""
-        if self.procedure.of_noise == spec.has_mask_token:
-            does = "denoises uniform noise" if self.procedure.of_noise else "unmasks positions"
-            what = "predicts [MASK]" if self.procedure.of_noise else "has no mask token"
-            fix = "Threshold()" if self.procedure.of_noise else "EntropyNoise()"
+        of_noise = self.procedure.of_noise
+        if of_noise == spec.has_mask_token:
+            does = "denoises uniform noise" if of_noise else "unmasks positions"
+            what = "predicts [MASK]" if of_noise else "has no mask token"
+            fix = "Threshold()" if of_noise else "EntropyNoise()"
             raise ValueError(
                 f"{type(self).__name__} does not support {spec.family}: it {does}, and the model {what}. "
                 f"Use {fix}."
