@@ -128,7 +128,6 @@ LEFT_OUT: dict[str, str] = {
     "A recording of a method of which another one stays.": """
         test_goldens.py::test_conforms[certainty-prior/dream-*]
         test_goldens.py::test_conforms[diffusion-gemma-forward/*] but *-p15
-        test_goldens.py::test_conforms[diffusion-gemma-generate/*] but *-p5-*
         test_goldens.py::test_conforms[dsb/*] but dsb/llada-tiny-plain-p13-g32-b8-t0.3
         test_goldens.py::test_conforms[forward/*-bf16-*]
         test_goldens.py::test_conforms[llada-v-preprocess/*] but llada-v-preprocess/anyres_max_4-rgba
@@ -139,19 +138,32 @@ LEFT_OUT: dict[str, str] = {
         test_goldens.py::test_conforms[stable-diffcoder-generate/*] but *-p21-*
         test_goldens.py::test_conforms[vanilla-dream/*] but vanilla-dream/entropy-b2-leftpad
         test_goldens.py::test_conforms[vanilla-llada/*] but vanilla-llada/cfg2-leftpad-b2
+        test_goldens.py::test_conforms[dyllm/dream-*]
+        test_goldens.py::test_conforms[es-dllm/dream-*]
+        test_goldens.py::test_conforms[sampler-entropy/*-inverted]
+        test_goldens.py::test_conforms[sampler-localleap/dream-*]
+        test_goldens.py::test_conforms[adablock/dream-*]
     """,
     "Another recording of the same model or method; tests/test_quick.py says of which.": """
         test_goldens.py::test_conforms[fast-dllm-v2-forward/*]
-        test_goldens.py::test_conforms[freedave-sdar/*]
         test_goldens.py::test_conforms[llada-moe-forward/*]
         test_goldens.py::test_conforms[llada-v-generate/*]
         test_goldens.py::test_conforms[llada2-forward/*]
         test_goldens.py::test_conforms[maskkv-scores/*]
         test_goldens.py::test_conforms[s2d2-fast-dllm-v2/*]
         test_goldens.py::test_conforms[sdar-forward/*]
+        test_goldens.py::test_conforms[daedal/*]
+        test_goldens.py::test_conforms[diffusion-gemma-generate/*]
+        test_goldens.py::test_conforms[dkv-pd/*]
+        test_goldens.py::test_conforms[dkv-prefill/*]
+        test_goldens.py::test_conforms[dreamon/*]
+        test_goldens.py::test_conforms[illada-var-generate/*]
+        test_goldens.py::test_conforms[mage/*]
+        test_goldens.py::test_conforms[freedave-*]
     """,
     "Further checks of a policy or a sampler; its recording and test_policies.py check what it does.": """
         test_growth.py but test_templates_grow_* or test_each_* or test_confidences_* or *refused or *says_so
+        test_growth.py::test_each_sequence_grows_by_itself
         test_policies.py::test_a_block_goes_on_after_its_schedule_until_it_is_done but Confidence
         test_policies.py::test_a_sequence_that_is_due_leaves_its_batch_mates_alone
         test_policies.py::test_no_copy_of_the_cache_inside_the_loop
@@ -200,9 +212,20 @@ LEFT_OUT: dict[str, str] = {
         test_samplers_wino.py::test_without_doubt_it_is_the_threshold
         test_sliding.py but test_a_round_* or test_masks_are_* or *refuse* or test_each_* or *_of_a_tokenizer
         test_sliding.py::test_masks_are_decoded_up_to_* but Sliding-Confidence-llada
-        test_stops.py::test_tokens_are_those_of_the_whole_generation_* but WINO-Policy or Confidence-DualCache
+        test_stops.py::test_tokens_are_those_of_the_whole_generation_* but WINO-Policy
         test_testing.py::test_a_broken_policy_is_told_by_the_check_that_it_breaks but AsItsMates-*
         test_testing.py::test_a_combination_* but SparseDLLM-WINO-LLaDA
+        test_policy_dllm_cache.py::test_a_program_of_the_last_phase_alone_* but llada-DLLMCache
+        test_policy_dyllm.py::test_salient_rows_run_by_themselves_*
+        test_policy_elastic.py::test_tracking_the_whole_canvas_*
+        test_policy_es_dllm.py::test_later_layers_run_as_many_rows_*
+        test_policy_es_dllm.py::test_renewing_the_prompt_*
+        test_samplers_free_dave.py::test_tokens_are_those_of_the_sampler_alone but dual
+        test_sliding.py::test_each_sequence_ends_* but DualCache-*
+        test_stops.py::test_a_chat_ends_where_* but none-* or 4#*
+        test_stops.py::test_a_stop_that_is_revised_* but sampler0
+        test_stops.py::test_decoding_ends_as_soon_* but 1-*
+        test_stream.py::test_settled_tokens_stay but sampler0-*
     """,
     "More than a second for what other tests look at from another side.": """
         test_architecture.py::test_applications_and_what_is_slow_to_import_*
@@ -241,6 +264,16 @@ LEFT_OUT: dict[str, str] = {
         test_tuning.py::test_every_grid_holds_settings_that_a_model_can_decode_with
         test_verify.py::test_another_dtype_is_reported_and_judged_by_logits
         test_vision_chat.py::test_of_several_stops_the_first_of_the_list_counts
+        test_bench.py::test_positions_in_flight_are_counted_*
+        test_bench_policies.py::test_figures_*
+        test_block_causal.py::test_long_canvases_are_aligned_*
+        test_docs.py::test_pictures_*
+        test_docs.py::test_the_printed_policy_skips_*
+        test_eval_runner.py::test_answers_that_grow_*
+        test_eval_results.py::test_settings_go_with_the_sampler_of_the_command
+        test_examples.py::test_a_file_of_prompts_*
+        test_testing.py::test_every_kind_of_model_is_checked_or_named
+        test_tuning_runs.py::test_a_table_of_every_policy_*
     """,
     "The same code over devices of a mesh.": """
         test_nnx.py::test_moments_are_split_as_the_model_is
@@ -319,10 +352,11 @@ LEFT_OUT: dict[str, str] = {
         test_options.py::test_the_largest_numbers_that_they_hold_work
         test_prefix.py::test_a_prefix_goes_on_where_another_one_differs
         test_prefix.py::test_every_way_to_ask_takes_a_prefix
-        test_prefix.py::test_prompts_that_begin_alike_are_answered_as_whole_ones but separate
+        test_prefix.py::test_prompts_that_begin_alike_are_answered_as_whole_ones
         test_prefix.py::test_a_final_prefix_is_reused_under_every_policy but MAGE
         test_presets.py::test_every_preset_can_begin_on_its_model but d2cache or sparse-dllm
         test_presets.py::test_every_recipe_is_a_request_of_its_model[llada2-mini]
+        test_presets.py::test_model_shapes_have_the_published_number_of_parameters[diffusiongemma-*]
         test_presets.py::test_model_shapes_have_the_published_number_of_parameters[llada2-mini-*]
         test_prompt_embeds.py::test_full_passes_*
         test_prompt_embeds.py::test_interventions_act_on_the_inputs
@@ -347,6 +381,14 @@ LEFT_OUT: dict[str, str] = {
         test_vision_chat.py::test_a_batch_of_prompts_with_different_images_equals_them_alone
         test_vision_chat.py::test_chat_answers_with_text_and_never_with_a_header
         test_vision_chat.py::test_ids_that_are_suppressed_are_never_decoded_and_count_for_nothing
+        test_bench.py::test_a_row_of_a_card_* but *many=5*
+        test_chat.py::test_a_streamed_chat_* but options0
+        test_constraints.py::test_an_automaton_allows_* but 0 or 1 or 2 or 3
+        test_engine.py::test_blocks_schedules_and_draws_* but None-blocks or None-schedule
+        test_mesh.py::test_answers_grow_*
+        test_users_methods.py::test_masks_that_are_left_* but policy
+        test_users_methods.py::test_nothing_is_said_where_*
+        test_users_variants.py::test_a_subclass_in_a_canvas_* but DLLMCache*
     """,
     "A checkpoint of another model or dtype through the same code.": """
         test_bench.py::test_random_weights_of_published_shapes

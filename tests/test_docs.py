@@ -297,14 +297,14 @@ def test_results_say_version_commit_device_and_date_and_are_read():
         "examples/*.py",
     )
     text = "".join(path.read_text() for folder in folders for path in root.glob(folder))
+    read = set(re.findall(r'\w+\.json|"\w+"', text))
     files = sorted(sources.RESULTS.glob("*.json"))
     assert len(files) <= 55
     for file in files:
         document = json.loads(file.read_text())
         assert {"dllm_jax", "commit", "device", "date"} <= document.keys(), file.name
-        assert {file.name, f'"{file.stem}"', f'"{file.stem.removeprefix("compiled_")}"'} & set(
-            re.findall(r'\w+\.json|"\w+"', text)
-        ), f"nothing reads {file.name}"
+        names = {file.name, f'"{file.stem}"', f'"{file.stem.removeprefix("compiled_")}"'}
+        assert names & read, f"nothing reads {file.name}"
 
 
 def test_sentences_with_old_numbers_name_the_version():
