@@ -15,7 +15,7 @@ import pytest
 import tyro
 
 import dllm_jax as dj
-from bench import card, in_flight, peer_bonsai
+from bench import card, in_flight, peer_bonsai, peer_gemma
 from bench import roofline as predictions
 from bench.generate import __main__ as generate
 from bench.generate.generation import Limits
@@ -166,6 +166,24 @@ def test_rows_beside_bonsai_have_equal_tokens_in_every_run(tiny):
     drifting = lambda prompt, run: exact(prompt, run).at[0, -1].add(next(changes))
     with pytest.raises(ValueError, match="bonsai: a run of exact decoding has other tokens than ours"):
         list(peer_bonsai.rows(tiny, {"bonsai": drifting}, asked, 2))
+
+
+def test_deepminds_gemma_gets_every_weight_once(tmp_path):
+    """Denoising reads all of ours but the scalars of causal passes: theirs has one per layer for both."""
+    asked = peer_gemma.WithClone(width=32, layers=6, experts=4, vocab=64, canvas=4, path=tmp_path)
+    model = peer_gemma.ours(asked)
+    tree = peer_gemma.weights(model)
+    mine, sent = (
+        sum(float(jnp.sum(jnp.abs(leaf))) for leaf in jax.tree.leaves(of)) for of in (model.params, tree)
+    )
+    assert mine - model.spec.layers == pytest.approx(sent, rel=1e-6)
+    sizes = [sum(leaf.size for leaf in jax.tree.leaves(of)) for of in (model.params, tree)]
+    assert sizes[0] - model.spec.layers == sizes[1]
+    assert tree["layer_5"]["attn"].keys() == tree["layer_0"]["attn"].keys() - {"kv_einsum"} | {"k_einsum"}
+    with pytest.raises(ValueError, match="must be a clone of google-deepmind/gemma, with gemma/diffusion"):
+        peer_gemma.main(asked)
+    with pytest.raises(ValueError, match="layers=8 must be a multiple of 6"):
+        peer_gemma.ours(dataclasses.replace(asked, layers=8))
 
 
 def test_missing_parts_of_bonsai_are_named(tmp_path, tiny):

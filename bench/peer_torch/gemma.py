@@ -13,7 +13,7 @@ import importlib
 import os
 import tempfile
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import jax
 import numpy as np
@@ -99,38 +99,63 @@ def both(asked: Comparison) -> tuple[Any, dj.Model]:
         return network, dj.load(folder)
 
 
-def difference(network: Any, model: dj.Model, prompt: np.ndarray) -> float:
+class Peer(Protocol):
+    """Another decoder of the same weights."""
+
+    def logits(self, prompt: np.ndarray, canvas: np.ndarray) -> np.ndarray:
+        """Those [b c v] of a canvas's first denoising pass."""
+        ...
+
+    def generation(self, prompt: np.ndarray, steps: int) -> Callable[[], Any]:
+        """A canvas after the prompt, in so many denoising steps."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Transformers:
+    """transformers' model."""
+
+    network: Any
+
+    def logits(self, prompt: np.ndarray, canvas: np.ndarray) -> np.ndarray:
+        torch = importlib.import_module("torch")
+        with torch.inference_mode():
+            return self.network(
+                input_ids=torch.tensor(prompt), decoder_input_ids=torch.tensor(canvas)
+            ).logits.numpy()
+
+    def generation(self, prompt: np.ndarray, steps: int) -> Callable[[], Any]:
+        ids, length = importlib.import_module("torch").tensor(prompt), self.network.config.canvas_length
+        fixed = dict(max_new_tokens=length, max_denoising_steps=steps, confidence_threshold=1e-12)
+        return lambda: self.network.generate(ids, **fixed).sequences
+
+
+def difference(peer: Peer, model: dj.Model, prompt: np.ndarray) -> float:
     """The largest difference of logits of a canvas's first denoising pass, relative to the largest logit."""
-    torch = importlib.import_module("torch")
     canvas = np.random.default_rng(1).integers(0, model.spec.vocab, (1, model.spec.block_size))
-    with torch.inference_mode():
-        theirs = network(
-            input_ids=torch.tensor(prompt), decoder_input_ids=torch.tensor(canvas)
-        ).logits.numpy()
+    theirs = peer.logits(prompt, canvas)
     tokens, begins = np.concatenate([prompt, canvas], axis=1), prompt.shape[1]
     ours = np.asarray(dj.forward(model, tokens, response=begins))[:, begins:]
     return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
 
 
-def generations(network: Any, model: dj.Model, prompt: np.ndarray, steps: int) -> dict[str, Callable]:
-    """A canvas in so many denoising steps, by both."""
-    torch, length = importlib.import_module("torch"), model.spec.block_size
+def generation(model: dj.Model, prompt: np.ndarray, steps: int) -> Callable[[], Any]:
+    """Ours of the same canvas."""
     sampler = dj.samplers.EntropyNoise(steps=steps, certainty=0.0)
-    request = prepare(model, prompt, length=length, sampler=sampler, key=jax.random.key(0))
-    ids = torch.tensor(prompt)
-    fixed = dict(max_new_tokens=length, max_denoising_steps=steps, confidence_threshold=1e-12)
-    return {"theirs": lambda: network.generate(ids, **fixed).sequences, "ours": program(model, request).run}
+    length, key = model.spec.block_size, jax.random.key(0)
+    return program(model, prepare(model, prompt, length=length, sampler=sampler, key=key)).run
 
 
-def rows(network: Any, model: dj.Model, asked: Comparison, length: int) -> list[runner.Row]:
+def rows(peer: Peer, model: dj.Model, asked: Comparison, length: int) -> list[runner.Row]:
     """Rows of a whole canvas and of a denoising step, after a prompt of this length."""
     prompt = np.random.default_rng(0).integers(3, asked.vocab - 1, (1, length))
-    same = {"logits": difference(network, model, prompt)}
-    pair = {n: generations(network, model, prompt, n) for n in (1, asked.steps)}
-    runs = {(who, n): once for n, of_steps in pair.items() for who, once in of_steps.items()}
+    same = {"logits": difference(peer, model, prompt)}
+    runs = {}
+    for n in (1, asked.steps):
+        runs |= {f"theirs {n}": peer.generation(prompt, n), f"ours {n}": generation(model, prompt, n)}
     for once in runs.values():
         jax.block_until_ready(once())
-    times = timing.interleaved({f"{who} {n}": once for (who, n), once in runs.items()}, asked.repeats)
+    times = timing.interleaved(runs, asked.repeats)
 
     canvas = {who: times[f"{who} {asked.steps}"] for who in ("theirs", "ours")}
     more = lambda who: zip(canvas[who].values, times[f"{who} 1"].values, strict=True)
@@ -155,18 +180,22 @@ COLUMNS: runner.Columns = {
 }
 
 
+def compare(peer: Peer, model: dj.Model, asked: Comparison, about: dict[str, Any]):
+    """Compares and prints; `about` is stored with the rows."""
+    device = jax.devices()[0]
+    where = measured_on("float32") | about | {
+        "device": device.device_kind, "platform": device.platform, "repeats": asked.repeats,
+        "weights": f"random, std {STD}, the same in both", "spec": dataclasses.asdict(model.spec),
+    }  # fmt: skip
+    measured = (row for length in asked.prompt for row in rows(peer, model, asked, length))
+    runner.run(measured, COLUMNS, asked.json, lambda listed: where | {"rows": listed})
+
+
 def main(asked: Annotated[Comparison, tyro.conf.arg(name="")]):
-    """Compares and prints."""
+    """Compares with transformers."""
     network, model = both(asked)
     versions = {name: importlib.import_module(name).__version__ for name in ("torch", "transformers")}
-    device = jax.devices()[0]
-    where = measured_on("float32") | versions | {
-        "device": device.device_kind, "platform": device.platform, "how": "eager",
-        "weights": f"random, std {STD}, the same in both", "repeats": asked.repeats,
-        "spec": dataclasses.asdict(model.spec),
-    }  # fmt: skip
-    measured = (row for length in asked.prompt for row in rows(network, model, asked, length))
-    runner.run(measured, COLUMNS, asked.json, lambda listed: where | {"rows": listed})
+    compare(Transformers(network), model, asked, versions | {"how": "eager"})
 
 
 if __name__ == "__main__":
