@@ -360,8 +360,13 @@ def test_arguments_of_other_libraries_are_answered_with_ours():
 
 
 def test_every_hint_names_arguments_and_samplers_that_exist():
-    groups = keywords.GenerateOptions.__annotations__ | keywords.InfillOptions.__annotations__
-    known = {*groups, "slots", "batch", *inspect.signature(dj.load).parameters}
+    known = {
+        *keywords.GenerateOptions.__annotations__,
+        "token_mask",
+        "slots",
+        "batch",
+        *inspect.signature(dj.load).parameters,
+    }
     known |= {field.name for kind in (TrainConfig, dj.lora.LoRA) for field in dataclasses.fields(kind)}
     for name, (library, fixes) in hints.NAMES.items():
         assert library, name
@@ -433,7 +438,7 @@ def test_old_field_names_work_with_a_warning():
 
 
 def test_every_function_shows_its_options_and_their_defaults():
-    declared = keywords.GenerateOptions.__annotations__ | keywords.InfillOptions.__annotations__
+    declared = keywords.GenerateOptions.__annotations__
     assert {f.name: f.type for f in dataclasses.fields(keywords.RequestOptions) if f.init} == declared
     for function in (dj.generate, dj.infill, dj.stream, dj.chat, dj.compare, dj.warmup, dj.generate_many):
         *_, group, widths = inspect.signature(function).parameters.values()

@@ -15,7 +15,7 @@ import scipy.stats
 import dllm_jax as dj
 from dllm_jax import eviction, policies, samplers
 from dllm_jax.eval.cli.tune import named_candidates, read_jsonl
-from dllm_jax.eval.results.schema import Decoded, Entry
+from dllm_jax.eval.results.schema import Entry
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.runner import EvalRequest, Runner
 from dllm_jax.eval.run.settings import Decoding, LanguageModel
@@ -96,7 +96,7 @@ class Made(Journal):
 
 def decoded(key: str, answer: str | None = "right", **costs) -> Entry:
     usual = dict(forwards=4, computed=300, widened=0.0, tokens=4, tokens_with_eos=4, seconds=1.0)
-    return Decoded(key=key, answer=answer, error=None, **usual | costs)
+    return Entry(key=key, answer=answer, error=None, **usual | costs)
 
 
 def outcomes(*rights: int) -> list[list[str]]:

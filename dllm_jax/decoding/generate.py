@@ -2,7 +2,9 @@
 
 from typing import Unpack
 
-from dllm_jax.decoding.options import GenerateOptions, InfillOptions, shows
+from jax.typing import ArrayLike
+
+from dllm_jax.decoding.options import OF_TEMPLATES, GenerateOptions, shows
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.placement import collect, place
 from dllm_jax.decoding.report import report
@@ -111,8 +113,14 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
     return _answered(model, prepare(model, prompt, **options), prompt)
 
 
-@shows(InfillOptions.__annotations__)
-def infill(model: Model, tokens: inputs.Ids, **options: Unpack[InfillOptions]) -> Output:
+@shows(OF_TEMPLATES)
+def infill(
+    model: Model,
+    tokens: inputs.Ids,
+    *,
+    token_mask: ArrayLike | None = None,
+    **options: Unpack[GenerateOptions],
+) -> Output:
     """Fills the mask ids of a template, wherever they stand; other tokens stay.
 
     The whole template is the canvas. Policies treat all of it as response, and classifier-free guidance has
@@ -156,7 +164,7 @@ def infill(model: Model, tokens: inputs.Ids, **options: Unpack[InfillOptions]) -
       >>> out.tokens[0, [0, 3]].tolist(), bool((out.tokens == mask).any())
       ([40, 43], False)
     """
-    return _answered(model, prepare_infill(model, tokens, **options), tokens)
+    return _answered(model, prepare_infill(model, tokens, token_mask=token_mask, **options), tokens)
 
 
 def _answered(model: Model, request: Request, given: inputs.Ids) -> Output:

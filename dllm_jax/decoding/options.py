@@ -61,30 +61,11 @@ class GenerateOptions(TypedDict, total=False):
     widths: tuple[int, ...] | None
 
 
-class InfillOptions(TypedDict, total=False):
-    """Options of `infill`."""
-
-    token_mask: ArrayLike | None
-    max_length: int | None
-    block: int | BlockSchedule | None
-    steps: int | None
-    policy: Policy
-    sampler: Sampler
-    key: Keys | None
-    noise: Noise | None
-    forbid: Iterable[int]
-    allow: Allow | None
-    constraints: Constraint | Sequence[Constraint]
-    logprobs: int | None
-    trace: bool
-    nonfinite: NonFinite
-    interventions: Sequence[Intervention]
-    progress: bool
-    group: int | None
-    widths: tuple[int, ...] | None
-
-
 _PROMPT = "prompt_mask", "prompt_embeds", "prefix"
+# A template has no prompt, and its own length.
+OF_TEMPLATES = frozenset(GenerateOptions.__annotations__.keys()).difference(
+    (*_PROMPT, "suffix", "length", "stop_at_eos", "stop", "buckets")
+)
 _CONVERSATION = dict.fromkeys(_PROMPT, "The messages are the prompt. Use dj.generate for token ids.")
 REFUSED_BY = {
     "stream": {"progress": "The snapshots show the progress. Use dj.generate(.., progress=True)."},
@@ -142,7 +123,6 @@ class RequestOptions:
     nonfinite: NonFinite = "warn"
     interventions: Sequence[Intervention] = ()
     progress: bool = False
-    token_mask: ArrayLike | None = None
     group: int | None = None
     widths: tuple[int, ...] | None = None
     drafting: Drafting | None = dataclasses.field(default=None, init=False)

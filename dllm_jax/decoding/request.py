@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from annotated_types import MinLen
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Key
 
 from dllm_jax.decoding import buckets as ladders
@@ -25,7 +26,7 @@ from dllm_jax.decoding.geometry import (
     growing_widths,
     template_room,
 )
-from dllm_jax.decoding.options import GenerateOptions, InfillOptions, RequestOptions, Stops
+from dllm_jax.decoding.options import OF_TEMPLATES, GenerateOptions, RequestOptions, Stops
 from dllm_jax.decoding.prefill import with_prefix
 from dllm_jax.decoding.stops import StopTexts
 from dllm_jax.engine.closures import constants
@@ -148,14 +149,16 @@ def repeated(request: Request, count: int) -> Request:
     return request._replace(inputs=jax.tree.map(more, request.inputs))
 
 
-def prepare_infill(model: Model, tokens: inputs.Ids, **options: Unpack[InfillOptions]) -> Request:
-    """Returns the checked request of `infill(model, tokens, **options)`; errors are those of `infill`."""
-    check_names("infill", options, InfillOptions.__annotations__)
+def prepare_infill(
+    model: Model, tokens: inputs.Ids, token_mask: ArrayLike | None = None, **options: Unpack[GenerateOptions]
+) -> Request:
+    """Returns the checked request of `infill`, whose arguments and errors these are."""
+    check_names("infill", options, {*OF_TEMPLATES, "token_mask"})
     asked = RequestOptions(**options)
     check_argument("model", model, Model, ", such as dj.load(path)")
     require_mask_token(model.spec, "infill", "Put what is known into the prompt, and use generate")
     block = check_argument("block", asked.block, PositiveInt | None)
-    tokens, mask = inputs.padded_ids(tokens, asked.token_mask, model.spec, "tokens")
+    tokens, mask = inputs.padded_ids(tokens, token_mask, model.spec, "tokens")
     if not fixed_at(asked.sampler.cfg_scale, 0):
         raise ValueError(f"cfg_scale={asked.sampler.cfg_scale}: infilling has no prompt to guide by; use 0")
     valid = np.ones(tokens.shape, bool) if mask is None else mask

@@ -7,9 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
-from dllm_jax.eval.results.schema import Decoded, Entry, EvaluationRecord, Provenance, Row
+from dllm_jax.eval.results import schema
+from dllm_jax.eval.results.schema import Entry, EvaluationRecord, Row
 from dllm_jax.eval.run.files import read_json
 from dllm_jax.eval.run.runner import EvalRequest, Runner
 from dllm_jax.nn.parameters import count
@@ -25,7 +26,7 @@ COSTS, DECODED = ("forwards", "computed", "seconds"), ("tokens", "tokens_with_eo
 FREE = ("versions.", "model.name")  # may differ: neither changes the question, nor how it is decoded
 
 
-def provenance(runner: Runner) -> Provenance:
+def provenance(runner: Runner) -> dict[str, Any]:
     """Model, settings, device and versions."""
     installed = {name: at for name, at in versions(PACKAGES).items() if at != NOT_INSTALLED}
     # Name and date say who and when; everything else here may change an answer or its cost.
@@ -186,18 +187,18 @@ def read(path: Path) -> EvaluationRecord:
             f"{path} is not a result of dllm_jax.eval, format {FORMAT}: format={shown(given)}. "
             "Run the evaluation again; its journal keeps the answers"
         )
-    _check_fields(fields, EvaluationRecord, f"{path}")
+    _check_fields(fields, schema.RECORD, f"{path}")
     for i, row in enumerate(fields["requests"]):
-        _check_fields(row, Row, f"{path}: requests[{i}]")
-        _check_fields(row, Entry if row["error"] else Decoded, f"{path}: requests[{i}]")
+        _check_fields(row, schema.ROW, f"{path}: requests[{i}]")
+        _check_fields(row, schema.ENTRY if row["error"] else schema.DECODED, f"{path}: requests[{i}]")
     return fields
 
 
-def _check_fields(value: Any, wanted: type, where: str):
-    """Refuses what is no object with the keys and plain types of a typed dictionary."""
+def _check_fields(value: Any, wanted: Mapping[str, Any], where: str):
+    """Refuses what is no object with these fields, by their names and types."""
     if not isinstance(value, dict):
         raise ValueError(f"{where} is no object")
-    for name, hint in get_type_hints(wanted).items():
+    for name, hint in wanted.items():
         if name not in value:
             raise ValueError(f"{where} lacks {name!r}")
         # Whole numbers are written without a point, so they are floats too; what lists hold is not looked at.

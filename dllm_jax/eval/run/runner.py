@@ -23,7 +23,7 @@ from dllm_jax.checkpoint.files import sha256
 from dllm_jax.decoding.prefill import common, prefill
 from dllm_jax.decoding.report import LengthWarning
 from dllm_jax.engine.features.prefix import Prefix, reads_causally, refusal
-from dllm_jax.eval.results.schema import Decoded, Entry
+from dllm_jax.eval.results.schema import Entry
 from dllm_jax.eval.run.answering import NOT_FINITE, Answering, failure
 from dllm_jax.eval.run.settings import rounded_up
 from dllm_jax.nn.keys import seeded
@@ -259,7 +259,7 @@ class Runner(Answering[EvalRequest]):
         if not out.stats.finite[0]:
             return Entry(key=key, answer=None, error=NOT_FINITE)
         of = lambda name: getattr(out.stats, name)[0].item()
-        return Decoded(
+        return Entry(
             key=key,
             answer=self._text(request, out.tokens[:, -self.decoding.room(request.length) :]),
             error=None,

@@ -18,7 +18,7 @@ from dllm_jax.roofline import HARDWARE, Assumed, Hardware, Work, work
 from dllm_jax.state.layout import Layout
 
 Name = Literal["time", "bytes"]
-Answered = Sequence[Any]  # `Row`s, with the keys of `Costs`: whoever reads them knows that none has failed
+Answered = Sequence[Any]  # `Row`s, with `schema.COSTS`: whoever reads them knows that none has failed
 
 
 class Objective(abc.ABC):
@@ -40,7 +40,7 @@ class Objective(abc.ABC):
         Args:
           candidate: Candidate with sampler, block and steps.
           answered: its answers so far, one or more, none of them failed; `dllm_jax.eval.results.schema.Row`s
-            with `Costs`.
+            with `schema.COSTS`.
           exact: the exact decoder's answers to the same questions, in the same order.
         """
 
