@@ -15,7 +15,7 @@ from dllm_jax.engine.features.counts import Counter
 from dllm_jax.engine.features.logprobs import TokenLogProbs
 from dllm_jax.engine.features.stops import EndOfText, StopIds, Stopping
 from dllm_jax.engine.features.trace import RecordedSteps
-from dllm_jax.engine.generation import Feature
+from dllm_jax.engine.generation import Feature, Recorder
 from dllm_jax.samplers import CertaintyPrior, DreamSchedule, Sequential, Threshold
 from dllm_jax.state.inputs import PositionsWarning
 from dllm_jax.state.layout import Layout
@@ -153,8 +153,8 @@ def test_more_positions_than_the_model_was_made_for_are_told_of():
 
 
 def test_features_act_in_one_order_whatever_the_order_they_are_asked_for_in():
-    kinds = [kind for base in (Feature, Counter, Stopping) for kind in base.__subclasses__()]
-    kinds = {kind.name for kind in kinds if kind not in (Counter, Stopping)}
+    kinds = [kind for base in (Recorder, Feature, Counter, Stopping) for kind in base.__subclasses__()]
+    kinds = {kind.name for kind in kinds if kind not in (Feature, Counter, Stopping)}
     assert kinds == set(ORDER)
     assert len(ORDER) == len(set(ORDER))
     model = tiny("llada")

@@ -37,7 +37,7 @@ from dllm_jax.engine.features.logprobs import TokenLogProbs
 from dllm_jax.engine.features.prefix import ReusedPrefix
 from dllm_jax.engine.features.stops import EndOfText, StopIds, StopTable
 from dllm_jax.engine.features.trace import RecordedSteps
-from dllm_jax.engine.generation import Feature, Inputs, Plan
+from dllm_jax.engine.generation import Inputs, Plan, Recorder
 from dllm_jax.engine.nonfinite import NonFinite
 from dllm_jax.engine.widths import phase_names, step_widths
 from dllm_jax.nn.keys import Keys, typed_key
@@ -218,10 +218,10 @@ def plan_of(case: CheckedRequest) -> Plan:
     return dataclasses.replace(plan, features=features)
 
 
-def _asked_features(case: CheckedRequest, step_limit: int) -> list[Feature]:
+def _asked_features(case: CheckedRequest, step_limit: int) -> list[Recorder]:
     """The features that the options of a request ask for."""
     asked = case.asked
-    features: list[Feature] = []
+    features: list[Recorder] = []
     if asked.prefix is not None:
         features.append(ReusedPrefix(asked.prefix.stored))
     if case.constraints:

@@ -42,11 +42,11 @@ def initial_canvas(generation: Generation, inputs: Inputs) -> Canvas:
     model, plan = generation.model, generation.plan
     tokens, valid = (constrain(array, model.rules, "bl") for array in (inputs.tokens, inputs.valid))
     canvas = new_canvas(tokens, valid, model.spec, plan.layout)
-    for feature in plan.features:
+    for feature in plan.acting:
         canvas = feature.begin_canvas(canvas)
     if plan.sampler.procedure.edits:
         canvas = dataclasses.replace(canvas, keeps_block=jnp.zeros_like(canvas.done))
-    return advance(canvas, plan.policy, plan.sampler, plan.features)
+    return advance(canvas, plan.policy, plan.sampler, plan.acting)
 
 
 def initial_cache(generation: Generation, canvas: Canvas) -> tuple[Cache, Canvas]:
@@ -60,7 +60,7 @@ def initial_cache(generation: Generation, canvas: Canvas) -> tuple[Cache, Canvas
     cache = empty_cache(model, plan.policy, plan.layout, batch)
     if cache.no_output is not None:
         check_outputs(plan, model.spec)
-    for feature in plan.features:
+    for feature in plan.acting:
         cache, canvas = feature.fill_cache(generation, cache, canvas)
     streams = repeat(canvas, plan.streams)
     x = embed(model.params, network_inputs(plan, streams), generation.embeds)

@@ -57,13 +57,13 @@ def advance(canvas: Canvas, policy: Policy, sampler: Sampler, features: tuple[Fe
 def end_step(plan: Plan, canvas: Canvas, finite: Bool[Array, "b"]) -> Canvas:
     """The canvas at the end of a step that has written its tokens, by logits that are finite or not."""
     stays = final(canvas, plan.sampler)
-    for feature in plan.features:
+    for feature in plan.acting:
         canvas = feature.look(canvas, stays)
 
     # A step ends with the guard against NaN, and with what is finished: sequences, blocks.
     # No sampler could finish the block of a sequence that is not finite before the end of its schedule.
     canvas = end(canvas, ~finite | (canvas.step >= plan.step_limit))
-    return advance(canvas, plan.policy, plan.sampler, plan.features)
+    return advance(canvas, plan.policy, plan.sampler, plan.acting)
 
 
 def slid(canvas: Canvas) -> Canvas:

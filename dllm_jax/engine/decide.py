@@ -56,7 +56,7 @@ def propose(
     shadowed = holds_token if sampler.procedure.verifies else verifying[:, None]
     unconstrained = _logits(generation, canvas, rows, hidden, index, shadowed)
     logits, waits = unconstrained, jnp.zeros(index.shape, bool)
-    for feature in plan.features:
+    for feature in plan.acting:
         logits, waiting = feature.constrain(generation, canvas, index, logits)
         waits = waits if waiting is None else waits | waiting
     proposed = sampler.propose(logits, index, canvas, generation.noise)
@@ -66,11 +66,11 @@ def propose(
     known = ~any_marked(~jnp.isfinite(unconstrained)) & ~jnp.isnan(proposed.score)
     finite = ~any_marked(candidate & ~known)
     only_read = jnp.zeros(index.shape, bool)
-    if any(feature.reads_tokens for feature in plan.features):
+    if any(feature.reads_tokens for feature in plan.acting):
         only_read = ~(gather(canvas.masked, index) | holds_token)
     candidate &= ~only_read
     seen = Seen(proposed, logits, unconstrained, candidate, holds_token, waits, finite)
-    findings = {feature.name: feature.find(generation, canvas, seen) for feature in plan.features}
+    findings = {feature.name: feature.find(generation, canvas, seen) for feature in plan.acting}
 
     # A sampler sees masks, and what it revises. What no token is allowed to waits: it is no candidate of this
     # step, and a token there stays. What holds a token has no score, and unless it may be edited it is
@@ -137,7 +137,7 @@ def _scored(plan: Plan, canvas: Canvas) -> Bool[Array, "b l"]:
     if sampler.scored == "answer":
         return canvas.valid & canvas.response
     scored = canvas.masked if plan.scores_response else offered_positions(plan.policy, canvas)
-    for feature in plan.features:
+    for feature in plan.acting:
         more = feature.scored(plan, canvas)
         scored = scored if more is None else scored | more
     return scored | decoded_in_block(canvas) if sampler.procedure.edits else scored
@@ -176,7 +176,7 @@ class StepDecision(NamedTuple):
 
     def added_to(self, plan: Plan, record: Record, before: Canvas, after: Canvas) -> Record:
         """The records of features that keep something of the sampler's steps, with this one."""
-        steps = ((f, record[f.name], self.findings[f.name]) for f in plan.features if f.keeps_steps)
+        steps = ((f, record[f.name], self.findings[f.name]) for f in plan.acting if f.keeps_steps)
         return {f.name: f.keep(entry, before, after, finding) for f, entry, finding in steps}
 
 
@@ -200,13 +200,13 @@ def decide(
     """
     plan, sampler = generation.plan, generation.plan.sampler
     candidates, finite, findings = propose(generation, canvas, rows, hidden, verifying)
-    for feature in plan.features:
+    for feature in plan.acting:
         canvas = feature.before_decision(canvas, findings[feature.name])
     index, token, score, _ = candidates
     offered = gather(offered_positions(plan.policy, canvas), index)
     masks, delayed = sampler.delay(candidates._replace(score=jnp.where(offered, score, -jnp.inf)), canvas)
     decision = sampler.decide(masks, memory, canvas, generation.noise)
-    for feature in plan.features:
+    for feature in plan.acting:
         decision = feature.after_decision(decision, score, findings[feature.name])
 
     # From candidates to the canvas.
@@ -230,11 +230,11 @@ def marked_on_canvas(
 
 def apply(plan: Plan, canvas: Canvas, decided: StepDecision) -> Canvas:
     """The canvas after a step: tokens are written, then blocks and sequences end that are finished."""
-    for feature in plan.features:
+    for feature in plan.acting:
         canvas = feature.before_decision(canvas, decided.findings[feature.name])
     after = write(canvas, decided.chosen, decided.proposal.token)
     for change in decided.changes:
         after = change(after)
-    for feature in plan.features:
+    for feature in plan.acting:
         after = feature.after_writing(after, decided.findings[feature.name])
     return end_step(plan, after, decided.finite)

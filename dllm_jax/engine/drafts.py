@@ -301,7 +301,7 @@ def verify_drafts(
 
     # The sampler decides on each; what it would have decided step by step is accepted.
     verified = verify(generation, drafts, rows, others, hidden)
-    record = {feature.name: state.record[feature.name] for feature in plan.features if feature.keeps_steps}
+    record = {feature.name: state.record[feature.name] for feature in plan.acting if feature.keeps_steps}
     accepted = accept(drafting, generation, canvas, drafts, verified, record)
     after = stored_eagerly(drafting, canvas, accepted.canvas)
     last = verified.of_branch(accepted.branch)

@@ -65,40 +65,20 @@ class Inputs(NamedTuple):
     allowed: Allowed | None = None
 
 
-class Feature:
-    """Addition to the steps of a run: a base of frozen dataclasses, whose members do nothing.
+class Recorder:
+    """What is told of a run: a base of frozen dataclasses, whose members keep and tell nothing.
 
-    A step folds over the features of its plan, so that one which nobody asked for stands nowhere. A feature
-    may keep arrays from step to step, in `State.record` by its name, and hand what it finds in a step's
-    candidates to what acts after the decision.
+    A recorder may keep arrays from step to step, in `State.record` by its name.
 
     Attributes:
-      name: Name of what it keeps and finds.
-      scores_response: Whether all masks of the response meet the vocabulary, not those of the block alone.
-      reads_tokens: Whether `scored` has positions that hold tokens, which are no candidates.
-      keeps_steps: Whether something is kept of each step of the sampler (`keep`).
-      drafting: How steps of the sampler are drafted; None of features that draft none.
+      name: Name of what it keeps.
       axis: Axis of the sequences in what is kept.
       of_group: Whether a step of few sequences sees only their part of what is kept.
     """
 
     name: ClassVar[str]
-    scores_response: ClassVar[bool] = False
-    reads_tokens: ClassVar[bool] = False
-    keeps_steps: ClassVar[bool] = False
-    drafting: Drafting | None = None
     axis: ClassVar[int] = 0
     of_group: ClassVar[bool] = True
-
-    # -- before the first step ------------------------------------------------------------------------
-
-    def begin_canvas(self, canvas: Canvas) -> Canvas:
-        """Returns the canvas before its first block is looked for."""
-        return canvas
-
-    def fill_cache(self, generation: "Generation", cache: Cache, canvas: Canvas) -> tuple[Cache, Canvas]:
-        """Returns the policy's storage, and the canvas, with what was computed beforehand."""
-        return cache, canvas
 
     def begin(self, canvas: Canvas, generation: "Generation", extra: Float[Array, "b n"]) -> PyTree:
         """Returns what is kept before the first step.
@@ -109,6 +89,47 @@ class Feature:
           extra: Positions that layers computed before the first step (`Cache.extra_positions`).
         """
         return ()
+
+    def add(self, record: Record, step: "StepRecord") -> PyTree:
+        """Returns what is kept after a forward pass, given what all features kept before it."""
+        return record[self.name]
+
+    def output(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> PyTree:
+        """Returns what `Output` holds of the feature under its name, given the arguments of `finish`."""
+        return None
+
+    def finish(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> dict[str, Array]:
+        """Returns fields of `Stats`, given what all features keep, the last canvas and the final tokens."""
+        return {}
+
+
+class Feature(Recorder):
+    """Addition to the steps of a run, whose members do nothing.
+
+    A step folds over the features of its plan, so that one which nobody asked for stands nowhere. A feature
+    may hand what it finds in a step's candidates to what acts after the decision.
+
+    Attributes:
+      scores_response: Whether all masks of the response meet the vocabulary, not those of the block alone.
+      reads_tokens: Whether `scored` has positions that hold tokens, which are no candidates.
+      keeps_steps: Whether something is kept of each step of the sampler (`keep`).
+      drafting: How steps of the sampler are drafted; None of features that draft none.
+    """
+
+    scores_response: ClassVar[bool] = False
+    reads_tokens: ClassVar[bool] = False
+    keeps_steps: ClassVar[bool] = False
+    drafting: Drafting | None = None
+
+    # -- before the first step ------------------------------------------------------------------------
+
+    def begin_canvas(self, canvas: Canvas) -> Canvas:
+        """Returns the canvas before its first block is looked for."""
+        return canvas
+
+    def fill_cache(self, generation: "Generation", cache: Cache, canvas: Canvas) -> tuple[Cache, Canvas]:
+        """Returns the policy's storage, and the canvas, with what was computed beforehand."""
+        return cache, canvas
 
     # -- a step, in the order in which it asks ---------------------------------------------------------
 
@@ -164,23 +185,9 @@ class Feature:
         """Returns what is kept after a step of the sampler, of which a forward pass may take several."""
         return entry
 
-    # -- what is told of a run ------------------------------------------------------------------------
-
-    def add(self, record: Record, step: "StepRecord") -> PyTree:
-        """Returns what is kept after a forward pass, given what all features kept before it."""
-        return record[self.name]
-
     def final_tokens(self, canvas: Canvas, finite: Bool[Array, "b"], tokens: Int[Array, "b l"]):
         """Returns the tokens of a run that is finished; `finite` marks sequences whose logits were."""
         return tokens
-
-    def output(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> PyTree:
-        """Returns what `Output` holds of the feature under its name, given the arguments of `finish`."""
-        return None
-
-    def finish(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> dict[str, Array]:
-        """Returns fields of `Stats`, given what all features keep, the last canvas and the final tokens."""
-        return {}
 
 
 class Seen(NamedTuple):
@@ -253,8 +260,8 @@ class Plan:
       shares: Number of groups of neighboring sequences into which a mesh splits the batch.
       interventions: other values at named places of the network; data, as the numbers are.
       constants: Values that methods of policy and sampler read outside of their classes (`engine.closures`).
-      features: What the request, sampler and blocks add to a step, in the order in which they act
-        (`engine.features`).
+      features: What the request, sampler and blocks add to a step, and what is told of it, in the order in
+        which they act (`engine.features`).
       phases: Kinds of the partial steps to compile, the policy's or its last one (`engine.widths`).
     """
 
@@ -266,7 +273,7 @@ class Plan:
     shares: int = dataclasses.field(default=1, metadata={"static": True})
     interventions: tuple[Intervention, ...] = ()
     constants: Constants = dataclasses.field(default=(), metadata={"static": True})
-    features: tuple[Feature, ...] = ()
+    features: tuple[Recorder, ...] = ()
     phases: tuple[str, ...] = dataclasses.field(default=("",), metadata={"static": True})
 
     @property
@@ -278,17 +285,22 @@ class Plan:
     def scores_response(self) -> bool:
         """Whether all masks of the response meet the vocabulary, not those of the block alone."""
         named = "response" in (self.policy.scored, self.sampler.scored)
-        return named or any(feature.scores_response for feature in self.features)
+        return named or any(feature.scores_response for feature in self.acting)
 
     @property
-    def by_name(self) -> dict[str, Feature]:
+    def acting(self) -> tuple[Feature, ...]:
+        """The features that do more than tell of a run."""
+        return tuple(feature for feature in self.features if isinstance(feature, Feature))
+
+    @property
+    def by_name(self) -> dict[str, Recorder]:
         """The features by name."""
         return {feature.name: feature for feature in self.features}
 
     @property
     def drafting(self) -> Drafting | None:
         """How steps of the sampler are drafted; None takes one per forward pass."""
-        return next((feature.drafting for feature in self.features if feature.drafting is not None), None)
+        return next((feature.drafting for feature in self.acting if feature.drafting is not None), None)
 
     @property
     def step_limit(self) -> int:

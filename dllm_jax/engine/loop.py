@@ -120,7 +120,7 @@ def final_tokens(plan: Plan, state: State) -> Int[Array, "b l"]:
     """The tokens of a generation that is finished."""
     canvas, finite = state.canvas, state.record["counts"].finite
     tokens = canvas.tokens
-    for feature in plan.features:
+    for feature in plan.acting:
         tokens = feature.final_tokens(canvas, finite, tokens)
     return tokens
 

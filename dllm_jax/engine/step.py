@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,51 +30,35 @@ from dllm_jax.xla.stacks import traced_once
 # -- a step by its stages: forward, decide, observe, apply, grow -----------------------------------
 
 
-class Forward(NamedTuple):
-    """A forward pass over the rows of a step.
-
-    Attributes:
-      canvas: Canvas as the network read it, of all streams.
-      rows: Computed positions, of all streams.
-      hidden: Residual stream after the last layer.
-      cache: Cache as the layers left it.
-    """
-
-    canvas: Canvas
-    rows: Rows
-    hidden: Float[Array, "streams_b q m"]
-    cache: Cache
-
-
 def denoise_once(
     generation: Generation, variant: Variant, state: State, sequences: Int[Array, "b"]
 ) -> tuple[StepRecord, Cache, PyTree]:
     """One step of the sampler by one forward pass over the canvas: what it did, the cache, and the memory."""
     plan, canvas = generation.plan, state.canvas
     read = plan.sampler.read_as(canvas, state.memory)
-    forward = run_forward(generation, variant, state, read)
-    conditional = own_rows(plan, forward.rows)
-    rows = forward.cache.with_output(conditional, plan.streams)
-    decided = decide(generation, canvas, rows, forward.hidden, state.memory, read.verifies)
+    streams, all_rows, hidden, passed = run_forward(generation, variant, state, read)
+    # The conditional stream alone is sampled and counted.
+    computed = dataclasses.replace(all_rows, index=one_stream(all_rows.index, 0, plan.streams))
+    rows = passed.with_output(computed, plan.streams)
+    decided = decide(generation, canvas, rows, hidden, state.memory, read.verifies)
 
     # The policy sees what was proposed before the canvas moves on.
     proposal = repeat(decided.proposal, plan.streams)
-    cache = plan.policy.observe(forward.cache, forward.canvas, forward.rows, proposal)
+    cache = plan.policy.observe(passed, streams, all_rows, proposal)
     cache = like(plan.policy, "observe", cache, state.cache, "as before the step")
     after = apply(plan, canvas, decided)
     extra, cache = cache.take_extra_positions(canvas, plan.streams)
     left = after
-    for feature in plan.features:
+    for feature in plan.acting:
         left = feature.resize(plan, canvas, left, decided.findings[feature.name], decided.proposal)
 
-    # What is told of a step is that of the conditional stream alone.
-    reads = lambda: attended(plan.policy, state.cache, forward.canvas, forward.rows)
+    reads = lambda: attended(plan.policy, state.cache, streams, all_rows)
     step = StepRecord(
         sequences=sequences,
         before=canvas,
         after=after,
         left=left,
-        computed=conditional.mask(),
+        computed=computed.mask(),
         executed=executed_positions(variant, canvas),
         attended=lambda: one_stream(reads(), 0, plan.streams),
         extra=extra,
@@ -86,7 +70,9 @@ def denoise_once(
     return step, cache, decided.memory
 
 
-def run_forward(generation: Generation, variant: Variant, state: State, read: Canvas) -> Forward:
+def run_forward(
+    generation: Generation, variant: Variant, state: State, read: Canvas
+) -> tuple[Canvas, Rows, Float[Array, "streams_b q m"], Cache]:
     """Runs the network over the selected positions; K/V of the others come from the policy's cache.
 
     Args:
@@ -94,6 +80,10 @@ def run_forward(generation: Generation, variant: Variant, state: State, read: Ca
       variant: Kind of step.
       state: State before the step.
       read: Canvas as the network reads it.
+
+    Returns:
+      the canvas that was read, the computed rows, the residual stream there after the last layer, and the
+      cache as the layers left it; all of all streams.
     """
     plan = generation.plan
     streams = repeat(read, plan.streams)
@@ -102,12 +92,7 @@ def run_forward(generation: Generation, variant: Variant, state: State, read: Ca
     soft = state.memory.soft if plan.sampler.procedure.of_noise else None
     tokens = network_inputs(plan, streams)
     hidden, cache = network(generation, tokens, streams, rows, state.cache, shadow, soft)
-    return Forward(streams, rows, hidden, cache)
-
-
-def own_rows(plan: Plan, rows: Rows) -> Rows:
-    """The rows of the conditional stream, which alone is sampled and counted."""
-    return dataclasses.replace(rows, index=one_stream(rows.index, 0, plan.streams))
+    return streams, rows, hidden, cache
 
 
 def attended(policy: Policy, cache: Cache, canvas: Canvas, rows: Rows) -> Bool[Array, "b l"]:
@@ -146,7 +131,7 @@ def select_positions(generation: Generation, cache: Cache, canvas: Canvas) -> Bo
     canvas = dataclasses.replace(canvas, planned_order=plan.sampler.planned(canvas, generation.noise))
     selected = one_stream(plan.policy.select(cache, repeat(canvas, plan.streams)), 0, plan.streams)
     selected = canvas.without_final(selected)
-    for feature in plan.features:
+    for feature in plan.acting:
         selected = feature.select(canvas, selected)
     return repeat(selected & canvas.active[:, None], plan.streams)
 

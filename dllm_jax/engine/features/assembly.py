@@ -15,7 +15,7 @@ from dllm_jax.engine.features.counts import (
 from dllm_jax.engine.features.delimiters import Delimiters
 from dllm_jax.engine.features.growth import Growing
 from dllm_jax.engine.features.self_conditioning import SelfConditioning
-from dllm_jax.engine.generation import Feature
+from dllm_jax.engine.generation import Recorder
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options.base import users_own
 from dllm_jax.policies.base import Policy
@@ -38,8 +38,8 @@ def features_of(
     layout: Layout,
     spec: ModelSpec,
     drafting: Drafting | None = None,
-    asked: Iterable[Feature] = (),
-) -> tuple[Feature, ...]:
+    asked: Iterable[Recorder] = (),
+) -> tuple[Recorder, ...]:
     """Returns the features of a run: those of its policy, sampler and layout, and those that were asked for.
 
     Args:
@@ -50,7 +50,7 @@ def features_of(
       drafting: How steps are drafted; None takes one per forward pass.
       asked: Features that the request asks for.
     """
-    features: list[Feature] = [Counts(), *asked]
+    features: list[Recorder] = [Counts(), *asked]
     constrained = any(isinstance(feature, Constrained) for feature in features)
     # The sets of a user's policy may leave out what predicts the masks.
     may_miss = users_own(policy, "select", "eligible") and not (constrained or sampler.revises)
@@ -75,6 +75,6 @@ def features_of(
     return in_order(features)
 
 
-def in_order(features: Iterable[Feature]) -> tuple[Feature, ...]:
+def in_order(features: Iterable[Recorder]) -> tuple[Recorder, ...]:
     """Returns the features in the order in which they act (`ORDER`)."""
     return tuple(sorted(features, key=lambda feature: ORDER.index(feature.name)))

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
 from dllm_jax.engine.branches import further_positions
-from dllm_jax.engine.generation import Feature, Generation, StepRecord
+from dllm_jax.engine.generation import Feature, Generation, Recorder, StepRecord
 from dllm_jax.engine.stats import Record
 from dllm_jax.samplers.free_dave import Drafting
 from dllm_jax.state.canvas import Canvas, answer_end
@@ -30,7 +30,7 @@ class Sums(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Counts(Feature):
+class Counts(Recorder):
     """Counts forward passes and tokens."""
 
     name: ClassVar[str] = "counts"
@@ -78,7 +78,7 @@ class Counts(Feature):
         }
 
 
-class Counter(Feature):
+class Counter(Recorder):
     """Counts something of each sequence's steps, in the field of `Stats` that has its name."""
 
     def begin(self, canvas: Canvas, generation: Generation, extra) -> Int[Array, "b"]:
@@ -139,7 +139,7 @@ class CausalPasses(Counter):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class AcceptedTokens(Feature):
+class AcceptedTokens(Recorder):
     """Counts the tokens that verifications of drafted blocks accepted."""
 
     name: ClassVar[str] = "accepted_tokens"
@@ -207,7 +207,7 @@ def exact_positions(canvas: Canvas, passes: Int[Array, "b"]) -> Int[Array, "b"]:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class MaskedTokens(Feature):
+class MaskedTokens(Recorder):
     """Counts the masks that are left although nothing explains them.
 
     Attributes:

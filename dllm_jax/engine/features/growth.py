@@ -59,7 +59,7 @@ class Growing(Feature):
         # A block may have lost its last masks.
         if not plan.sampler.procedure.shortens:
             return resized
-        return advance(resized, plan.policy, plan.sampler, plan.features)
+        return advance(resized, plan.policy, plan.sampler, plan.acting)
 
     @override
     def final_tokens(self, canvas: Canvas, finite: Bool[Array, "b"], tokens: Int[Array, "b l"]):

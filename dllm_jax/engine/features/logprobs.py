@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.engine.features.growth import moved_with
-from dllm_jax.engine.generation import Feature, Generation, Seen, StepRecord
+from dllm_jax.engine.generation import Feature, Generation, Recorder, Seen, StepRecord
 from dllm_jax.engine.stats import Record
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.samplers.candidates import Candidates
@@ -95,7 +95,7 @@ def of_candidates(
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Confidences(Feature):
+class Confidences(Recorder):
     """Keeps the confidence with which each position was unmasked; infinity elsewhere."""
 
     name: ClassVar[str] = "confidence"

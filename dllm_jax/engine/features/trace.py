@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.engine.features.counts import passes_of
 from dllm_jax.engine.features.growth import answer_length
-from dllm_jax.engine.generation import Feature, Generation, StepRecord
+from dllm_jax.engine.generation import Generation, Recorder, StepRecord
 from dllm_jax.engine.stats import Record
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.growing import GrowingCanvas
@@ -158,7 +158,7 @@ def _completed_lengths(
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class RecordedSteps(Feature):
+class RecordedSteps(Recorder):
     """Keeps the trace: every step of every sequence (`engine.features.trace`).
 
     Attributes:
