@@ -40,7 +40,7 @@ from dllm_jax.decoding.compare import compare
 from dllm_jax.decoding.explain import explain_kernels
 from dllm_jax.decoding.answers import decode_answers
 from dllm_jax.decoding.chat import ChatOutput, chat
-from dllm_jax.decoding.defaults import generation_defaults
+from dllm_jax.decoding.options import generation_defaults
 from dllm_jax.decoding.geometry import delimiters
 from dllm_jax.decoding.stops import StopTexts
 from dllm_jax.decoding.stream import Snapshot, stream

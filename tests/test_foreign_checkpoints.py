@@ -10,7 +10,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import bundled
 from dllm_jax.checkpoint import convert
-from dllm_jax.checkpoint.card import card
+from dllm_jax.checkpoint.exporting import card
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
 from dllm_jax.decoding.chat import chat_ids
 from tests import refuses

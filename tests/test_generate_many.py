@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import dllm_jax as dj
 from dllm_jax import policies, samplers
 from dllm_jax.decoding import generate_many, slots
-from dllm_jax.engine.nonfinite import NonFiniteWarning
+from dllm_jax.engine.stats import NonFiniteWarning
 from dllm_jax.testing.runs import assert_same_run, assert_same_stats, compilations
 from tests import refuses
 from tests.models import in_int8, separate, tiny

@@ -11,7 +11,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import policies, samplers
-from dllm_jax.engine.nonfinite import NonFiniteWarning
+from dllm_jax.engine.stats import NonFiniteWarning
 from dllm_jax.eval.run.answering import NOT_FINITE
 from dllm_jax.eval.run.likelihoods import Likelihood
 from dllm_jax.eval.run.runner import EvalRequest, Runner

@@ -13,8 +13,8 @@ from dllm_jax import policies, samplers
 from dllm_jax.decoding.request import prepare
 from dllm_jax.engine.features.assembly import in_order
 from dllm_jax.engine.features.logprobs import Confidences
-from dllm_jax.engine.nonfinite import NonFiniteWarning
 from dllm_jax.engine.pieces import begin_pieces, resume
+from dllm_jax.engine.stats import NonFiniteWarning
 from dllm_jax.testing.checks import SEVERAL_AT_ONCE
 from tests.models import FAMILIES, prompts, tiny
 from tests.policy_cases import EVERY, EXHAUSTIVE, KEY, daily, matrix, short, suited

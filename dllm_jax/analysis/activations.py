@@ -13,10 +13,9 @@ from jaxtyping import Array, Bool, Float, Int
 from dllm_jax.analysis.passes import AXES, CapturedParts, What, captured
 from dllm_jax.decoding.output import Output
 from dllm_jax.engine.features.trace import Trace
-from dllm_jax.nn.intervention import Intervention, checked_interventions
+from dllm_jax.nn.intervention import Indices, Intervention, checked_interventions, distinct, indices, within
 from dllm_jax.nn.mask import require_mask_token
 from dllm_jax.nn.model import Model
-from dllm_jax.nn.places import Indices, distinct, indices, within
 from dllm_jax.options import PositiveInt, check_argument, short_help, shown
 from dllm_jax.state import host, inputs
 

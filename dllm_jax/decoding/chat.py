@@ -14,9 +14,15 @@ from jaxtyping import Bool, Int
 
 from dllm_jax.decoding.answers import decode_answers
 from dllm_jax.decoding.buckets import Ladder, check_ladder
-from dllm_jax.decoding.defaults import generation_defaults
 from dllm_jax.decoding.generate import generate
-from dllm_jax.decoding.options import ConversationOptions, GenerateOptions, check_options, options_of, shows
+from dllm_jax.decoding.options import (
+    ConversationOptions,
+    GenerateOptions,
+    check_options,
+    generation_defaults,
+    options_of,
+    shows,
+)
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.stops import StopTexts, listed_texts
 from dllm_jax.nn.model import Model

@@ -94,7 +94,7 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
       FloatingPointError: Logits held NaN or infinity, with nonfinite="raise".
 
     Warns:
-      dllm_jax.engine.nonfinite.NonFiniteWarning: Logits held NaN or infinity, with nonfinite="warn".
+      dllm_jax.engine.stats.NonFiniteWarning: Logits held NaN or infinity, with nonfinite="warn".
       dllm_jax.decoding.report.UnfilledWarning: Masks are left, by constraints without an allowed token or by
         a policy or sampler of yours.
       dllm_jax.decoding.report.LengthWarning: Answers were to grow beyond `max_length`.

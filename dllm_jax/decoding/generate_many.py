@@ -33,7 +33,7 @@ from dllm_jax.decoding.request import Request, prepare
 from dllm_jax.decoding.slots import Slots
 from dllm_jax.decoding.stream import progress_bar
 from dllm_jax.engine.features.prefix import ReusedPrefix
-from dllm_jax.engine.nonfinite import NonFinite
+from dllm_jax.engine.stats import NonFinite
 from dllm_jax.nn.keys import one_key, seeded
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument, check_names, shown

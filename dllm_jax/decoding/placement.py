@@ -24,8 +24,7 @@ from dllm_jax.engine.features.logprobs import LogProbs
 from dllm_jax.engine.features.trace import Trace
 from dllm_jax.engine.generation import Inputs, Plan
 from dllm_jax.engine.group import group_size
-from dllm_jax.engine.nonfinite import NonFinite
-from dllm_jax.engine.stats import Stats
+from dllm_jax.engine.stats import NonFinite, Stats
 from dllm_jax.engine.widths import step_phases
 from dllm_jax.interrupts import uninterrupted
 from dllm_jax.nn.mesh import AnyMesh, context_mesh, current_mesh, over_mesh, replicated

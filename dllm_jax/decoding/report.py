@@ -3,8 +3,7 @@
 import numpy as np
 from jax.core import Tracer
 
-from dllm_jax.engine.nonfinite import NonFinite, NonFiniteWarning
-from dllm_jax.engine.stats import Stats
+from dllm_jax.engine.stats import NonFinite, NonFiniteWarning, Stats
 from dllm_jax.options.base import users_own
 from dllm_jax.options.hints import warn
 from dllm_jax.policies.base import Policy

@@ -38,7 +38,7 @@ from dllm_jax.engine.features.prefix import ReusedPrefix
 from dllm_jax.engine.features.stops import EndOfText, StopIds, StopTable
 from dllm_jax.engine.features.trace import RecordedSteps
 from dllm_jax.engine.generation import Inputs, Plan, Recorder
-from dllm_jax.engine.nonfinite import NonFinite
+from dllm_jax.engine.stats import NonFinite
 from dllm_jax.engine.widths import phase_names, step_widths
 from dllm_jax.nn.keys import Keys, typed_key
 from dllm_jax.nn.mask import require_mask_token

@@ -86,7 +86,7 @@ def stream(
       FloatingPointError: Logits held NaN or infinity, with nonfinite="raise".
 
     Warns:
-      dllm_jax.engine.nonfinite.NonFiniteWarning: Logits held NaN or infinity, with nonfinite="warn".
+      dllm_jax.engine.stats.NonFiniteWarning: Logits held NaN or infinity, with nonfinite="warn".
     """
     steps = check_argument("every", every, PositiveInt | None)
     check_options("stream", options, "every")

@@ -1,6 +1,6 @@
 """Statistics of a run per sequence."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxtyping import Array, Bool, Float, Int
 
@@ -83,3 +83,10 @@ class Stats(NamedTuple):
     computed, executed = Renamed("computed", "computed_tokens"), Renamed("executed", "executed_tokens")
     widened, decoded = Renamed("widened", "widened_tokens"), Renamed("decoded", "decoded_tokens")
     answer = Renamed("answer", "answer_tokens")
+
+
+class NonFiniteWarning(RuntimeWarning):
+    """Sequences of a generation ended early, because their logits held NaN or infinity."""
+
+
+NonFinite = Literal["warn", "raise", "ignore"]

@@ -19,8 +19,7 @@ from dllm_jax.nn.low_rank import acting_in
 from dllm_jax.nn.parameters import Params
 from dllm_jax.nn.rope import Rope
 from dllm_jax.options.base import like
-from dllm_jax.policies.base import Policy
-from dllm_jax.policies.network import Phase, PolicyLayer
+from dllm_jax.policies.base import Phase, Policy, PolicyLayer
 from dllm_jax.state.cache import Cache, LayerCache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.rows import Rows, compact_rows, full_rows, last_rows, one_stream, repeat
@@ -202,7 +201,7 @@ def network(
 
 @dataclasses.dataclass(frozen=True)
 class StepLayers:
-    """The layers of one step, as functions of the residual stream and the cache (`policies.network.Layers`).
+    """The layers of one step, as functions of the residual stream and the cache (`policies.Layers`).
 
     Attributes:
       generation: the constants.

@@ -17,11 +17,10 @@ from typing import Any
 
 from jax import export
 
-from dllm_jax.nn.generation import Generation
 from dllm_jax.nn.int8 import Int8Matrix
 from dllm_jax.nn.low_rank import LowRankMatrix
 from dllm_jax.nn.mesh import MeshRules
-from dllm_jax.nn.model import Model
+from dllm_jax.nn.model import Generation, Model
 from dllm_jax.nn.spec import ModelSpec
 from pallas_kernels.choice import Entry
 

@@ -1,7 +1,7 @@
 """A model as a value: parameters and their description, usable in jit, grad and vmap."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.nn import gemma
-from dllm_jax.nn.generation import Generation
 from dllm_jax.nn.int8 import Weights, held_as
 from dllm_jax.nn.intervened import embedded, intervened
 from dllm_jax.nn.intervention import Intervention
@@ -26,6 +25,29 @@ from dllm_jax.options import check_argument, shown
 from dllm_jax.xla.stacks import traced_once
 from pallas_kernels.attention.xla import attention
 from pallas_kernels.choice import Choice, check_implementation
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Generation:
+    """Options of `chat` by name, as a checkpoint's generation_config.json gives them.
+
+    Any two are equal: models of one shape share programs, and have trees of one structure, whatever they ask
+    for. No program reads it.
+
+    Attributes:
+      fixed: Options of answers of one length: some of length, block, steps, policy, sampler.
+      growing: Options that take their place where the answer may find its own length, `max_length` among
+        them; empty if it may not.
+    """
+
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    growing: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Generation)
+
+    def __hash__(self) -> int:
+        return hash(Generation)
 
 
 @jax.tree_util.register_pytree_with_keys_class

@@ -1,6 +1,6 @@
 """Cache policies, one file per method; `ALL` drives the generic tests, the README table and the bench."""
 
-from dllm_jax.policies.base import Policy
+from dllm_jax.policies.base import Layers, Phase, Policy
 from dllm_jax.policies.d2cache import D2Cache
 from dllm_jax.policies.delayed_cache import DelayedCache
 from dllm_jax.policies.dkv import DKVPD, DKVDecode
@@ -15,7 +15,6 @@ from dllm_jax.policies.fast_dllm import DualCache, PrefixCache, SubBlockCache
 from dllm_jax.policies.focus import FOCUS
 from dllm_jax.policies.mage import MAGE
 from dllm_jax.policies.maskkv import MaskKV
-from dllm_jax.policies.network import Layers, Phase
 from dllm_jax.policies.sliding_cache import SlidingCache
 from dllm_jax.policies.spa_cache import SPACache, ValueProxy
 from dllm_jax.policies.sparse_dllm import SparseDLLM

@@ -11,8 +11,7 @@ from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.mask import require_full_attention
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import TracedFraction, TracedPositiveInt
-from dllm_jax.policies.base import Policy, as_kind
-from dllm_jax.policies.network import Phase
+from dllm_jax.policies.base import Phase, Policy, as_kind
 from dllm_jax.policies.parts.partial import run_narrowest
 from dllm_jax.state.cache import KV, Cache, LayerCache
 from dllm_jax.state.canvas import Canvas

@@ -12,8 +12,7 @@ from typing_extensions import override
 from dllm_jax.nn.layer import Layer, LayerIndex
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Options, PositiveInt
-from dllm_jax.policies.base import BY_DECIDED, Policy, halvings, with_mask_token
-from dllm_jax.policies.network import Layers
+from dllm_jax.policies.base import BY_DECIDED, Layers, Policy, halvings, with_mask_token
 from dllm_jax.state.cache import KV, Cache, LayerCache, Proposal
 from dllm_jax.state.canvas import Canvas, behind_first_eos
 from dllm_jax.state.layout import Layout

@@ -16,8 +16,7 @@ from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.mask import require_full_attention
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, NoneMeans, PositiveInt, TracedPositiveInt, refuse
-from dllm_jax.policies.base import Policy, as_kind
-from dllm_jax.policies.network import Layers, Phase
+from dllm_jax.policies.base import Layers, Phase, Policy, as_kind
 from dllm_jax.policies.sparse_dllm import SparseDLLM
 from dllm_jax.state.cache import KV, Cache, LayerCache, Proposal
 from dllm_jax.state.canvas import Canvas

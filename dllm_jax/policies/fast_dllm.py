@@ -8,8 +8,7 @@ from jaxtyping import Array, Bool
 from typing_extensions import override
 
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.policies.base import BY_PARTS, Policy, halvings, with_mask_token
-from dllm_jax.policies.network import Phase
+from dllm_jax.policies.base import BY_PARTS, Phase, Policy, halvings, with_mask_token
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout

@@ -13,8 +13,8 @@ from typing_extensions import override
 from dllm_jax.nn.arithmetic import einsum
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.policies.base import Phase
 from dllm_jax.policies.delayed_cache import DelayedCache
-from dllm_jax.policies.network import Phase
 from dllm_jax.policies.parts.partial import run_narrowest
 from dllm_jax.state.cache import KV, Cache, LayerCache, Proposal
 from dllm_jax.state.canvas import Canvas

@@ -17,8 +17,7 @@ from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.mask import Mask, key_mask, require_blocks
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Fraction, PositiveInt
-from dllm_jax.policies.base import Policy, as_kind
-from dllm_jax.policies.network import Phase
+from dllm_jax.policies.base import Phase, Policy, as_kind
 from dllm_jax.policies.parts.block_votes import queries_of_block, rows_of_block
 from dllm_jax.state.cache import KV, Cache, LayerCache, Proposal
 from dllm_jax.state.canvas import Canvas
