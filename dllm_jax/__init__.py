@@ -38,7 +38,7 @@ from dllm_jax.decoding.prefill import prefill
 from dllm_jax.engine.features.prefix import Prefix
 from dllm_jax.decoding.compare import compare
 from dllm_jax.decoding.explain import explain_kernels
-from dllm_jax.decoding.answers import decode_answers
+from dllm_jax.decoding.stops import decode_answers
 from dllm_jax.decoding.chat import ChatOutput, chat
 from dllm_jax.decoding.options import generation_defaults
 from dllm_jax.decoding.geometry import delimiters

@@ -19,7 +19,7 @@ import tyro
 import dllm_jax as dj
 from dllm_jax import lora
 from dllm_jax.command_line import run
-from dllm_jax.decoding.answers import decode_answers
+from dllm_jax.decoding.stops import decode_answers
 from dllm_jax.tasks import exact, prompt_arrays
 from dllm_jax.training import (
     Batch,

@@ -17,7 +17,7 @@ from dllm_jax import checkpoint
 from dllm_jax.checkpoint import convert
 from dllm_jax.checkpoint.dtypes import DtypeWarning
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
-from dllm_jax.decoding.answers import decode_answers
+from dllm_jax.decoding.stops import decode_answers
 from dllm_jax.nn import parameters
 from dllm_jax.nn.parameters import abstract, layer_of
 from tests import refuses

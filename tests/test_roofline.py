@@ -13,8 +13,7 @@ from dllm_jax import roofline
 from dllm_jax.decoding.request import prepare
 from dllm_jax.engine.widths import step_widths
 from dllm_jax.nn.parameters import abstract, abstract_vision, count, separate
-from dllm_jax.roofline.steps import experts_read, layers_size, pair_size
-from dllm_jax.roofline.tower import tower_size
+from dllm_jax.roofline.steps import experts_read, layers_size, pair_size, tower_size
 from dllm_jax.vision import AnyRes, Pad
 from dllm_jax.vision.tower import encode_pictures, project
 from tests.models import families, random_tokens, spec, tiny

@@ -15,7 +15,7 @@ from bench.policies.grid import Setting
 from bench.shared import runner
 from dllm_jax import tasks
 from dllm_jax.checkpoint.tokenizer import read_tokenizer
-from dllm_jax.decoding.answers import decode_answers
+from dllm_jax.decoding.stops import decode_answers
 from dllm_jax.eval.run.settings import fingerprint
 from dllm_jax.eviction import calibrate
 from dllm_jax.provenance import now, processor

@@ -4,7 +4,6 @@ How much of it changes between steps, and figures of it, are in `examples/simila
 `examples/figures.py`, to be copied and changed.
 """
 
-from dllm_jax.analysis.activations import Capture, capture
-from dllm_jax.analysis.lens import logit_lens
+from dllm_jax.analysis.activations import Capture, capture, logit_lens
 
 __all__ = ["Capture", "capture", "logit_lens"]

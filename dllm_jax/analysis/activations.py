@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
@@ -14,7 +15,9 @@ from dllm_jax.analysis.passes import AXES, CapturedParts, What, captured
 from dllm_jax.decoding.output import Output
 from dllm_jax.engine.features.trace import Trace
 from dllm_jax.nn.intervention import Indices, Intervention, checked_interventions, distinct, indices, within
+from dllm_jax.nn.layer import unembed
 from dllm_jax.nn.mask import require_mask_token
+from dllm_jax.nn.mesh import number_modes
 from dllm_jax.nn.model import Model
 from dllm_jax.options import PositiveInt, check_argument, short_help, shown
 from dllm_jax.state import host, inputs
@@ -278,3 +281,53 @@ def _valid(prompt_mask: ArrayLike | None, batch: int, length: int) -> Bool[np.nd
     """Marks canvas positions that are not padding; None if nothing is padded."""
     mask = inputs.canvas_padding(prompt_mask, batch, length)
     return None if mask is None else host.everywhere(mask)
+
+
+@number_modes()
+
+# -- the logit lens --------------------------------------------------------------------------------------
+
+
+def logit_lens(model: Model, residual: Float[Array, "*a m"]) -> Float[Array, "*a v"]:
+    """Reads a residual stream by the final norm and the vocabulary head (nostalgebraist, 2020).
+
+        seen = dj.capture(model, out, "residual")
+        logits = dj.logit_lens(model, seen.residual)  # [t r b j v]
+
+    Of the last layer's output these are the logits of the model. As `forward` returns them, they are
+    unshifted: the output at a position predicts the token at `Capture.predicts`, the right neighbor where
+    the head is shifted (Dream).
+
+    Args:
+      model: Model that the stream is of.
+      residual: Residual stream of any places: the model's width is its last axis (`Capture.residual`).
+
+    Returns:
+      Logits in the model's dtype; differentiable.
+
+    Raises:
+      ValueError: an array of another width, or that is no residual stream.
+
+    Examples:
+      >>> model = dj.load(dj.bundled.path("tiny-llada"))
+      >>> seen = dj.capture(model, [[40, 41, 42]], "residual")
+      >>> lens = dj.logit_lens(model, seen.residual[0])
+      >>> lens.shape == (model.spec.layers + 1, 1, 3, model.spec.vocab)
+      True
+    """
+    check_argument("model", model, Model, ", such as dj.load(path)")
+    array = residual if isinstance(residual, jax.Array) else host.array("residual", residual, "an array")
+    width = model.spec.width
+    if not array.ndim or array.shape[-1] != width or not jnp.issubdtype(array.dtype, jnp.floating):
+        raise ValueError(
+            f"residual has shape {array.shape} and dtype {array.dtype}; expected floats [.., {width}], such "
+            "as capture(model, out, 'residual').residual"
+        )
+    return _lens(model, jnp.asarray(array))
+
+
+@jax.jit
+def _lens(model: Model, residual: Float[Array, "*a m"]) -> Float[Array, "*a v"]:
+    flat = residual.reshape(1, -1, residual.shape[-1]).astype(model.dtype)
+    logits = unembed(model.params, model.spec, flat)
+    return logits.reshape(*residual.shape[:-1], logits.shape[-1])

@@ -10,8 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from dllm_jax.nn.intervened import embedded, intervened
-from dllm_jax.nn.intervention import Intervention, for_sequences
+from dllm_jax.nn.intervention import Intervention, embedded, for_sequences, intervened
 from dllm_jax.nn.layer import Layer, embed, walk
 from dllm_jax.nn.mask import Mask
 from dllm_jax.nn.mesh import constrain, current_mesh, over_mesh

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from dllm_jax.checkpoint.files import has_entry, read_object
-from dllm_jax.checkpoint.messages import listed
+from dllm_jax.checkpoint.files import has_entry, listed, read_object
 from dllm_jax.nn.spec import ExpertSpec, ModelSpec
 from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument, shown
 

@@ -29,8 +29,7 @@ import tensorstore as ts
 from dllm_jax.checkpoint.config import Requirement, read_config
 from dllm_jax.checkpoint.dtypes import SAFETENSORS, SUPPORTED
 from dllm_jax.checkpoint.families import family_of, units_of
-from dllm_jax.checkpoint.files import CARRIED, PARAMS, SPEC, check_tree, write_object
-from dllm_jax.checkpoint.messages import named
+from dllm_jax.checkpoint.files import CARRIED, PARAMS, SPEC, check_tree, named, write_object
 from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.table import Unit, layers_in_all
 from dllm_jax.checkpoint.sharded import Ranges, Source, Stored, StoredParameter

@@ -8,8 +8,7 @@ from dllm_jax.checkpoint.config import Config, Requirement
 from dllm_jax.checkpoint.names import diffusion_gemma, llada, llama, qwen
 from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.table import Unit, units
-from dllm_jax.checkpoint.refused import refuse_config
-from dllm_jax.checkpoint.signs import signed
+from dllm_jax.checkpoint.refused import refuse_config, signed
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument, shown
 

@@ -16,8 +16,7 @@ import numpy as np
 from dllm_jax.checkpoint.config import Config, read_model_config
 from dllm_jax.checkpoint.dtypes import SAFETENSORS, same_bits
 from dllm_jax.checkpoint.families import config_to_spec, family_of, units_of
-from dllm_jax.checkpoint.files import has_entry
-from dllm_jax.checkpoint.messages import what_else
+from dllm_jax.checkpoint.files import has_entry, what_else
 from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.table import (
     FUSED_PARTS,

@@ -14,8 +14,8 @@ import numpy as np
 
 from dllm_jax.checkpoint.converted import is_converted, open_converted
 from dllm_jax.checkpoint.families import units_of
+from dllm_jax.checkpoint.files import named
 from dllm_jax.checkpoint.hf import open_hf
-from dllm_jax.checkpoint.messages import named
 from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.table import Unit
 from dllm_jax.checkpoint.refused import refuse_by_name

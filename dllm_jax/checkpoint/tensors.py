@@ -14,8 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from dllm_jax.checkpoint.config import read_config
-from dllm_jax.checkpoint.files import INDEX, file_inside, has_entry
-from dllm_jax.checkpoint.messages import listed, taken_for_another, what_else
+from dllm_jax.checkpoint.files import INDEX, file_inside, has_entry, listed, taken_for_another, what_else
 from dllm_jax.checkpoint.sharded import Ranges
 
 ADAPTER = "adapter_model.safetensors"

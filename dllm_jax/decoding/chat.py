@@ -12,7 +12,6 @@ import jinja2.meta
 import numpy as np
 from jaxtyping import Bool, Int
 
-from dllm_jax.decoding.answers import decode_answers
 from dllm_jax.decoding.buckets import Ladder, check_ladder
 from dllm_jax.decoding.generate import generate
 from dllm_jax.decoding.options import (
@@ -24,7 +23,7 @@ from dllm_jax.decoding.options import (
     shows,
 )
 from dllm_jax.decoding.output import Output
-from dllm_jax.decoding.stops import StopTexts, listed_texts
+from dllm_jax.decoding.stops import StopTexts, decode_answers, listed_texts
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import check_argument, shown

@@ -10,8 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.nn.gemma import in_window
-from dllm_jax.nn.intervened import embedded, intervened
-from dllm_jax.nn.intervention import Intervention, checked_interventions
+from dllm_jax.nn.intervention import Intervention, checked_interventions, embedded, intervened
 from dllm_jax.nn.layer import Layer, unembed, walk
 from dllm_jax.nn.mesh import constrain, over_mesh
 from dllm_jax.nn.model import Model, check_embeds, encode, exact_layer, first_inputs, full_pass

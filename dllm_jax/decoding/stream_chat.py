@@ -5,10 +5,9 @@ from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
-from dllm_jax.decoding.answers import before_end, decode_answers
 from dllm_jax.decoding.chat import AskedChat, Messages, prepare_chat
 from dllm_jax.decoding.options import ConversationOptions, GenerateOptions, check_options, options_of, shows
-from dllm_jax.decoding.stops import StopTexts
+from dllm_jax.decoding.stops import StopTexts, before_end, decode_answers
 from dllm_jax.decoding.stream import Snapshot, stream
 from dllm_jax.nn.model import Model
 from dllm_jax.state.text import decode

@@ -66,7 +66,7 @@ class Inputs(NamedTuple):
 
 
 class Recorder:
-    """What is told of a run: a base of frozen dataclasses, whose members keep and tell nothing.
+    """Account of a run: a base of frozen dataclasses, whose members keep and tell nothing.
 
     A recorder may keep arrays from step to step, in `State.record` by its name.
 

@@ -13,7 +13,7 @@ from dllm_jax.engine.decide import apply, decide
 from dllm_jax.engine.generation import Generation, Plan, State, StepRecord
 from dllm_jax.engine.widths import Variant, at_end
 from dllm_jax.nn import gemma
-from dllm_jax.nn.intervened import IntervenedLayer, embedded, intervened
+from dllm_jax.nn.intervention import IntervenedLayer, embedded, intervened
 from dllm_jax.nn.layer import Layer, LayerIndex, embed, layer_at, walk
 from dllm_jax.nn.low_rank import acting_in
 from dllm_jax.nn.parameters import Params

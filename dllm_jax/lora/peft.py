@@ -20,8 +20,7 @@ from safetensors.numpy import save_file
 
 from dllm_jax.checkpoint.config import Config, read_config
 from dllm_jax.checkpoint.families import family_of
-from dllm_jax.checkpoint.files import file_inside, write_object
-from dllm_jax.checkpoint.messages import listed, named, what_else
+from dllm_jax.checkpoint.files import file_inside, listed, named, what_else, write_object
 from dllm_jax.checkpoint.names.table import WRAPPERS, TensorName, mismatches, spelled, units
 from dllm_jax.checkpoint.source import locate
 from dllm_jax.checkpoint.staging import atomic_directory

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from dllm_jax.checkpoint.config import Config
-from dllm_jax.checkpoint.messages import listed, named
+from dllm_jax.checkpoint.files import listed, named
 from dllm_jax.options import PositiveFloat, PositiveInt, check_argument, shown
 
 MERGE = "Merge it with PEFT (`merge_and_unload`, `save_pretrained`) and load the merged model"

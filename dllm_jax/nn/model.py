@@ -12,8 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.nn import gemma
 from dllm_jax.nn.int8 import Weights, held_as
-from dllm_jax.nn.intervened import embedded, intervened
-from dllm_jax.nn.intervention import Intervention
+from dllm_jax.nn.intervention import Intervention, embedded, intervened
 from dllm_jax.nn.kernels import Kernels
 from dllm_jax.nn.layer import Layer, embed, walk
 from dllm_jax.nn.mask import Mask, block_causal, padding_mask, with_noisy_copy

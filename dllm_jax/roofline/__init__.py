@@ -24,8 +24,7 @@ queries, softmax, norms, sampling, launches, collectives. What a policy decides 
 from dllm_jax.nn.hardware import HARDWARE, Hardware
 from dllm_jax.roofline.predict import MemoryUse, Prediction, Throughput, Work, throughput, work
 from dllm_jax.roofline.simulation import schedule
-from dllm_jax.roofline.steps import Assumed, Cost, Step, cost
-from dllm_jax.roofline.tower import Images, images, tower_cost
+from dllm_jax.roofline.steps import Assumed, Cost, Images, Step, cost, images, tower_cost
 
 __all__ = [
     "HARDWARE", "Assumed", "Cost", "Hardware", "Images", "MemoryUse", "Prediction", "Step", "Throughput",

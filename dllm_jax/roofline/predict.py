@@ -17,8 +17,7 @@ from dllm_jax.options import NonNegativeInt, PositiveInt, check_argument, shown
 from dllm_jax.policies import Policy
 from dllm_jax.policies.base import for_model
 from dllm_jax.roofline.simulation import schedule
-from dllm_jax.roofline.steps import Assumed, Cost, Step, cost, layers_size
-from dllm_jax.roofline.tower import tower_cost, tower_size
+from dllm_jax.roofline.steps import Assumed, Cost, Step, cost, layers_size, tower_cost, tower_size
 from dllm_jax.state.layout import Layout
 
 USABLE = 0.92  # fraction of the memory; the rest goes to the runtime and to fragmentation

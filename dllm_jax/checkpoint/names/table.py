@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dllm_jax.checkpoint.messages import listed
+from dllm_jax.checkpoint.files import listed
 from dllm_jax.nn import int8
 from dllm_jax.nn.int8 import Weights
 from dllm_jax.nn.sharding import AXES, VISION, in_layer, leaves, sizes, within_layer
