@@ -5,17 +5,14 @@ of a sequence of its own.
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax.engine.block_schedule import end_step, offered_positions
 from dllm_jax.engine.branches import decoded_in_block, has_shadow, place_in_shadow
-from dllm_jax.engine.generation import Generation, Plan, Seen
-from dllm_jax.engine.stats import Record
+from dllm_jax.engine.generation import Findings, Generation, Plan, Seen, StepDecision
 from dllm_jax.nn.arithmetic import guided
 from dllm_jax.nn.layer import unembed
 from dllm_jax.nn.shift import predicts_itself
@@ -25,8 +22,6 @@ from dllm_jax.state.cache import Proposal
 from dllm_jax.state.canvas import Canvas, write
 from dllm_jax.state.rows import Rows, compact, gather, one_stream, places, repeat, spread
 from dllm_jax.xla.reductions import any_marked
-
-Findings = dict[str, PyTree]  # what features find in a step's candidates, by their names
 
 
 def propose(
@@ -149,35 +144,6 @@ def _holds_token(sampler: Sampler, canvas: Canvas, index: Int[Array, "b c"]) -> 
     if sampler.scored == "answer":
         return ~gather(canvas.masked, index) & real
     return gather(decoded_in_block(canvas), index) & real if sampler.revises else jnp.zeros_like(real)
-
-
-class StepDecision(NamedTuple):
-    """Changes of a step to the canvas; of a step with drafts, [b k ..] for k canvases of each sequence.
-
-    Attributes:
-      chosen: Positions that are unmasked, or get another token.
-      proposal: Token and score of every position.
-      finite: Sequences whose logits are finite.
-      changes: Changes of the canvas besides the tokens: functions of it, which are applied in this order.
-      memory: State that the sampler keeps.
-      findings: What features found in the step's candidates, by their names.
-    """
-
-    chosen: Bool[Array, "b l"]
-    proposal: Proposal
-    finite: Bool[Array, "b"]
-    changes: tuple[Partial, ...]
-    memory: PyTree
-    findings: Findings
-
-    def of_branch(self, branch: Int[Array, "b"]) -> "StepDecision":
-        """The decision on one of the canvases of each sequence."""
-        return jax.tree.map(lambda a: a[jnp.arange(len(branch)), branch], self)
-
-    def added_to(self, plan: Plan, record: Record, before: Canvas, after: Canvas) -> Record:
-        """The records of features that keep something of the sampler's steps, with this one."""
-        steps = ((f, record[f.name], self.findings[f.name]) for f in plan.acting if f.keeps_steps)
-        return {f.name: f.keep(entry, before, after, finding) for f, entry, finding in steps}
 
 
 def decide(

@@ -19,8 +19,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.engine.block_schedule import end_step, offered_positions
 from dllm_jax.engine.branches import Branches, drafted_block, goes_on
-from dllm_jax.engine.decide import StepDecision, apply, decide
-from dllm_jax.engine.generation import Generation, Plan, State, StepRecord
+from dllm_jax.engine.decide import apply, decide
+from dllm_jax.engine.generation import Generation, Plan, State, StepDecision, StepRecord
 from dllm_jax.engine.stats import Record
 from dllm_jax.engine.step import attended, computed_rows, denoise_once, executed_positions, network
 from dllm_jax.engine.widths import Variant
@@ -259,7 +259,7 @@ def check_drafting(drafting: Drafting, policy: Policy, spec: ModelSpec, layout: 
 
 def take_drafted_step(
     drafting: Drafting, generation: Generation, variant: Variant, state: State, sequences: Int[Array, "b"]
-) -> tuple[StepRecord, Cache, Predictions]:
+) -> tuple[StepRecord, Cache, Record]:
     """Takes one step of the sampler, or as many as its drafts foresaw, in one forward pass.
 
     Args:
@@ -270,13 +270,14 @@ def take_drafted_step(
       sequences: Places of the sequences in the trace.
 
     Returns:
-      what the step did, the cache, and the predictions after it.
+      what the step did, with the predictions after it, the cache, and what features keep of it.
     """
     count = branch_count(drafting, generation.plan, variant, state.canvas.spec)
     if count == 1:
-        step, cache, _ = denoise_once(generation, variant, state._replace(memory=()), sequences)
-        proposal = step.proposal._replace(delayed=None)
-        return step, cache, Predictions(proposal, jnp.zeros_like(state.canvas.step))
+        step, cache, entries = denoise_once(generation, variant, state._replace(memory=()), sequences)
+        proposal = step.decided.proposal._replace(delayed=None)
+        memory = Predictions(proposal, jnp.zeros_like(state.canvas.step))
+        return step._replace(decided=step.decided._replace(memory=memory)), cache, entries
     return verify_drafts(drafting, generation, variant, state, sequences, count)
 
 
@@ -287,7 +288,7 @@ def verify_drafts(
     state: State,
     sequences: Int[Array, "b"],
     count: int,
-) -> tuple[StepRecord, Cache, Predictions]:
+) -> tuple[StepRecord, Cache, Record]:
     """Computes the canvas and `count - 1` drafts of its next steps, and takes those that agree."""
     canvas, plan = state.canvas, generation.plan
     drafts = draft(drafting, generation, canvas, state.memory, count)
@@ -305,6 +306,7 @@ def verify_drafts(
     accepted = accept(drafting, generation, canvas, drafts, verified, record)
     after = stored_eagerly(drafting, canvas, accepted.canvas)
     last = verified.of_branch(accepted.branch)
+    memory = Predictions(last.proposal, accepted.branch)
     positions = executed_positions(variant, canvas)
     step = StepRecord(
         sequences=sequences,
@@ -315,12 +317,10 @@ def verify_drafts(
         executed=positions + (count - 1) * (positions if others is rows else others.index.size),
         attended=lambda: attended(plan.policy, state.cache, canvas, rows),
         extra=jnp.zeros((len(canvas.tokens), canvas.spec.layers)),
-        finite=last.finite,
-        proposal=accepted.proposal,
+        decided=last._replace(proposal=accepted.proposal, memory=memory),
         branches=jnp.sum(drafts.real, axis=1, dtype=jnp.int32),
-        record=accepted.record,
     )
-    return step, cache, Predictions(last.proposal, accepted.branch)
+    return step, cache, accepted.record
 
 
 def stored_eagerly(drafting: Drafting, before: Canvas, after: Canvas) -> Canvas:

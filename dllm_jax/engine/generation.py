@@ -6,6 +6,7 @@ from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from dllm_jax.engine.closures import Constants
@@ -26,6 +27,8 @@ from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import gather, repeat
 from dllm_jax.traced import fixed_at
 from dllm_jax.xla.dependencies import before_loops
+
+Findings = dict[str, PyTree]  # what features find in a step's candidates, by their names
 
 
 class Allowed(NamedTuple):
@@ -212,6 +215,35 @@ class Seen(NamedTuple):
     finite: Bool[Array, "b"]
 
 
+class StepDecision(NamedTuple):
+    """Changes of a step to the canvas; of a step with drafts, [b k ..] for k canvases of each sequence.
+
+    Attributes:
+      chosen: Positions that are unmasked, or get another token.
+      proposal: Token and score of every position.
+      finite: Sequences whose logits are finite.
+      changes: Changes of the canvas besides the tokens: functions of it, which are applied in this order.
+      memory: State that the sampler keeps.
+      findings: What features found in the step's candidates, by their names.
+    """
+
+    chosen: Bool[Array, "b l"]
+    proposal: Proposal
+    finite: Bool[Array, "b"]
+    changes: tuple[Partial, ...]
+    memory: PyTree
+    findings: Findings
+
+    def of_branch(self, branch: Int[Array, "b"]) -> "StepDecision":
+        """The decision on one of the canvases of each sequence."""
+        return jax.tree.map(lambda a: a[jnp.arange(len(branch)), branch], self)
+
+    def added_to(self, plan: "Plan", record: Record, before: Canvas, after: Canvas) -> Record:
+        """The records of features that keep something of the sampler's steps, with this one."""
+        steps = ((f, record[f.name], self.findings[f.name]) for f in plan.acting if f.keeps_steps)
+        return {f.name: f.keep(entry, before, after, finding) for f, entry, finding in steps}
+
+
 class StepRecord(NamedTuple):
     """Account of one step, which counts for its active sequences alone.
 
@@ -224,10 +256,8 @@ class StepRecord(NamedTuple):
       executed: Positions that the program ran, of all sequences.
       attended: Returns the positions that the computed ones attended to.
       extra: Positions that layers computed beyond the selection (`Cache.extra_positions`).
-      finite: Sequences whose logits were finite.
-      proposal: Candidates offered to the sampler.
+      decided: Decision of the sampler; of a pass over drafts the last one, with the proposals of all.
       branches: Canvases computed of each sequence.
-      record: What features keep of the sampler's steps, this one included, by name.
     """
 
     sequences: Int[Array, "b"]
@@ -238,10 +268,8 @@ class StepRecord(NamedTuple):
     executed: int
     attended: Callable[[], Bool[Array, "b l"]]
     extra: Float[Array, "b n"]
-    finite: Bool[Array, "b"]
-    proposal: Proposal
+    decided: StepDecision
     branches: Int[Array, "b"] | Bool[Array, "b"]
-    record: Record
 
 
 @jax.tree_util.register_dataclass

@@ -177,8 +177,7 @@ def take_step(generation: Generation, variant: Variant, state: State, sequences:
     """Takes a step of the active sequences of a state, whose places in the trace are `sequences`."""
     plan = generation.plan
     stages = functools.partial(take_drafted_step, plan.drafting) if plan.drafting else denoise_once
-    step_record, cache, memory = stages(generation, variant, state, sequences)
-    record = {feature.name: feature.add(state.record, step_record) for feature in plan.features}
-    return State(
-        step_record.left, cache, select_positions(generation, cache, step_record.left), record, memory
-    )
+    step_record, cache, entries = stages(generation, variant, state, sequences)
+    record = {feature.name: feature.add(state.record | entries, step_record) for feature in plan.features}
+    need = select_positions(generation, cache, step_record.left)
+    return State(step_record.left, cache, need, record, step_record.decided.memory)

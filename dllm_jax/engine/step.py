@@ -6,11 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.engine.branches import Branches, shadow_of
 from dllm_jax.engine.decide import apply, decide
 from dllm_jax.engine.generation import Generation, Plan, State, StepRecord
+from dllm_jax.engine.stats import Record
 from dllm_jax.engine.widths import Variant, at_end
 from dllm_jax.nn import gemma
 from dllm_jax.nn.intervention import IntervenedLayer, embedded, intervened
@@ -31,8 +32,8 @@ from dllm_jax.xla.stacks import traced_once
 
 def denoise_once(
     generation: Generation, variant: Variant, state: State, sequences: Int[Array, "b"]
-) -> tuple[StepRecord, Cache, PyTree]:
-    """One step of the sampler by one forward pass over the canvas: what it did, the cache, and the memory."""
+) -> tuple[StepRecord, Cache, Record]:
+    """One step of the sampler by one forward pass: its account, the cache, and what features keep of it."""
     plan, canvas = generation.plan, state.canvas
     read = plan.sampler.read_as(canvas, state.memory)
     streams, all_rows, hidden, passed = run_forward(generation, variant, state, read)
@@ -61,12 +62,10 @@ def denoise_once(
         executed=executed_positions(variant, canvas),
         attended=lambda: one_stream(reads(), 0, plan.streams),
         extra=extra,
-        finite=decided.finite,
-        proposal=decided.proposal,
+        decided=decided,
         branches=canvas.active,
-        record=decided.added_to(plan, state.record, canvas, after),
     )
-    return step, cache, decided.memory
+    return step, cache, decided.added_to(plan, state.record, canvas, after)
 
 
 def run_forward(

@@ -53,7 +53,7 @@ class Counts(Recorder):
             executed_tokens=sums.executed_tokens + before.active * share,
             widened_tokens=sums.widened_tokens + jnp.mean(step.extra, axis=1),
             refreshes=sums.refreshes + everything.astype(jnp.int32),
-            finite=sums.finite & step.finite,
+            finite=sums.finite & step.decided.finite,
         )
 
     def finish(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> dict[str, Array]:
@@ -121,7 +121,7 @@ class IdleSteps(Counter):
         denoises = before.active & ~before.causal[:, 0]
         idle = ~masks & had_masks
         if self.may_miss:
-            idle |= masks & ~jnp.any(step.proposal.score > -jnp.inf, axis=1)
+            idle |= masks & ~jnp.any(step.decided.proposal.score > -jnp.inf, axis=1)
         return denoises & idle
 
 

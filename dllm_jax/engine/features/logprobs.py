@@ -107,7 +107,7 @@ class Confidences(Recorder):
     def add(self, record: Record, step: StepRecord) -> Float[Array, "b l"]:
         """Takes over the scores of what a step unmasked, and forgets those of what it masked again."""
         confidences: Float[Array, "b l"] = record[self.name]
-        new = jnp.where(step.after.masked, jnp.inf, step.proposal.score)
+        new = jnp.where(step.after.masked, jnp.inf, step.decided.proposal.score)
         confidences = jnp.where(changed_by(step.before, step.after), new, confidences)
         return moved_with(step.left, confidences, jnp.full_like(confidences, jnp.inf))
 
@@ -143,7 +143,7 @@ class TokenLogProbs(Feature):
 
     def add(self, record: Record, step: StepRecord) -> LogProbs:
         """Those that the pass made of what was kept, moved along."""
-        return moved_with(step.left, step.record[self.name], LogProbs.none(step.left, self.count))
+        return moved_with(step.left, record[self.name], LogProbs.none(step.left, self.count))
 
     def output(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> LogProbs:
         """The log-probabilities, without those of tokens that no step decoded."""

@@ -84,7 +84,7 @@ def add(steps: Steps, number: Int[Array, "b"], step: StepRecord) -> Steps:
       number: Number of forward passes that each sequence had taken part in before.
       step: The step.
     """
-    before, after, proposal = step.before, step.left, step.proposal
+    before, after, proposal = step.before, step.left, step.decided.proposal
     widened = step.extra >= jnp.sum(before.valid & ~step.computed, axis=1, keepdims=True)
     removed = after.growth.removed if isinstance(after, GrowingCanvas) else jnp.zeros_like(step.computed)
     flagged = proposal.token << 3 | removed << 2 | step.attended() << 1 | step.computed
