@@ -11,6 +11,7 @@ import re
 
 import pytest
 
+import dllm_jax as dj
 from bench.compiled import recorded, traffic
 from bench.compiled.launches import Launches
 from bench.compiled.program import Case, compile_case, scope_of, skipped, step_totals
@@ -94,6 +95,18 @@ def test_a_step_runs_one_of_the_widths_of_an_update():
         loops.append(dataclasses.replace(inner, moves=moves, trips=trips))
     step = dataclasses.replace(entry, inner=tuple(loops))
     assert step_totals(step, skipped("full")).bytes == entry.bytes + 6 * inner.bytes
+
+
+def test_few_layers_of_two_kinds_have_both_and_denoise_noise():
+    """As many as the published order allows, or every second one; the block is the model's own."""
+    of = lambda layers: Case("h100", "Policy", shape="diffusiongemma-26b-a4b", layers=layers)
+    full = {layers: of(layers).spec.gemma.full for layers in (2, 4, 7, 30)}
+    assert full == {2: (1,), 4: (1, 3), 7: (5,), 30: (5, 11, 17, 23, 29)}
+    plan = of(2).run().request(dj.abstract(of(2).spec)).plan
+    assert (plan.layout.block, type(plan.sampler).__name__) == (256, "EntropyNoise")
+    assert (
+        Case("h100", "Policy").run().request(dj.abstract(Case("h100", "Policy").spec)).plan.layout.block == 32
+    )
 
 
 @pytest.mark.parametrize("target", ["v6e", "v5e"])

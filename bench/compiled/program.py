@@ -49,7 +49,7 @@ class Setting:
       images: Number of images of 1024 x 768 pixels in the prompt, for LLaDA-V; their features are an argument
         of the program, which the tower is no part of.
       length: Number of tokens to generate.
-      block: Block length.
+      block: Block length; a model without a mask token has its own.
       batch: Batch size.
       tp: Number of chips that share each layer.
       dp: Number of chips that share the batch.
@@ -100,11 +100,12 @@ class Case(Setting):
         return experts_read(self.spec, rows / experts.per_token) / experts.count
 
     def run(self) -> Run:
-        """The generation: one token per step, the most confident one."""
+        """The generation: one token per step, the most confident one, or the model's denoising of noise."""
         (policy,) = policies_named([self.policy])
         embedded = roofline.images(self.spec, [PIXELS] * self.images).positions if self.images else 0
         shape = self.prompt + embedded, self.batch, self.length, self.block, self.length
-        return Run(*shape, policy, dj.samplers.Confidence(), embedded, self.widths)
+        sampler = dj.samplers.Confidence() if self.spec.has_mask_token else dj.samplers.EntropyNoise()
+        return Run(*shape, policy, sampler, embedded, self.widths)
 
 
 def compile_case(case: Case) -> tuple[dict[str, Any], str]:
@@ -116,6 +117,7 @@ def compile_case(case: Case) -> tuple[dict[str, Any], str]:
     text = _text(compiled)
     program = traffic.program(text, case.on.cache, case.read)
     row = dataclasses.asdict(case) | {"layers": case.spec.layers, "compile_cpu_s": round(spent, 1)}
+    row |= {} if placed is None else {"block": placed.plan.layout.block}
     row |= _memory(case, compiled) | _traffic(case, program, placed)
     if placed is not None and case.on.platform == "cuda":
         deeper = dataclasses.replace(case, layers=case.spec.layers + 1)

@@ -61,6 +61,7 @@ class Grid:
 class Run:
     """Generation to measure, from random ids; the sampler is `RandomOrder` where a policy needs the order.
 
+    Block and steps count where the model has a mask token; a model of noise and its sampler have their own.
     So many `embedded` positions at the prompt's beginning have inputs that are no embeddings, as images.
     """
 
@@ -93,7 +94,8 @@ class Run:
             tokens[:, : self.embedded] = dj.EMBEDS_PLACEHOLDER
             embeds = np.zeros((*tokens.shape, model.spec.width), model.dtype)
         key = jax.random.key(0) if sampler.draws else None
+        fixed = {"block": self.block, "steps": self.steps} if model.spec.has_mask_token else {}
         return prepare(
-            model, tokens, prompt_embeds=embeds, length=self.length, block=self.block, steps=self.steps,
-            policy=self.policy, sampler=sampler, key=key, widths=self.widths,
+            model, tokens, prompt_embeds=embeds, length=self.length, policy=self.policy, sampler=sampler,
+            key=key, widths=self.widths, **fixed,
         )  # fmt: skip

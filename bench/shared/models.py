@@ -31,7 +31,10 @@ def shape(name: str, **changes: Any) -> dj.ModelSpec:
     if name not in SHAPES:
         raise ValueError(f"shape={name!r} must be one of {', '.join(SHAPES)}")
     if name not in SIZED:
-        return dataclasses.replace(dj.presets.model_spec(name), **changes)
+        published = dj.presets.model_spec(name)
+        if published.gemma is not None and "layers" in changes:
+            changes |= {"gemma": dataclasses.replace(published.gemma, full=full_layers(published, **changes))}
+        return dataclasses.replace(published, **changes)
     model, size = SIZED[name]
     published, numbers = dj.presets.model_spec(model), FOR_CPUS[size]
     fields: dict[str, Any] = {"mask_id": numbers["vocab"] - 1, "eos_id": numbers["vocab"] - 2, "eot_id": None}
@@ -42,6 +45,12 @@ def shape(name: str, **changes: Any) -> dj.ModelSpec:
         narrow = {"mlp_width": numbers["mlp_width"] // 8, "shared": numbers["mlp_width"] // 8}
         fields |= {"experts": dataclasses.replace(published.experts, **few, **narrow)}
     return dataclasses.replace(published, **{**numbers, **fields, **changes})
+
+
+def full_layers(spec: dj.ModelSpec, layers: int) -> tuple[int, ...]:
+    """Layers with full attention of a model with fewer layers: every second one where the first has none."""
+    assert spec.gemma is not None, "layers of two kinds"
+    return tuple(layer for layer in spec.gemma.full if layer < layers) or tuple(range(1, layers, 2))
 
 
 def policies_named(names: Sequence[str], spec: dj.ModelSpec | None = None) -> list[dj.policies.Policy]:
