@@ -16,7 +16,7 @@ import dllm_jax as dj
 from dllm_jax.check import command, environment, operations, peers, several, speed, timing, tokens
 from dllm_jax.check.report import Finding, Report
 from dllm_jax.command_line import plain_errors
-from dllm_jax.roofline import Hardware
+from dllm_jax.roofline import HARDWARE, Hardware
 from pallas_kernels import evidence
 from pallas_kernels.attention import xla
 from pallas_kernels.choice import Entry
@@ -257,6 +257,18 @@ def test_a_device_without_memory_turns_the_verdict():
     found = measured(cases, small)
     assert [f.right for f in found] == [None, None]
     assert all("out of memory" in f.text for f in found)
+
+
+@pytest.mark.parametrize("name", ["diffusiongemma-26b-a4b", "sdar-8b"])
+def test_shapes_with_blocks_of_their_own_are_checked_by_the_caches_that_they_have(name):
+    large = dj.presets.model_spec(name)
+    found = {finding.name: finding for finding in environment.environment_findings(large, HARDWARE["h200"])}
+    cases = speed.cases(speed.Geometry(), (), quick=True, spec=large)
+    assert found["memory"].right is True
+    assert found["memory"].text.startswith(f"{type(cases[1].policy).__name__} at prompt 1024 needs ")
+    for case in cases:
+        plan = speed.speed_request(dj.abstract(large), case, speed.Geometry()).plan
+        assert plan.layout.block == large.block_size
 
 
 def test_speed_says_what_it_measured_and_what_it_left_out():

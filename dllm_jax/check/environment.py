@@ -11,6 +11,7 @@ from packaging.version import Version
 
 import dllm_jax as dj
 from dllm_jax.check.report import Finding
+from dllm_jax.check.speed import Geometry, timed_policies
 from dllm_jax.nn.hardware import Hardware
 from dllm_jax.provenance import NOT_INSTALLED, device, driver, versions
 from dllm_jax.roofline import predict
@@ -43,12 +44,13 @@ def environment_findings(spec: dj.ModelSpec, hardware: Hardware) -> Iterator[Fin
     problems = list(version_mismatches(listed, chip.platform, about["driver"]))
     yield Finding("together", "; ".join(problems) or "all versions go together", not problems)
 
-    memory = predict.work(spec, dj.policies.DualCache(), dj.Layout(1024, 256, 32, 256)).memory
+    policy, layout = timed_policies(spec)[1], dj.Layout(1024, 256, Geometry().block_of(spec), 256)
+    memory = predict.work(spec, policy, layout).memory
     # All of the capacity is free where the device does not say what is in use.
     free = hardware.capacity - (jax.devices()[0].memory_stats() or {}).get("bytes_in_use", 0)
     data = {"needed": memory.total(hardware), "capacity": hardware.capacity, "free": free}
-    text = "DualCache at prompt 1024 needs {needed:.1f} GB; of {capacity:.1f} GB {free:.1f} are free"
-    told = text.format(**{name: size / 1e9 for name, size in data.items()})
+    text = "{policy} at prompt 1024 needs {needed:.1f} GB; of {capacity:.1f} GB {free:.1f} are free"
+    told = text.format(policy=type(policy).__name__, **{name: size / 1e9 for name, size in data.items()})
     yield Finding("memory", told, memory.fits(hardware) and free >= data["needed"], data)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import dllm_jax as dj
 from dllm_jax.check import timing
 from dllm_jax.check.report import Finding, failed
-from dllm_jax.check.speed import Geometry, SpeedCase, speed_request
+from dllm_jax.check.speed import Geometry, SpeedCase, speed_request, timed_policies
 from dllm_jax.check.steps import program
 from dllm_jax.check.weights import random_model
 from dllm_jax.decoding.placement import place, runs_on
@@ -45,7 +45,7 @@ def device_findings(
                 equal = bool((_tokens(mesh) == alone).all())
                 text = "the tokens of one device" if equal else "other tokens than one device's"
                 yield Finding(f"{title}, tokens", text, equal)
-            case = SpeedCase(dj.policies.DualCache(), geometry.prompts[0], count)
+            case = SpeedCase(timed_policies(spec)[1], geometry.prompts[0], count)
             taken = _time(spec, dtype, case, geometry, mesh)
             text = f"{taken.median:.2f} s for {count} sequences"
             if mesh is not None and alone_takes is not None:

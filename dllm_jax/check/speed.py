@@ -28,6 +28,11 @@ POLICIES = (Policy(), DualCache(), DKVPD(), MaskKV(), D2Cache())
 IN_CANVAS = (Policy(), DLLMCache(), D2Cache())  # of models without a mask token
 
 
+def timed_policies(spec: ModelSpec) -> tuple[Policy, ...]:
+    """The policies that a model is timed with: exact decoding, the usual cache, others."""
+    return POLICIES if spec.has_mask_token else IN_CANVAS
+
+
 @dataclasses.dataclass(frozen=True)
 class Geometry:
     """Prompt lengths and batch sizes, what matters most first, and the response."""
@@ -36,6 +41,10 @@ class Geometry:
     batches: tuple[int, ...] = (1, 8)
     length: int = 256
     block: int = 32
+
+    def block_of(self, spec: ModelSpec) -> int:
+        """The block length, or the model's own if that is shorter or the only one."""
+        return min(self.block, spec.block_size or self.block) if spec.has_mask_token else spec.block_size
 
 
 SMALL = Geometry((48,), (1,), 16, 8)
@@ -77,7 +86,7 @@ def cases(
       quick: the policies at the first prompt and batch alone.
       spec: Spec of the model.
     """
-    policies = POLICIES if spec.has_mask_token else IN_CANVAS
+    policies = timed_policies(spec)
     exact, first_cache = policies[:2]
     prompt, batch = geometry.prompts[0], geometry.batches[0]
     first = [SpeedCase(policy, prompt, batch) for policy in policies]
@@ -140,7 +149,8 @@ def speed_request(model: Model, case: SpeedCase, geometry: Geometry) -> Request:
     if not model.spec.has_mask_token:
         sampler, key = EntropyNoise(certainty=0.0), jax.random.key(0)
         return prepare(model, tokens, length=geometry.length, policy=case.policy, sampler=sampler, key=key)
-    return prepare(model, tokens, length=geometry.length, block=geometry.block, policy=case.policy)
+    block = geometry.block_of(model.spec)
+    return prepare(model, tokens, length=geometry.length, block=block, policy=case.policy)
 
 
 def measure_case(
