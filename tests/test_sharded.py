@@ -17,7 +17,7 @@ from dllm_jax.checkpoint.families import units_of
 from dllm_jax.checkpoint.sharded import Stored, whole_array
 from dllm_jax.checkpoint.source import open_checkpoint, opened, read_checkpoint
 from dllm_jax.nn import parameters
-from dllm_jax.nn.int8 import Int8Matrix
+from dllm_jax.nn.int8 import Int8Matrix, placements
 from dllm_jax.nn.sharding import AXES, OUTPUTS, leaves, sharding
 from tests.checkpoints import tiny, write_hf
 
@@ -167,3 +167,19 @@ def test_values_of_int8_lie_as_the_matrix_and_scales_as_its_outputs(tmp_path):
         tokens = jnp.asarray(PROMPT)
         np.testing.assert_allclose(dj.forward(model, tokens), dj.forward(alone, tokens), atol=1e-4)
     assert kinds == {(False, False), (False, True), (True, True)}  # up; down; k, of 2 heads
+
+
+def test_matrices_of_separate_layers_have_one_order_on_tpus():
+    """Heads first, and all others as named; other layers, and other platforms, have no order of their own."""
+    of = lambda name, leaf, platform="tpu": placements(
+        dj.presets.model_spec(name).at(0), leaf, None, None, platform, stacked=False
+    )
+    orders = {leaf: of("diffusiongemma-26b-a4b", leaf) for leaf in ("q", "expert_gate", "soft_up", "embed")}
+    assert {leaf: where and where.layout.major_to_minor for leaf, where in orders.items()} == {
+        "q": (1, 0, 2), "expert_gate": (0, 1, 2), "soft_up": (0, 1), "embed": None,
+    }  # fmt: skip
+    assert of("llada-8b", "q") is None
+    assert of("diffusiongemma-26b-a4b", "q", "cuda") is None
+    values = np.arange(24.0, dtype=np.float32).reshape(2, 3, 4)
+    stored = Stored(values.shape, values.dtype, lambda index: values[index])
+    assert np.array_equal(stored.on_devices(orders["q"]), values)

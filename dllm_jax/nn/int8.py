@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float, PyTree
 
 from dllm_jax.nn.mesh import MeshRules
-from dllm_jax.nn.sharding import AXES, OUTPUTS, WIDE, shape, sharding, stacked_format, within_layer
+from dllm_jax.nn.sharding import AXES, OUTPUTS, WIDE, format_on, shape, sharding, within_layer
 from dllm_jax.nn.spec import ModelSpec
 
 Weights = Literal["int8"]  # how matrices are held, if not in the model's dtype
@@ -117,7 +117,7 @@ def placements(
         # Only the values have an order of axes of their own on TPUs; scales lie as JAX puts them.
         inner = axes if stacked else within_layer(axes)
         split = None if mesh is None else sharding(spec, inner, mesh, rules)
-        return stacked_format(leaf, split, platform) if stacked and axes == AXES[leaf] else split
+        return format_on(platform, spec, leaf, split, stacked) if axes == AXES[leaf] else split
 
     return jax.tree.map(where, axes_of(leaf, weights))
 

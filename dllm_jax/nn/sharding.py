@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from dllm_jax.nn.mesh import MeshRules, ReplicationWarning, ways
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options.hints import warn
-from dllm_jax.xla.order import STACKED_HEADS_FIRST
+from dllm_jax.xla.order import STACKED_HEADS_FIRST, of_separate_matrix
 
 # Axes of every parameter in `dllm_jax.nn.parameters`, one letter each; a leading `n` marks stacked layers.
 AXES: dict[str, str] = {
@@ -201,11 +201,21 @@ def warn_of_replicas(spec: ModelSpec, mesh: Mesh | None, rules: MeshRules):
         warn(message, ReplicationWarning)
 
 
-def stacked_format(leaf: str, where: Sharding | None, platform: str) -> Sharding | Format | None:
-    """Where a stacked parameter lies and, on TPUs, in which order its axes do; None is the default."""
-    if platform != "tpu" or leaf not in STACKED_HEADS_FIRST:
+def format_on(
+    platform: str, spec: ModelSpec, leaf: str, where: Sharding | None, stacked: bool
+) -> Sharding | Format | None:
+    """Where a parameter lies and, on TPUs, in which order its axes do; None is the default.
+
+    Layers that differ, and so do not stack, have an order of their own.
+    """
+    if platform != "tpu":
         return where
-    return Format(STACKED_HEADS_FIRST[leaf], where or jax.sharding.SingleDeviceSharding(default_device()))
+    order = STACKED_HEADS_FIRST.get(leaf) if stacked else None
+    if not stacked and spec.layers_differ and leaf in OUTPUTS:
+        order = of_separate_matrix(leaf, len(within_layer(AXES[leaf])))
+    if order is None:
+        return where
+    return Format(order, where or jax.sharding.SingleDeviceSharding(default_device()))
 
 
 def default_device() -> jax.Device:
