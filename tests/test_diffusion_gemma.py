@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import pathlib
+import re
 import shutil
 
 import chex
@@ -15,7 +16,9 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import lora, policies, training
+from dllm_jax.decoding.placement import place
 from dllm_jax.decoding.request import prepare
+from dllm_jax.engine.loop import denoise
 from dllm_jax.nn.answers import answer_logits
 from dllm_jax.nn.parameters import abstract, count
 from dllm_jax.published.presets import presets
@@ -106,12 +109,31 @@ def test_methods_that_need_a_mask_are_refused_by_name():
     assert np.any(dj.forward(model, TOKENS, interventions=(of_full,)) != dj.forward(model, TOKENS))
 
 
+def test_a_full_step_has_no_logits_unless_it_may_denoise():
+    """Narrow widths leave denoising to full steps; answers are those of other widths."""
+    model = tiny(FAMILY)
+    for widths, products in ((None, 1), ((4,), 2), (WIDE, 1)):
+        options = {**OPTIONS, "widths": widths, "key": KEYS[:1]}
+        placed = place(model, prepare(model, [PROMPTS[0]], **options))
+        program = str(denoise.trace(placed.model, placed.inputs, placed.plan).jaxpr)
+        assert len(re.findall(rf"f32\[1,\d,{model.spec.vocab}\] = dot_general", program)) == products, widths
+        found = dj.generate(model, [PROMPTS[0]], **options)
+        np.testing.assert_array_equal(np.asarray(found.tokens)[0, -20:], answers()[0])
+
+
 def test_costs_count_every_parameter_and_windows_bound_what_is_read():
     for of in (spec(FAMILY), presets.model_spec("diffusiongemma-26b-a4b")):
         counted = steps.layers_size(of, of.experts.count) + of.vocab * of.width + of.width
         assert counted == count(abstract(of))
     short, long = (steps.cost(steps.Step(False, 256, slots, 256), of, 1, 2).pairs for slots in (1279, 32768))
     assert long / short < 5  # one layer in six reads all of a context
+    # Denoising reads the embedding twice; a causal pass reads no table, and of the last layer its K matrix.
+    table, layers = 2 * (of.vocab * of.width), steps.layers_size(of, of.experts.count)
+    of_step = lambda full, candidates: steps.cost(steps.Step(full, 1280, 1280, candidates), of, 1, 2)
+    assert of_step(False, 256).weights - of_step(False, 0).weights == 2 * table + 2 * of.width
+    assert of_step(False, 256).dense_flops - of_step(False, 0).dense_flops == 2 * 256 * table
+    left_out = of_step(False, 0).weights - of_step(True, 0).weights
+    assert left_out == pytest.approx(2 * layers / of.layers, rel=0.02)
     described = dj.abstract("diffusiongemma-26b-a4b", weights="int8")
     assert count(described.params) == counted
     layout = Layout(prompt=1024, response=1024, block=256, steps=4 * 48)

@@ -57,8 +57,10 @@ def propose(
     proposed = sampler.propose(logits, index, canvas, generation.noise)
 
     # No sampler would decode a NaN; what stands at entries that are no candidates may be anything.
-    candidate = index < length
-    known = ~any_marked(~jnp.isfinite(unconstrained)) & ~jnp.isnan(proposed.score)
+    # Gemma's logits are bounded, so finite or NaN, and then the score is NaN too.
+    candidate, known = index < length, ~jnp.isnan(proposed.score)
+    if canvas.spec.gemma is None:
+        known = ~any_marked(~jnp.isfinite(unconstrained)) & known
     finite = ~any_marked(candidate & ~known)
     only_read = jnp.zeros(index.shape, bool)
     if any(feature.reads_tokens for feature in plan.acting):
@@ -120,6 +122,8 @@ def _positions(plan: Plan, canvas: Canvas, rows: Rows) -> Int[Array, "b c"]:
     sampler, layout = plan.sampler, plan.layout
     everywhere = sampler.allow_mask_token or plan.scores_response or sampler.scored == "answer"
     most = layout.response if everywhere else layout.widest_block
+    if not canvas.spec.has_mask_token and layout.block <= max(plan.widths, default=0) < rows.index.shape[1]:
+        most = 0  # denoising fits the widths: a full step makes causal passes alone, which predict nothing
     if sampler.procedure.verifies:
         # What is verified is in the shadow, whether or not the step computes it.
         return compact(candidates | decoded_in_block(canvas), most)

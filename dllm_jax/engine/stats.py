@@ -14,8 +14,9 @@ class Stats(NamedTuple):
 
     Attributes:
       nfe: Forward passes that the sequence took part in.
-      computed_tokens: Computed tokens, summed over forward passes. On block-causal models masks that complete
-        the last block are among them, which outputs and traces do not show.
+      computed_tokens: Computed tokens, summed over forward passes. A token whose attention or MLP some layers
+        skip (`DLLMCache`, `SPACache`, `MaskKV`, `DyLLM`) counts as one. On block-causal models masks that
+        complete the last block are among them, which outputs and traces do not show.
       executed_tokens: Tokens that the device ran for this sequence: the whole canvas in a full step, the
         width in a partial one. They include padding, and what does not exist yet of an answer that grows. The
         only statistic that depends on the batch.

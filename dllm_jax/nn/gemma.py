@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.nn.arithmetic import einsum
+from dllm_jax.nn.arithmetic import einsum, of_token
 from dllm_jax.nn.kernels import Kernels
 from dllm_jax.nn.mask import Mask
 from dllm_jax.nn.mlp import dense, mixture
 from dllm_jax.nn.parameters import Params
 from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.xla.reductions import argmax
 
 
 def norm(
@@ -117,10 +118,21 @@ def conditioned(
     return jnp.where(causal[..., None], x, norm(x + more, None, spec.norm_eps))
 
 
-def expected(params: Params, logits: Float[Array, "b q v"]) -> Float[Array, "b q m"]:
-    """Embeddings that a pass's logits expect at its positions: softmax(logits) E, scaled as `embedded`."""
+def expected(
+    params: Params, logits: Float[Array, "b q v"], token: Int[Array, "b q"] | None = None
+) -> Float[Array, "b q m"]:
+    """Embeddings that a pass's logits expect at its positions: softmax(logits) E, scaled as `embedded`.
+
+    Args:
+      params: The model's.
+      logits: Logits after the temperature.
+      token: Most likely tokens, which spare a pass over the logits; None finds them.
+    """
     table = params["embed"]
-    share = jax.nn.softmax(logits.astype(table.dtype).astype(jnp.float32), axis=-1).astype(table.dtype)
+    narrow = logits.astype(table.dtype).astype(jnp.float32)
+    largest = of_token(narrow, argmax(logits) if token is None else token)
+    share = jnp.exp(narrow - largest[..., None])
+    share = (share / jnp.sum(share, axis=-1, keepdims=True)).astype(table.dtype)
     return embedded(params, einsum("bqv,vm->bqm", share, table))
 
 

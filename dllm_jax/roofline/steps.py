@@ -104,9 +104,10 @@ class Setting:
         return Step(False, width, length, min(self.layout.block, width), width)
 
     def over_canvas(self, written: float = 0, **more: float) -> Step:
-        """A full step that stores `written` pairs."""
-        length = self.layout.length
-        return Step(True, length, length, self.layout.block, written, **more)
+        """A full step that stores `written` pairs; a model of noise predicts nothing in it."""
+        length, block = self.layout.length, self.layout.block
+        predicted = block if self.spec.has_mask_token or length == block else 0
+        return Step(True, length, length, predicted, written, **more)
 
     def score_flops(self, rows: float, slots: float) -> float:
         """FLOPs of a layer's attention scores, where statistics compute them once more."""
@@ -186,7 +187,7 @@ def kernels_size(spec: ModelSpec, experts: float) -> float:
     hidden = dense * spec.mlp_width
     if spec.experts is not None:
         hidden += mixtures(spec) * (spec.experts.shared + experts * spec.experts.mlp_width)
-    return spec.width * (2 * _queries(spec) + pair_size(spec) - _without_values(spec) + 3 * hidden)
+    return spec.width * (2 * _queries(spec) + _projected(spec) + 3 * hidden)
 
 
 def _layers(spec: ModelSpec) -> list[ModelSpec]:
@@ -199,10 +200,18 @@ def _queries(spec: ModelSpec) -> int:
     return sum(at.heads * at.head_dim for at in _layers(spec))
 
 
-def _without_values(spec: ModelSpec) -> int:
-    """Scalars of one position's values in layers that make them of keys."""
+def _projected(spec: ModelSpec) -> int:
+    """Scalars of one position's keys and values in all layers, without values that layers make of keys."""
     full = [at for at in _layers(spec) if at.gemma is not None and at.gemma.kind == "full"]
-    return sum(at.kv_heads * at.head_dim for at in full)
+    return pair_size(spec) - sum(at.kv_heads * at.head_dim for at in full)
+
+
+def _without_last(spec: ModelSpec) -> ModelSpec:
+    """The model without its last layer."""
+    layers, gemma = spec.layers - 1, spec.gemma
+    if gemma is not None:
+        gemma = dataclasses.replace(gemma, full=tuple(layer for layer in gemma.full if layer < layers))
+    return dataclasses.replace(spec, layers=layers, gemma=gemma)
 
 
 def _seen(at: ModelSpec, slots: float) -> float:
@@ -235,22 +244,27 @@ def cost(step: Step, spec: ModelSpec, batch: int, itemsize: int) -> Cost:
       batch: sequences.
       itemsize: bytes of a parameter, activation or stored scalar.
     """
-    # The vocabulary is streamed only if a position meets it.
-    n, m, v = spec.layers, spec.width, spec.vocab
+    # The vocabulary is streamed only if a position meets it, of Gemma's denoiser twice: for logits, and for
+    # embeddings that it expects. A full step that predicts nothing needs the last layer's keys and values.
+    n, m, v, tables = spec.layers, spec.width, spec.vocab, 2 if spec.gemma else 1
+    stores = step.full and not step.candidates and n > 1
+    run = _without_last(spec) if stores else spec
+    last = m * (_projected(spec) - _projected(run))
     # Weights are streamed once for the whole batch, of experts those that one of its positions is sent to;
     # activations are taken to stay on chip: what is left is the lower bound of any implementation.
-    streamed = layers_size(spec, experts_read(spec, batch * step.rows))
-    streamed += m + v * m if step.candidates else 0
+    streamed = last + layers_size(run, experts_read(spec, batch * step.rows))
+    streamed += m + tables * v * m if step.candidates else 0
     pairs = (step.written + step.moved) * pair_size(spec)
-    pairs += sum(2 * at.kv_heads * at.head_dim * _seen(at, step.slots) for at in _layers(spec))
+    pairs += sum(2 * at.kv_heads * at.head_dim * _seen(at, step.slots) for at in _layers(run))
     per_token, count = (spec.experts.per_token, spec.experts.count) if spec.experts else (0, 0)
     value = m * pair_size(spec) / 2
-    products = step.rows * kernels_size(spec, per_token) + step.valued * value + step.candidates * v * m
-    routers = 2 * mixtures(spec) * step.rows * m * count
+    products = step.rows * (last + kernels_size(run, per_token)) + step.valued * value
+    products += tables * step.candidates * v * m
+    routers = 2 * mixtures(run) * step.rows * m * count
     # Two products, q k^T and weights v, of 2 FLOPs a multiply-add; all query heads, grouped or not. Rows of a
     # block-causal canvas attend to its first block, to two, and so on up to all of them.
     seen = spec.context.mean_keys(step.slots) if step.full else step.slots
-    scores = 4 * step.rows * sum(_seen(at, seen) * at.heads * at.head_dim for at in _layers(spec))
+    scores = 4 * step.rows * sum(_seen(at, seen) * at.heads * at.head_dim for at in _layers(run))
     # Everything that a sequence has of its own counts `batch` times: this is where batching stops to be free.
     return Cost(
         weights=itemsize * (streamed + batch * step.rows * m),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
+from dllm_jax.nn.arithmetic import of_token
 from dllm_jax.options import (
     PositiveInt,
     TracedNonNegativeFloat,
@@ -114,9 +115,8 @@ class EntropyNoise(Sampler):
         left = (self.steps + 1 - canvas.block_step).astype(jnp.float32)
         temperature = self.t_min + (self.t_max - self.t_min) * divided(left, self.steps)
         tempered = logits.astype(jnp.float32) / temperature[:, None, None]
-        log = jax.nn.log_softmax(tempered, axis=-1)
-        weighted = jnp.where(log > -jnp.inf, jnp.exp(log) * log, 0)
-        return Candidates(index, argmax(tempered), jnp.sum(weighted, axis=-1), tempered)
+        token = argmax(tempered)
+        return Candidates(index, token, negative_entropy(tempered, token), tempered)
 
     @override
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
@@ -180,6 +180,14 @@ class EntropyNoise(Sampler):
     def draws(self) -> bool:
         """Tokens and noise are drawn."""
         return True
+
+
+def negative_entropy(logits: Float[Array, "b c v"], token: Int[Array, "b c"]) -> Float[Array, "b c"]:
+    """Sum p log p of softmax(logits) in nats, by one pass over logits whose most likely tokens are known."""
+    below = logits - of_token(logits, token)[..., None]
+    weight = jnp.exp(below)
+    total = jnp.sum(weight, axis=-1)
+    return jnp.sum(jnp.where(weight > 0, weight * below, 0), axis=-1) / total - jnp.log(total)
 
 
 def within_bound(entropy: Float[Array, "b c"], bound: float | Array) -> Bool[Array, "b c"]:

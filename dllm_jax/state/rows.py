@@ -176,7 +176,7 @@ def scatter(
 def places(index: Int[Array, "b q"], length: int) -> Int[Array, "b {length}"]:
     """The place of each position in `index`, q if it is not there: its inverse."""
     b, q = index.shape
-    if q <= FEW:
+    if 0 < q <= FEW:
         return place_by_comparison(index, jnp.arange(length, dtype=jnp.int32)[None])
     place = jnp.broadcast_to(jnp.arange(q, dtype=jnp.int32), index.shape)
     return scatter(jnp.full((b, length), q, jnp.int32), index, place)

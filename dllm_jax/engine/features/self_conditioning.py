@@ -43,7 +43,7 @@ class SelfConditioning(Feature):
         place = jnp.where(
             index < canvas.layout.length, index - canvas.block_start[:, None], canvas.layout.block
         )
-        soft = expected(generation.model.params, seen.candidates.logits)
+        soft = expected(generation.model.params, seen.candidates.logits, seen.candidates.token)
         return Expected(place, soft, canvas.active & canvas.causal[:, 0])
 
     @override
