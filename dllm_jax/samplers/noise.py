@@ -116,7 +116,7 @@ class EntropyNoise(Sampler):
         temperature = self.t_min + (self.t_max - self.t_min) * divided(left, self.steps)
         tempered = logits.astype(jnp.float32) / temperature[:, None, None]
         token = argmax(tempered)
-        return Candidates(index, token, negative_entropy(tempered, token), tempered)
+        return Candidates(index, token, expected_log_probability(tempered, token), tempered)
 
     @override
     def transfer(self, candidates: Candidates, canvas: Canvas, noise: Noise | None) -> Bool[Array, "b c"]:
@@ -182,7 +182,7 @@ class EntropyNoise(Sampler):
         return True
 
 
-def negative_entropy(logits: Float[Array, "b c v"], token: Int[Array, "b c"]) -> Float[Array, "b c"]:
+def expected_log_probability(logits: Float[Array, "b c v"], token: Int[Array, "b c"]) -> Float[Array, "b c"]:
     """Sum p log p of softmax(logits) in nats, by one pass over logits whose most likely tokens are known."""
     below = logits - of_token(logits, token)[..., None]
     weight = jnp.exp(below)

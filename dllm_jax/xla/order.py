@@ -22,9 +22,9 @@ def of_separate_matrix(leaf: str, rank: int) -> Layout:
 
     Symptom: A TPU's default order saves padding, and XLA turns such matrices around at the beginning of every
       call: experts whose width is no multiple of 128, and projections to heads.
-    Seen on: TPU v6e, libtpu 0.0.42.
+    Seen on: TPU v6e, jaxlib 0.10.2 (libtpu 0.0.42).
     Cost: Two layers of DiffusionGemma, before 2.2 GB of copies, after none.
-    Test: test_sharding.py::test_matrices_of_separate_layers_have_one_order_on_tpus
+    Test: test_sharded.py::test_matrices_of_separate_layers_have_one_order_on_tpus
     """
     return Layout((1, 0, 2) if leaf in STACKED_HEADS_FIRST else tuple(range(rank)))
 
