@@ -148,6 +148,16 @@ def test_indices_of_layers_are_never_compared_with_zero():
         assert "compare" not in text
 
 
+def test_kernels_do_not_know_the_layer_on_cuda():
+    for platform in ("cpu", "cuda", "tpu"):
+        for text in (
+            lowered(platform, lambda store: stacks.of_layer(store, 3), STORE),
+            lowered(platform, lambda store, new: stacks.put_of_layer(store, new, 3), STORE, LAYER),
+        ):
+            assert ("optimization_barrier" in text) == (platform == "cuda")
+    np.testing.assert_array_equal(stacks.unknown_on_cuda(3), 3)
+
+
 def test_few_rows_of_a_product_run_at_once_on_tpus():
     times = lambda x, y: jnp.einsum("bqr,brl->bql", x, y)
     program = lambda x, y: products.few_rows_at_once_on_tpu(times, x, y)

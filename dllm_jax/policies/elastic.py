@@ -21,7 +21,7 @@ from dllm_jax.state.selection import leftmost
 from dllm_jax.traced import Number, Traced
 from dllm_jax.xla.dependencies import after_on_cuda, read_before_write
 from dllm_jax.xla.reductions import count_marked
-from dllm_jax.xla.stacks import of_layer, put_of_layer
+from dllm_jax.xla.stacks import of_layer, put_of_layer, unknown_on_cuda
 from pallas_kernels.attention.xla import weights
 
 # Both drift tests compare the attention of the tracked (most attended) tokens before and after the step.
@@ -242,12 +242,12 @@ class ElasticCache(Policy):
 
         A partial step runs the layers above the drift again (`network`), after all layers: none waits.
         """
-        drift, length = cache.shared, canvas.layout.length
+        drift, length, number = cache.shared, canvas.layout.length, unknown_on_cuda(layer.index)
 
         # Algorithm 1, line 2: the first step computes everything; else layers from `start` on do.
         begins = jnp.where(canvas.step == 0, 0, canvas.spec.layers)
         start = jnp.where(canvas.active & (layer.index == 0), begins, drift.start)
-        wide = canvas.active & (start <= layer.index)
+        wide = canvas.active & (start <= number)
 
         # Line 4: attention of the tracked tokens before this step, from stored inputs and keys.
         # The stores are updated in place below: XLA must finish this read first.
@@ -273,7 +273,7 @@ class ElasticCache(Policy):
         drift = Drift(
             drift.attended,
             put(drift.coming, self.top(votes, canvas)),
-            jnp.where(drifted, layer.index + 1, start),
+            jnp.where(drifted, number + 1, start),
             put(drift.similarity, jnp.where(wide, jnp.inf, similarity)),
         )
         return after_on_cuda(votes, x), cache._replace(shared=drift)
@@ -303,7 +303,7 @@ class ElasticCache(Policy):
         x, cache = layers.run(x, cache, rows)
         if rows.full:
             return x, cache
-        drifted = lambda cache, layer: canvas.active & (cache.shared.start <= layer)
+        drifted = lambda cache, layer: canvas.active & (cache.shared.start <= unknown_on_cuda(layer))
         return layers.rerun(x, cache, rows, self._repair, drifted)
 
     def _repair(
@@ -311,7 +311,7 @@ class ElasticCache(Policy):
     ) -> tuple[Float[Array, "b q m"], LayerCache]:
         """All positions from the stored inputs, where attention drifted in a lower layer; and new votes."""
         drift = cache.shared
-        wide = canvas.active & (drift.start <= layer.index)
+        wide = canvas.active & (drift.start <= unknown_on_cuda(layer.index))
         keep = canvas.everything & wide[:, None]
         again, q, lse, cache = compute_all(layer, cache, rows, keep, wide, canvas)
         votes = self.votes(layer, q, lse, cache, rows, canvas)
