@@ -255,7 +255,7 @@ def test_the_exact_decoder_computes_no_finished_block_again(shifted, lengths, sa
         assert (read.argmax(axis=1) == computed[1:steps, sequence, ::-1].argmax(axis=1)).all()
     with pytest.raises(ValueError, match="block=8 must divide the blocks of sdar, block_size=4"):
         dj.generate(model, prompt, length=8, block=8)
-    with pytest.raises(ValueError, match=r"suffix= is not supported by block-causal models \(sdar\)"):
+    with pytest.raises(ValueError, match=r"suffix= is not supported by models with blocks \(sdar\)"):
         dj.generate(model, prompt, length=8, suffix=[1])
 
 
@@ -279,7 +279,7 @@ def test_options_that_need_all_outputs_refuse_rows_that_leave(options, reason):
 
 @pytest.mark.parametrize("policy", OF_BLOCKS[1:], ids=short)
 def test_policies_of_blocks_refuse_models_without(policy):
-    with pytest.raises(ValueError, match=rf"{short(policy)} supports block-causal models only \(llada "):
+    with pytest.raises(ValueError, match=rf"{short(policy)} supports models with blocks only \(llada "):
         dj.generate(tiny("llada"), prompts(tiny("llada"))[0], length=4, policy=policy)
 
 

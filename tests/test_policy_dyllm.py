@@ -45,7 +45,7 @@ def test_numbers_out_of_range_are_refused_by_name(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(model="sdar"), "DyLLM does not support block-causal models"),
+        (dict(model="sdar"), "DyLLM does not support models with blocks"),
         (dict(sampler=dj.samplers.WINO()), "WINO is not supported by DyLLM"),
         (dict(block=dj.Sliding(4)), "Sliding.* is not supported by DyLLM"),
     ],

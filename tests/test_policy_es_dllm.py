@@ -124,7 +124,7 @@ def test_proportions_and_depths_are_refused_by_name(options, message):
         (dict(sampler=samplers.Edit()), "Edit is not supported by ESDLLM"),
         (dict(sampler=samplers.WINO()), "WINO is not supported by ESDLLM"),
         (dict(block=dj.Sliding(4)), "Sliding.* is not supported by ESDLLM"),
-        (dict(model="sdar"), "ESDLLM does not support block-causal models"),
+        (dict(model="sdar"), "ESDLLM does not support models with blocks"),
     ],
 )
 def test_features_that_need_the_output_of_every_row_are_refused(options, message):

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("unannotated")  # callers' types are not ch
 KEY, CONFIG = jax.random.key(3), TrainConfig(steps=1, warmup=0)
 MODELS = {
     "dream": tiny("dream"),
-    "fast-dllm-v2": tiny("sdar", block_size=4, qk_norm=False, qkv_bias=True, shifted=True),
+    "fast-dllm-v2": tiny("fast-dllm-v2", block_size=4),
 } | ({name: tiny(name) for name in ("llada", "sdar")} if EXHAUSTIVE else {})
 # Labels as Hugging Face has them: -100 at the beginning, inside, at the end, and all over.
 LABELS = [[-100, -100, 7, 8, 9], [7, -100, 8, 9, 10], [7, 8, 9, -100, -100], [-100] * 5, [7, 8, 9, 10, 11]]

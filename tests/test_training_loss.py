@@ -241,7 +241,7 @@ def test_every_block_of_the_model_has_a_noise_level_of_its_own():
 
 def test_options_without_a_meaning_for_blocks_of_the_model_are_refused():
     model, batch = tiny("sdar"), batch_of()
-    with pytest.raises(ValueError, match=r"prompt_isolation=0.5 .* block-causal models \(sdar, .* it hides"):
+    with pytest.raises(ValueError, match=r"prompt_isolation=0.5 .* models with blocks \(sdar, .* it hides"):
         masked_diffusion_loss(model, batch, jax.random.key(0), prompt_isolation=0.5)
     refuses(r"blocks=\(4,\) .* it learns one block", prepare, model, TrainConfig(steps=1, blocks=(4,)))
 

@@ -80,7 +80,7 @@ GROUPS = {  # policies by mechanism
     ),
     "Evict KV pairs": ("SparseDLLM", "MaskKV", "EvictPrompt"),
     "Limit attention": ("WindowDiffusion", "SuffixDropout"),
-    "Block-causal models only": ("MAGE", "DelayedCache", "FOCUS"),
+    "Models with blocks only": ("MAGE", "DelayedCache", "FOCUS"),
 }
 
 

@@ -47,7 +47,7 @@ def blocks_of(
         return block, 0
     if suffix:
         raise ValueError(
-            f"suffix= is not supported by block-causal models ({spec.family}): a block attends to "
+            f"suffix= is not supported by models with blocks ({spec.family}): a block attends to "
             "nothing after it. Put the text into the prompt."
         )
     if context.has_causal_passes and infilled:

@@ -123,7 +123,7 @@ def require_full_attention(
     does: str = "lets all tokens of a step attend to the same keys",
     fix: str = "Use Policy() or DualCache()",
 ):
-    """Raises ValueError for a block-causal model, where a method needs all blocks to attend to each other.
+    """Raises ValueError for a model with blocks, where a method needs all blocks to attend to each other.
 
     Args:
       spec: the model.
@@ -136,7 +136,7 @@ def require_full_attention(
     """
     if spec.context.has_blocks:
         raise ValueError(
-            f"{what} does not support block-causal models ({spec.family}, block_size={spec.block_size}): "
+            f"{what} does not support models with blocks ({spec.family}, block_size={spec.block_size}): "
             f"it {does}. {fix}."
         )
 
@@ -176,6 +176,6 @@ def require_blocks(spec: ModelSpec, what: str, fix: str):
         )
     if not spec.context.has_blocks:
         raise ValueError(
-            f"{what} supports block-causal models only ({spec.family} attends everywhere): it rests on keys "
+            f"{what} supports models with blocks only ({spec.family} attends everywhere): it rests on keys "
             f"and values of finished blocks that are final. {fix}."
         )

@@ -324,7 +324,7 @@ def for_model(policy: Policy, spec: ModelSpec) -> Policy:
     stated = next(base for base in kind.__mro__ if "_in_blocks" in vars(base))
     if stated is not kind and not isinstance(runs, kind):
         raise ValueError(
-            f"{kind.__name__} does not support block-causal models ({spec.family}): {stated.__name__} runs "
+            f"{kind.__name__} does not support models with blocks ({spec.family}): {stated.__name__} runs "
             f"as {type(runs).__name__} there, without the methods of a subclass. Use {stated.__name__}, or "
             "derive from Policy."
         )

@@ -24,7 +24,8 @@ SLIDING = Sliding(6)
 PLACES = {
     "LLaDA": ("llada", 6), "Dream": ("dream", 6), "LLaDA-MoE": ("llada-moe", 6),
     "A2D": ("a2d-qwen3", 6), "RND1": ("rnd1", 6), "sliding block": ("llada", SLIDING),
-    "block-causal": ("sdar", 6), "Nemotron": ("nemotron", 6), "DiffusionGemma": ("diffusion-gemma", None),
+    "block-causal": ("sdar", 6), "Fast-dLLM v2": ("fast-dllm-v2", 6), "Nemotron": ("nemotron", 6),
+    "DiffusionGemma": ("diffusion-gemma", None),
 }  # fmt: skip
 NOISY = "DiffusionGemma"  # whose sampler no other place has
 POLICIES = (*policies.ALL, *policies.BLOCK_CAUSAL)
@@ -86,7 +87,7 @@ def tables() -> str:
         message = re.sub(r"max_length=\d+", "max_length=..", message)
         family = tiny(PLACES[place][0]).spec.family
         message = re.sub(rf" \({family}(, block_size=\d+| attends everywhere)?\)", "", message)
-        message = re.sub(f"(support|by) {family}:", r"\1 the model:", message)
+        message = re.sub(f"(support|by|on) {family}:", r"\1 the model:", message)
         if message and message not in reasons:
             reasons.append(message)
         return reasons.index(message) + 1 if message else 0
@@ -115,15 +116,26 @@ def tables() -> str:
 
     def of_sampler(sampler: samplers.Sampler) -> str:
         places = [place for place in PLACES if (place == NOISY) == sampler.procedure.of_noise]
-        return row(sampler, {place: number(policies.Policy(), sampler, place) for place in places}, "")
+        by_place = {place: number(policies.Policy(), sampler, place) for place in places}
+        return row(sampler, by_place, "") + f" {_policies(sampler, by_place)} |"
 
     of_policies = [*_head("policy", "works with", "does not work with"), *map(of_policy, POLICIES)]
-    restricted = [line for line in map(of_sampler, SAMPLERS) if not line.endswith("|  |  |")]
-    of_samplers = [*_head("sampler", "works with", "does not work with"), *restricted]
+    restricted = [line for line in map(of_sampler, SAMPLERS) if not line.endswith("|  |  | all |")]
+    of_samplers = [*_head("sampler", "works with", "does not work with", "policies"), *restricted]
     # Arguments keep their case, so that a search for the message finds them.
     told = (re.sub("^the policy", "The policy", message) for message in reasons)
     why = (f"{index}. {message}" for index, message in enumerate(told, 1))
     return "\n".join([*of_policies, "", *of_samplers, "", *why])
+
+
+def _policies(sampler: samplers.Sampler, by_place: dict[str, int]) -> str:
+    """Lists the policies that a sampler works with where it works first, of those that `Confidence` does."""
+    place = next(place for place, reason in by_place.items() if not reason)
+    works = lambda of: [_name(p) for p in POLICIES if not Combination(p, of, place).refusal()]
+    asked, usual = works(sampler), works(samplers.Confidence())
+    without = [name for name in usual if name not in asked]
+    few = len(asked) < len(without)
+    return ", ".join(asked) if few else f"all but {', '.join(without)}" if without else "all"
 
 
 def _name(of: policies.Policy | samplers.Sampler) -> str:

@@ -33,6 +33,9 @@ _LLADA_MOE = dataclasses.replace(
 _SDAR = dataclasses.replace(
     _DREAM, family="sdar", qkv_bias=False, shifted=False, pad_rows_attend=True, qk_norm=True, block_size=12
 )
+_FAST_DLLM_V2 = dataclasses.replace(
+    _SDAR, family="fast-dllm-v2", qk_norm=False, qkv_bias=True, shifted=True
+)  # fmt: skip
 _NEMOTRON = dataclasses.replace(
     _SDAR, family="nemotron", qk_norm=False, head_dim=6, block_size=4, blocks_from="response",
     causal_context=True, rope_scaling=RopeScaling("yarn", 4.0, 5, mscale=1.0, query_beta=0.1),
@@ -47,7 +50,10 @@ _GEMMA = dataclasses.replace(
     causal_context=True, experts=ExpertSpec(count=6, per_token=2, mlp_width=24, renormalized=True),
     gemma=GemmaSpec((2,), window=6, head_dim=16, kv_heads=1, rope_base=1e6, rope_width=4, softcap=30.0),
 )  # fmt: skip
-_SPECS = {spec.family: spec for spec in (_LLADA, _DREAM, _LLADA_MOE, _SDAR, _NEMOTRON, _A2D, _RND1, _GEMMA)}
+_SPECS = {
+    spec.family: spec
+    for spec in (_LLADA, _DREAM, _LLADA_MOE, _SDAR, _FAST_DLLM_V2, _NEMOTRON, _A2D, _RND1, _GEMMA)
+}
 # One family for each kind of model: full attention, shifted output head, block-causal, causal context.
 FAMILIES = ("llada", "dream", "sdar", "nemotron")
 
