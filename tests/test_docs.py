@@ -87,7 +87,7 @@ def test_the_printed_policy_skips_its_layers_in_partial_steps_alone():
     assert skipped.stats.widened_tokens[0] == -steps * 16 / layers
     limit = dict(limit=policy(), limit_options=dict(length=8, block=2, steps=4))
     testing.check_policy(policy(1, 2), **limit, checks=(checks.exact_limit,))
-    with pytest.raises(ValueError, match="SkipLayers does not support block-causal models"):
+    with pytest.raises(ValueError, match="SkipLayers does not support models with blocks"):
         dj.generate(testing.tiny("sdar"), [[1, 2]], length=4, policy=policy())
 
 
@@ -316,6 +316,16 @@ def test_sentences_with_old_numbers_name_the_version():
                     version = json.loads((sources.RESULTS / one.kind).read_text())["dllm_jax"]
                     if sources.age(version) >= sources.OLD:
                         assert f"version {version}" in section, (page, one)
+
+
+def test_sentences_name_the_card_that_their_numbers_are_of():
+    card = 'roofline.HARDWARE["h100"].flops'
+    assert sources.foreign(f"It takes 9<!-- code: {card} --> tokens.")
+    assert sources.foreign("On an H100 it is 1.1<!-- generate_h200.json: row() --> s.")
+    assert not sources.foreign(
+        f"On an H100 9<!-- code: {card} -->, in all. It is 1.1<!-- generate_h200.json: x -->."
+    )
+    assert {page: wrong for page, text in numbered().items() if (wrong := sources.foreign(text))} == {}
 
 
 def results() -> list[tuple[str, str, str]]:

@@ -31,6 +31,7 @@ SOURCED = re.compile(
     re.DOTALL,
 )
 KIND = re.compile(r"(?P<kind>\S+\.json|code|paper): (?P<text>.*)|(?P<file>tests/\w+\.py)::(?P<test>\w+)")
+CARD, ROOFLINE = r"\b[ABH]\d00\b", r'HARDWARE\["(\w+)"\]'
 MADE = re.compile(r"<!-- (?:table|printed): .*?<!-- end of table -->", re.DOTALL)
 
 
@@ -89,6 +90,21 @@ def renewed(text: str) -> str:
 def evaluate(expression: str, names: Mapping[str, Any]) -> float:
     """The value of a source's expression."""
     return eval(expression, {"median": median} | dict(names))
+
+
+def foreign(text: str) -> list[tuple[str, set[str]]]:
+    """Sentences that name other cards than their numbers are of, or none where a roofline's number stands."""
+    notes: list[str] = []
+    marked = re.sub("<!--(.*?)-->", lambda note: f"\0{notes.append(note[1]) or len(notes) - 1}\0", text)
+    wrong = []
+    for sentence in re.split(r"(?<=[.;])\s|\n\n|\n(?=[|-])", marked):
+        named = set(re.findall(CARD, sentence))
+        for note in (notes[int(index)] for index in re.findall("\0(\\d+)\0", sentence)):
+            file = re.match(r" (\w+\.json):", note)
+            device = results(file[1])["document"].device if file and named else ""
+            cards = set(re.findall(CARD, device)) | {card.upper() for card in re.findall(ROOFLINE, note)}
+            wrong += [(sentence, cards - named)] if cards - named else []
+    return wrong
 
 
 @functools.cache
