@@ -159,6 +159,32 @@ def test_every_policy_and_sampler_is_in_the_table():
     assert {type(sampler) for sampler in combinations.SAMPLERS} == asked
 
 
+def test_docstrings_of_samplers_name_the_policies_of_the_table():
+    """Those that work, where the table lists them; none that fails elsewhere."""
+    page, named = (DOCS / "compatibility.md").read_text(), 0
+    for sampler in combinations.SAMPLERS:
+        said = re.search(r"Works with .*?[.:](?= )", " ".join(inspect.getdoc(type(sampler)).split()))
+        row = re.search(rf"^\| `{type(sampler).__name__}` \|.*\| ([^|]*) \|$", page, re.MULTILINE)
+        cell = row[1] if row else "all"
+        listed = set(re.findall(r"\w+", cell)) if cell.startswith("`") else set()
+        others = set(re.findall(r"`(\w+)`", cell.removeprefix("all but"))) - listed
+        told = set(re.findall(r"`(\w+)", said[0])) if said else set()
+        assert told == listed if listed else not told & others, sampler
+        named += bool(listed)
+    assert named == 6
+
+
+def test_policies_under_others_have_no_layers_of_their_own():
+    """As docstrings of `EvictPrompt` and `SuffixDropout` say."""
+    for policy in combinations.POLICIES:
+        for kind in (policies.EvictPrompt, policies.SuffixDropout):
+            if policy.only_sets:
+                kind(policy=policy)
+            else:
+                with pytest.raises(ValueError, match="it has its own layer"):
+                    kind(policy=policy)
+
+
 def test_a_model_made_in_a_traced_function_is_no_tracer_afterwards():
     made = lambda: tiny("llada", positions=4321).params["head"]
     jax.eval_shape(made)

@@ -27,8 +27,9 @@ class DKV(Policy):
     """Base of `DKVDecode` and `DKVPD`: caches unmasked tokens `delay` steps after they are unmasked.
 
     Attributes:
-      refresh_every: Steps between refreshes, counted within a block; None refreshes at its first step only.
-        The paper uses 8 for LLaDA and 4 for Dream.
+      refresh_every: Steps between refreshes, counted within a block; None refreshes at its first step.
+        Without a shifted output head the `delay` steps after that refresh, too. The paper uses 8 for LLaDA
+        and 4 for Dream.
       delay: Steps for which an unmasked token is still recomputed. 0 caches keys and values that belong to
         the masked token (the ablation of figure 3).
       shift: Condition for caching a position p with a shifted output head. "un": token p + 1 is unmasked (the
@@ -113,8 +114,8 @@ class DKVDecode(DKV):
 class DKVPD(DKV):
     """Caches the prompt for the whole response, and unmasked tokens as `DKVDecode` does (dKV-Cache-PD).
 
-    Use it with long prompts: refreshes recompute the response only, so it computes the fewest tokens of the
-    dKV-Cache variants.
+    Use it with long prompts: refreshes recompute the response only, so there it computes fewer tokens than
+    `DKVDecode`.
 
     Memory: Dense keys and values for all positions.
 

@@ -21,10 +21,11 @@ from dllm_jax.state.selection import best
 
 @dataclasses.dataclass(frozen=True)
 class DKVGreedy(Policy):
-    """Recomputes only the tokens that a step unmasks, those of the last step, and masked neighbors.
+    """Recomputes the tokens that a step unmasks, those of the last step, and masked neighbors.
 
-    Use it with `RandomOrder` when the number of computed tokens must not grow with the response. It needs to
-    know the tokens to unmask (D_t) before the model runs, so it works with `RandomOrder` only.
+    Use it where the number of tokens that a partial step computes must not grow with the response; refreshes
+    recompute the canvas. It needs to know the tokens to unmask (D_t) before the model runs, so it works with
+    `RandomOrder` only.
 
     Memory: Dense keys and values for all positions.
 

@@ -67,9 +67,9 @@ class EvictPrompt(PromptEviction):
     Differences: The combination is ours; MaskKV's paper evicts under dLLM-Cache only (`MaskKV`).
 
     Attributes:
-      policy: Policy that selects the tokens to recompute: `DualCache`, `PrefixCache`, `DKVDecode`,
-        `DKVPrefill`, `DKVPD`, `DKVGreedy`, or your own without a layer; on block-causal models also
-        `Policy` and `DelayedCache`. Others raise `ValueError`.
+      policy: Policy that selects the tokens to recompute, such as `DualCache`, `DKVDecode` or your own; on
+        block-causal models also `Policy` and `DelayedCache`. Policies with layers of their own raise
+        `ValueError`.
       votes: Positions whose attention scores the KV pairs. Default: the predicting positions (the masked
         tokens, unless the head is shifted).
       reselect: Whether KV pairs are selected again whenever the prompt is recomputed. False renews the KV

@@ -177,8 +177,8 @@ class SuffixDropout(Policy):
       wait for the end of the block.
 
     Attributes:
-      policy: Policy that selects the tokens to recompute among the retained ones: `Policy`, `PrefixCache`,
-        `DualCache`, `DKVDecode`, `DKVPrefill`, `DKVPD`, or your own without a layer.
+      policy: Policy that selects the tokens to recompute among the retained ones, such as `DualCache`,
+        `DKVDecode` or your own. Policies with layers of their own raise `ValueError`.
       keep: Masks after the block to retain: `GaussianDropout`, `UniformDropout` or `NearAndLast`.
     """
 

@@ -35,7 +35,7 @@ class LeftToRight(UntilDone):
 class Autoregressive(LeftToRight):
     """Decodes one token at a time from left to right, each after all tokens before it.
 
-    Works on block-causal models, in blocks of one token, with `Policy()`. In a causal context
+    Works with `Policy()` on models with blocks, in blocks of one token. In a causal context
     (Nemotron-Labs-Diffusion) the last token's output predicts the next one, as in any autoregressive model.
     Elsewhere (SDAR, LLaDA2) a mask attends to all tokens before it; these models were trained with longer
     blocks.
@@ -67,8 +67,8 @@ class SelfSpeculation(LeftToRight):
 
     A draft begins with the last token that is known. A causal pass over it accepts its longest prefix that
     autoregressive decoding gives as well, and one token more. So the greedy answer equals that of
-    `Autoregressive()`; with a temperature the distribution does, while drafts stay greedy. Works on models
-    with a causal context (Nemotron-Labs-Diffusion), with `Policy()`.
+    `Autoregressive()`; with a temperature the distribution does, while drafts stay greedy. Works with
+    `Policy()` on models with a causal context (Nemotron-Labs-Diffusion).
 
     `Stats.causal_passes` and `Stats.accepted_tokens` give the tokens accepted per verification.
 

@@ -75,7 +75,8 @@ class DAEDAL(GrowingAnswers):
     the mask becomes `expansion` masks. The confidence in the end is the mean probability of end-of-text at
     the last `checked` positions whose most likely token it is; each missing one counts 0.
 
-    All positions of the answer meet the vocabulary in every step that computes them.
+    Works with `Policy`, `PrefixCache` and `DualCache`. All positions of the answer meet the vocabulary in
+    every step that computes them.
 
     With length=max_length it is `Threshold(high)`, but for a first forward pass. A threshold of 0 switches
     growth or insertion off.
@@ -206,7 +207,8 @@ class DreamOn(GrowingAnswers):
     `infill(model, prefix + 8 * [mask] + suffix, max_length=64, sampler=DreamOn())`.
     A mask that takes the expand token becomes two masks. One that takes end-of-text is removed, with all
     masks after it up to the next given text. At most `max_length` tokens take the place of the masks, after
-    at most as many expansions; then the expand token is ruled out.
+    at most as many expansions; then the expand token is ruled out. Works with `Policy`, `PrefixCache` and
+    `DualCache`.
 
     Equals one token per step by `alg` when: `forbid=[expand]`, and both switches are off.
 

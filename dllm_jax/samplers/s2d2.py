@@ -56,7 +56,7 @@ class S2D2(UntilDone):
     accepted with probability min(1, (q / p)^gamma); the first refused one is drawn from (q - p)+. At
     temperature 0 the token must be the most likely one of q. `Dynamic` unmasks what its schedule then lacks.
 
-    For block-causal models that were made from autoregressive ones, with `Policy()`: others were never
+    Works with `Policy()`, on block-causal models that were made from autoregressive ones: others were never
     trained on blocks of one token. No accuracy was measured.
 
     Equals `Autoregressive()` at temperature 0 when: on=None, causal_storage=True, block=the model's.
