@@ -18,16 +18,17 @@ class DecodingArguments(Checkpoint):
 
     policy: Annotated[str | None, tyro.conf.arg(metavar="POLICY")] = None
     """Cache policy, as a constructor call: 'DKVDecode(refresh_every=8)'; or your own class, 'module:Name'.
-    Default: the checkpoint's, else DualCache."""
+    Default: the checkpoint's, else DualCache, or Policy without a mask token."""
     sampler: Annotated[str | None, tyro.conf.arg(metavar="SAMPLER")] = None
     """Sampler (remasking strategy), as a constructor call, or your own. Default: the checkpoint's, else
-    'Threshold(0.9)'."""
+    'Threshold(0.9)', or 'EntropyNoise()' without a mask token."""
     length: PositiveInt | None = None
     """Number of tokens to generate. Default: the checkpoint's, else 128."""
     max_length: PositiveInt | None = None
     """Maximum number of tokens of an answer that grows from --length on ('DAEDAL()')."""
     block: Annotated[str | None, tyro.conf.arg(metavar=FORMS)] = None
-    """Block length, or a schedule; None is one block. Default: the checkpoint's, else 32."""
+    """Block length, or a schedule; None is one block, or the model's own. Default: the checkpoint's, else 32,
+    or None for a model with blocks."""
     steps: PositiveInt | None = None
     """Number of denoising steps. Default: one per token, or as the sampler goes on."""
     system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None

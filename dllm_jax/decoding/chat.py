@@ -100,9 +100,11 @@ def chat(
         A2D models, which are trained without thinking.
       template: Further variables of the chat template by name.
       length: Number of tokens to generate. Default: the checkpoint's, else 128.
-      block: Block length. Default: the checkpoint's, else 32; None is one block.
-      policy: Cache policy. Default: the checkpoint's, else `DualCache()`.
-      sampler: Remasking strategy. Default: the checkpoint's, else `Threshold(0.9)`.
+      block: Block length; None is one block, or the model's own. Default: the checkpoint's, else 32, or None
+        for a model with blocks.
+      policy: Cache policy. Default: the checkpoint's, else `DualCache()`, or `Policy()` without a mask token.
+      sampler: Remasking strategy. Default: the checkpoint's, else `Threshold(0.9)`, or `EntropyNoise()`
+        without a mask token.
       logprobs: Number of most likely tokens to return with log-probabilities (`generate`), together with the
         tokens and statistics of the answer. Default: the text alone.
       forbid: Ids that are never unmasked, see `generate`; those that a processor suppresses join them.

@@ -34,7 +34,7 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
       prompt_embeds: Float[b p m] (or [p m]), inputs in place of embeddings (`inputs_embeds`): images
         (`dllm_jax.vision`) or soft prompts. Rows are used where `prompt` holds
         `dllm_jax.EMBEDS_PLACEHOLDER` (-1), which stays in the output.
-      prefix: Computed beginning of all prompts (`prefill`), for block-causal models. `prompt` then holds what
+      prefix: Computed beginning of all prompts (`prefill`), for models with blocks. `prompt` then holds what
         follows it, and may be empty. The output is that of the whole prompts.
       suffix: Token ids Int[s] or Int[b s] that follow the response. The response leads up to them.
       length: Number of tokens to generate (`max_new_tokens` in transformers, `gen_length` in LLaDA).
@@ -42,8 +42,8 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
         number that it begins with. The output has end-of-text after the answer's own tokens (`Stats.length`).
         Policies: `Policy`, `PrefixCache`, `DualCache`. Default: answers do not grow.
       block: Block length (`block_length` in LLaDA). Blocks are decoded from left to right. Default: `length`,
-        one block. `Sliding(32)` slides over the response instead, blocks of `AdaBlock(32, delimiters=..)`
-        end at a delimiter.
+        one block; of models with blocks, their own. `Sliding(32)` slides over the response instead, blocks of
+        `AdaBlock(32, delimiters=..)` end at a delimiter.
       steps: Number of denoising steps, a multiple of length / block. Default: `length`, one token per step.
         Samplers that decode in parallel until a block is done (such as `Threshold`) ignore it. With them,
         and with other schedules (`Confidence(schedule="rounded")`), no multiples are needed.
@@ -134,7 +134,7 @@ def infill(
       max_length: Maximum number of tokens in the place of a template's masks, and of expansions, with
         `sampler=DreamOn()`. The text around the masks moves with them; the output has end-of-text after the
         filled template (`Stats.length`). Policies as in `generate`. Default: one token for each mask.
-      block: Block length. Blocks are decoded from left to right. Default: one block.
+      block: Block length. Blocks are decoded from left to right. Default: one block, or the model's own.
       steps: Number of denoising steps of each sequence, spread over its blocks, which begin with its first
         token. Default: one step per mask.
       policy: Cache policy (`generate`).

@@ -197,7 +197,7 @@ def generation_defaults(model: Model, **options: Unpack[GenerateOptions]) -> dic
     """Returns the options of `chat` with the values that it takes for those that are left out.
 
     They are the settings in the checkpoint's generation_config.json (docs/how-to/loading.md), or else
-    length=128, block=32, `DualCache()` and `Threshold(0.9)`; block-causal models have their own blocks.
+    length=128, block=32, `DualCache()` and `Threshold(0.9)`; models with blocks have their own.
     Settings for answers that find their own length count while nothing is given that fixes it: length, block,
     steps, sampler, suffix, allow or constraints. A sampler that needs exact keys and values gets `Policy()`.
     Models without a mask token get `Policy()` and `EntropyNoise()`, which draws: pass a key.

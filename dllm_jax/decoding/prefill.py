@@ -38,7 +38,7 @@ def prefill(
         prefix = dj.prefill(model, examples)
         out = dj.generate(model, question, prefix=prefix)  # tokens of generate(model, examples + question)
 
-    Block-causal models only: their finished blocks attend to nothing after them. Where every position attends
+    Models with blocks only: their finished blocks attend to nothing after them. Where every position attends
     to all others, as in LLaDA and Dream, keys and values change with what follows.
 
     Args:
@@ -52,7 +52,7 @@ def prefill(
         programs. Default: a program per length.
 
     Raises:
-      ValueError: The model is not block-causal, or an argument breaks a rule.
+      ValueError: The model has no blocks or no mask token, or an argument breaks a rule.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
     causal = check_argument("causal", causal, bool) or model.spec.context.has_causal_passes

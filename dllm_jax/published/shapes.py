@@ -30,7 +30,7 @@ def abstract(
     weights: Weights | None = None,
     rules: MeshRules = MeshRules(),
 ) -> Model:
-    """Describes the model that `load` would return, as shapes and placements; nothing is read or allocated.
+    """Describes the model that `load` would return, as shapes and placements; no array is read or allocated.
 
     `warmup` compiles for it. On the mesh of a described topology
     (`jax.experimental.topologies.get_topology_desc`) that needs no device; see

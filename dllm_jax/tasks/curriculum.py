@@ -59,10 +59,9 @@ class Stage(Options):
 class Curriculum(Options, Source):
     """Stages in order of difficulty; a `dllm_jax.training.Source`.
 
-    A model that starts at the hardest stage never leaves the guessing floor of key-value recall; one that
-    starts at two pairs needs few steps for each stage after the first. When accuracy on new examples of
-    the current stage passes its bar, the next begins; earlier stages are rehearsed. When all are mastered,
-    every batch is rehearsal.
+    A model that starts at the hardest stage may never leave the guessing floor. When accuracy on new examples
+    of the current stage reaches its bar, the next begins; earlier stages are rehearsed. When all are
+    mastered, every batch is rehearsal.
 
     Attributes:
       stages: easiest first.
@@ -114,8 +113,8 @@ class Curriculum(Options, Source):
     def review(self, memory: Memory, model: dj.Model, step: int) -> Memory:
         """Scores the current stage on new examples, one token per step, and moves on if it is mastered.
 
-        Decoding everything in one step would be cheaper but judges another ability: at six pairs a model
-        that answers 93 % token by token gets 64 % in one step, and would be held back for nothing.
+        Decoding everything in one step would be cheaper but judges another ability, and could hold back a
+        model that answers token by token.
         """
         if memory["stage"] == len(self.stages):
             return memory

@@ -50,7 +50,8 @@ def run_tune(
       count: Number of held-out questions of each size.
       questions: File with one JSON object {"prompt": ..., "answer": ...} per line, instead of a task.
       policy: Policies to try. A name is a grid of settings, a constructor call ('DualCache()') one policy,
-        and 'Candidate(DualCache(), Threshold(0.9), block=Sliding(32))' one setting. Default: all grids.
+        and 'Candidate(DualCache(), Threshold(0.9), block=Sliding(32))' one setting. Default: the grids of
+        `policies.ALL`.
       samplers: Samplers to combine with each policy, as constructor calls. Default: that of exact decoding.
       out: Folder of the results and of the journal from which an interrupted run resumes.
     """

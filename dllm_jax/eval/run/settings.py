@@ -38,8 +38,8 @@ class Decoding(Options):
     Attributes:
       length: Number of tokens to generate; None: each request has its own.
       max_length: Maximum number of tokens of answers that grow from `length` on, as with DAEDAL.
-      block: Block length, or a schedule such as Sliding(32). Default: one block. Shorter requests are
-        one block.
+      block: Block length, or a schedule such as Sliding(32). Default: one block, or the model's own. Shorter
+        requests are one block.
       steps: Number of denoising steps of each request. Default: one per token. A request of
         another length than `length` has as many steps per position; without `length`, each has these.
       policy: Cache policy; command lines that compare policies have an option of their own.

@@ -173,7 +173,7 @@ def candidates(
 
     Args:
       asked: candidates; policies, in the exact decoder's blocks and steps; policy classes, which stand for
-        their grids. None: the grids of all policies.
+        their grids. None: the grids of `policies.ALL`.
       exact: the exact decoder's settings, with length, block and steps.
       prompt: positions of the longest prompt.
       samplers: Samplers to combine with each setting that has none of its own.

@@ -316,8 +316,8 @@ def tune(
         `answer`. A prompt is text of the user, messages of a conversation, or token ids, which get no chat
         template.
       policies: Settings to compare: `dllm_jax.eval.tuning.Candidate`s, policies, or classes of policies,
-        which stand for a grid of their settings that fits the requests. None: the grids of all policies,
-        which are some forty programs to compile.
+        which stand for a grid of their settings that fits the requests. None: the grids of `policies.ALL`,
+        which are some fifty programs to compile.
       accuracy_within: Maximum loss of accuracy of the chosen setting compared with exact decoding, in [0, 1).
       objective: Cost to minimize: "time" (measured on this device, relative to exact decoding), "bytes"
         (moved to and from main memory, predicted), or an `Objective`.
