@@ -365,7 +365,11 @@ BY_DECIDED = "it goes by tokens that are decided while their block is denoised"
 BY_PARTS = "it decodes parts of a block one after the other"
 
 
-def with_mask_token(policy: Policy, spec: ModelSpec, reason: str) -> Policy:
-    """Returns the policy; raises ValueError with the reason for a model without a mask token."""
-    require_mask_token(spec, type(policy).__name__, "Use Policy()", reason)
-    return policy
+def with_mask_token(reason: str):
+    """Makes a `Policy._in_blocks` that raises ValueError, with the reason, without a mask token."""
+
+    def in_blocks(self: Policy, spec: ModelSpec) -> Policy:
+        require_mask_token(spec, type(self).__name__, "Use Policy()", reason)
+        return self
+
+    return in_blocks

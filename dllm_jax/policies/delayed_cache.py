@@ -35,9 +35,7 @@ class DelayedCache(Policy):
       are computed exactly.
     """
 
-    @override
-    def _in_blocks(self, spec: ModelSpec) -> Policy:
-        return with_mask_token(self, spec, BY_DECIDED)
+    _in_blocks = with_mask_token(BY_DECIDED)
 
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:

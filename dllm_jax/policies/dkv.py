@@ -81,9 +81,7 @@ class DKV(Policy):
         both = predictors | tokens
         return both | (last & jnp.roll(both, 1, axis=1))
 
-    @override
-    def _in_blocks(self, spec: ModelSpec) -> Policy:
-        return with_mask_token(self, spec, BY_DECIDED)
+    _in_blocks = with_mask_token(BY_DECIDED)
 
 
 @dataclasses.dataclass(frozen=True)

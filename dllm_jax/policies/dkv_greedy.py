@@ -75,9 +75,7 @@ class DKVGreedy(Policy):
         decoded = -(-layout.block // layout.steps_per_block)
         return (min(decoded * (3 + self.window), layout.length),)
 
-    @override
-    def _in_blocks(self, spec: ModelSpec) -> Policy:
-        return with_mask_token(self, spec, BY_DECIDED)
+    _in_blocks = with_mask_token(BY_DECIDED)
 
 
 def neighbors(

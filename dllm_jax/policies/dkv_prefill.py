@@ -44,6 +44,4 @@ class DKVPrefill(Policy):
         """The response, and with a shifted head one position more."""
         return (layout.response_inputs(spec.shifted),)
 
-    @override
-    def _in_blocks(self, spec: ModelSpec) -> Policy:
-        return with_mask_token(self, spec, BY_DECIDED)
+    _in_blocks = with_mask_token(BY_DECIDED)

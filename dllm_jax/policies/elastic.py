@@ -346,9 +346,7 @@ class ElasticCache(Policy):
 
     # -- a layer over the computed positions, or over all of them --------------------------------------
 
-    @override
-    def _in_blocks(self, spec: ModelSpec) -> Policy:
-        return with_mask_token(self, spec, BY_DECIDED)
+    _in_blocks = with_mask_token(BY_DECIDED)
 
 
 class InputStore(NamedTuple):

@@ -49,9 +49,7 @@ class PrefixCache(Policy):
         """The response, a half and a quarter of it, from a block on: later blocks have a shorter suffix."""
         return tuple(w for w in halvings(layout.response)[-3:] if w >= layout.block)
 
-    @override
-    def _in_blocks(self, spec: ModelSpec) -> Policy:
-        return with_mask_token(self, spec, BY_PARTS)
+    _in_blocks = with_mask_token(BY_PARTS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +80,7 @@ class DualCache(Policy):
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
         return halvings(layout.widest_block, smallest=layout.block)[:3]
 
-    @override
-    def _in_blocks(self, spec: ModelSpec) -> Policy:
-        return with_mask_token(self, spec, BY_PARTS)
+    _in_blocks = with_mask_token(BY_PARTS)
 
 
 @dataclasses.dataclass(frozen=True)

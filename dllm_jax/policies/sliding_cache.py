@@ -56,6 +56,4 @@ class SlidingCache(Policy):
         before = self.window + int(spec.shifted)
         return tuple(block + before for block in halvings(layout.widest_block, smallest=layout.block)[:3])
 
-    @override
-    def _in_blocks(self, spec: ModelSpec) -> Policy:
-        return with_mask_token(self, spec, BY_PARTS)
+    _in_blocks = with_mask_token(BY_PARTS)
