@@ -1,7 +1,9 @@
 """What checkpoints are decoded with by default: their own settings, alike on command lines and in Python."""
 
+import inspect
 import io
 import json
+import re
 import shutil
 import sys
 
@@ -14,6 +16,8 @@ from bench import asked
 from dllm_jax import __main__ as command
 from dllm_jax.checkpoint.conversion import convert
 from dllm_jax.checkpoint.exporting import export
+from dllm_jax.commands.options import DecodingArguments
+from dllm_jax.decoding.options import ConversationOptions
 from dllm_jax.demo import trains
 from tests import refuses
 from tests.models import FAMILIES, tiny
@@ -50,6 +54,18 @@ def test_the_first_conversation_is_right_and_the_same_everywhere(
     monkeypatch.setattr(sys, "argv", ["dllm-jax", "generate", str(file), str(answers), "--model", name])
     assert command.main() == 0
     assert json.loads(answers.read_text().splitlines()[1])["answer"] == answer
+
+
+def test_the_docstring_of_chat_and_help_texts_say_the_defaults():
+    names = vars(dj.policies) | vars(dj.samplers)
+    for name in ("length", "block", "policy", "sampler"):
+        entry = re.search(rf"^ +{name}: (.*?)^ +\w+: ", dj.chat.__doc__, re.MULTILINE | re.DOTALL)
+        told = re.search(rf'^    {name}: .*?"""(.*?)"""', inspect.getsource(DecodingArguments), re.M | re.S)
+        for text in (entry[1], told[1]):
+            value = re.search(r"Default: the checkpoint's, else\s+[`']?([\w.()]+\b\)?)", text)
+            said = eval(value[1], names)
+            usual = getattr(ConversationOptions, name)
+            assert (said() if isinstance(said, type) else said) == usual, text
 
 
 def test_a_stream_and_generate_take_the_same_settings():
