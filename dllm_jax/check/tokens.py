@@ -1,4 +1,4 @@
-"""bundled models on the device and on the CPU of the same process, under every policy: the same tokens?"""
+"""bundled models on the device and on the CPU of the same process, under `policies.ALL`: the same tokens?"""
 
 import functools
 import itertools

@@ -325,7 +325,7 @@ def tune(
         it instead of measured.
       length: Number of tokens to generate. Default: enough for the longest right answer and its end.
       block: Block length of exact decoding, or a sliding block. Default: the longest of 32, 16, 8 and 4
-        that leaves four blocks, else 4.
+        that leaves four blocks, else 4; one block if none of them divides `length`.
       steps: Number of denoising steps of exact decoding. Default: one per token.
       sampler: Sampler of exact decoding, and of policies given without one.
       score: Function of an answer (text) and its question that returns True, False or a number in [0, 1].
