@@ -7,11 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.mesh import MeshRules
+from dllm_jax.nn.rope import rope_table
 from dllm_jax.state.rows import places
 from dllm_jax.testing.checks import cache_copies_in_loops, optimized_text
 from dllm_jax.xla import dependencies, loops, order, products, reductions, stacks
 from tests.ahead_of_time import compiled_for_v5e
+from tests.models import spec
 
 LAYERS, B, S, D = 4, 2, 64, 8
 STORE = jax.ShapeDtypeStruct((LAYERS, B, S, D), jnp.float32)
@@ -148,14 +151,16 @@ def test_indices_of_layers_are_never_compared_with_zero():
         assert "compare" not in text
 
 
-def test_kernels_do_not_know_the_layer_on_cuda():
+def test_kernels_do_not_know_their_separate_layer_on_cuda():
+    described = spec("llada")
+    layer = lambda weights: Layer(weights, described, rope_table(1, 8, 1e4), 3)
     for platform in ("cpu", "cuda", "tpu"):
-        for text in (
-            lowered(platform, lambda store: stacks.of_layer(store, 3), STORE),
-            lowered(platform, lambda store, new: stacks.put_of_layer(store, new, 3), STORE, LAYER),
-        ):
-            assert ("optimization_barrier" in text) == (platform == "cuda")
-    np.testing.assert_array_equal(stacks.unknown_on_cuda(3), 3)
+        for weights, unknown in (({}, platform == "cuda"), (stacks.OneOfStacked({}, jnp.int32(3)), False)):
+            text = lowered(
+                platform, lambda store, weights=weights: stacks.of_layer(store, layer(weights).entry), STORE
+            )
+            assert ("optimization_barrier" in text) == unknown
+    np.testing.assert_array_equal(layer({}).entry, 3)
 
 
 def test_few_rows_of_a_product_run_at_once_on_tpus():

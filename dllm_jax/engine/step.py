@@ -283,7 +283,7 @@ class StepLayers:
                 x, view = again(weights, x, self._view(cache, weights.index), rows)
                 return x, view.into(cache, weights.index)
 
-            return when(jnp.any(needed(carry[1], weights.index)), change, carry, name=REFRESH)
+            return when(jnp.any(needed(carry[1], weights.entry)), change, carry, name=REFRESH)
 
         more = jnp.any(needed(cache, self.generation.model.spec.layers - 1))
         # XLA would carry the stored pairs through these loops in another order (jaxlib 0.12).

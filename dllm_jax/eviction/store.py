@@ -128,7 +128,7 @@ class PairStore(NamedTuple):
           where: sequences to overwrite in.
         """
         # The pairs of the kept positions; other sequences' slots are turned into padding, which writes drop.
-        slots, _ = self.slots(layer.index, width)
+        slots, _ = self.slots(layer.entry, width)
         pairs = layer.sparse_gather(k, v, self._at(self.position, slots))
         slots = jnp.where(where[..., None], slots, self.k.shape[1])
 
@@ -198,7 +198,7 @@ def attend_to_kept(
     Returns:
       the attention output, in the dtype of q.
     """
-    chunk, runs = slots_of_chunk(budget, widest, smallest), of_layer(pairs.runs, layer.index)
+    chunk, runs = slots_of_chunk(budget, widest, smallest), of_layer(pairs.runs, layer.entry)
     shown = None if readable is None else pairs.readable(readable)
     start, length = runs[..., 0], runs[..., 1]
     return layer.ragged_attention(

@@ -20,7 +20,7 @@ from dllm_jax.nn.rope import Rope, grown, rotate
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.xla.order import heads_first_on_tpu
 from dllm_jax.xla.products import apart_on_cuda
-from dllm_jax.xla.stacks import OneOfStacked
+from dllm_jax.xla.stacks import OneOfStacked, unknown_on_cuda
 from pallas_kernels import ragged_attention, sparse_gather, topk_evict
 from pallas_kernels.attention import ATTENTION, ATTENTION_AND_LSE, HEAD_MEAN, RECEIVED
 from pallas_kernels.attention.xla import read_in_turns
@@ -54,6 +54,11 @@ class Layer:
     rope: Rope
     index: LayerIndex
     kernels: Kernels = BY_DEFAULT
+
+    @property
+    def entry(self) -> Int[Array, ""] | int:
+        """The index for arrays of all layers, and for comparisons that no layer decides when compiled."""
+        return self.index if isinstance(self.weights, OneOfStacked) else unknown_on_cuda(self.index)
 
     def qk(
         self, x: Float[Array, "b q m"], position: Int[Array | np.ndarray, "b q"]

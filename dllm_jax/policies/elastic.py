@@ -21,7 +21,7 @@ from dllm_jax.state.selection import leftmost
 from dllm_jax.traced import Number, Traced
 from dllm_jax.xla.dependencies import after_on_cuda, read_before_write
 from dllm_jax.xla.reductions import count_marked
-from dllm_jax.xla.stacks import of_layer, put_of_layer, unknown_on_cuda
+from dllm_jax.xla.stacks import of_layer, put_of_layer
 from pallas_kernels.attention.xla import weights
 
 # Both drift tests compare the attention of the tracked (most attended) tokens before and after the step.
@@ -242,7 +242,7 @@ class ElasticCache(Policy):
 
         A partial step runs the layers above the drift again (`network`), after all layers: none waits.
         """
-        drift, length, number = cache.shared, canvas.layout.length, unknown_on_cuda(layer.index)
+        drift, length, number = cache.shared, canvas.layout.length, layer.entry
 
         # Algorithm 1, line 2: the first step computes everything; else layers from `start` on do.
         begins = jnp.where(canvas.step == 0, 0, canvas.spec.layers)
@@ -251,7 +251,7 @@ class ElasticCache(Policy):
 
         # Line 4: attention of the tracked tokens before this step, from stored inputs and keys.
         # The stores are updated in place below: XLA must finish this read first.
-        tested = Rows(self.test.tokens(drift.attended, layer.index, length), length)
+        tested = Rows(self.test.tokens(drift.attended, number, length), length)
         mask, stored = cache.attends(tested, canvas), cache.read()
         before = weights(layer.qk(tested.take(stored.x), tested.index)[0], stored.k, mask)
         index, wide = read_before_write(before, (rows.index, wide))
@@ -269,7 +269,7 @@ class ElasticCache(Policy):
         votes = self.votes(layer, q, lse, cache, rows, canvas)
 
         # `attended` stays as it is until `observe`: all layers of a step test the same tokens.
-        put = lambda array, new: put_of_layer(array, new, layer.index, axis=1)
+        put = lambda array, new: put_of_layer(array, new, number, axis=1)
         drift = Drift(
             drift.attended,
             put(drift.coming, self.top(votes, canvas)),
@@ -303,21 +303,21 @@ class ElasticCache(Policy):
         x, cache = layers.run(x, cache, rows)
         if rows.full:
             return x, cache
-        drifted = lambda cache, layer: canvas.active & (cache.shared.start <= unknown_on_cuda(layer))
+        drifted = lambda cache, layer: canvas.active & (cache.shared.start <= layer)
         return layers.rerun(x, cache, rows, self._repair, drifted)
 
     def _repair(
         self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
     ) -> tuple[Float[Array, "b q m"], LayerCache]:
         """All positions from the stored inputs, where attention drifted in a lower layer; and new votes."""
-        drift = cache.shared
-        wide = canvas.active & (drift.start <= unknown_on_cuda(layer.index))
+        drift, number = cache.shared, layer.entry
+        wide = canvas.active & (drift.start <= number)
         keep = canvas.everything & wide[:, None]
         again, q, lse, cache = compute_all(layer, cache, rows, keep, wide, canvas)
         votes = self.votes(layer, q, lse, cache, rows, canvas)
-        before = of_layer(drift.coming, layer.index, axis=1)
+        before = of_layer(drift.coming, number, axis=1)
         coming = jnp.where(wide[:, None], self.top(votes, canvas), before)
-        drift = drift._replace(coming=put_of_layer(drift.coming, coming, layer.index, axis=1))
+        drift = drift._replace(coming=put_of_layer(drift.coming, coming, number, axis=1))
         x = jnp.where(wide[:, None, None], again, x)
         return after_on_cuda(votes, x), cache._replace(shared=drift)
 

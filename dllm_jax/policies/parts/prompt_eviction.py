@@ -159,7 +159,7 @@ class PromptEviction(Policy):
         else:
             prompt = canvas.prompt & canvas.shown(readable)
             prompt_k, prompt_v, in_prompt = prompt_pairs(
-                pairs, layer.index, due, keys, values, prompt, columns, readable
+                pairs, layer.entry, due, keys, values, prompt, columns, readable
             )
             in_response = jnp.broadcast_to(real, (*in_prompt.shape[:3], dense.k.shape[1]))
             mask = jnp.concatenate([in_prompt, in_response], axis=-1)
@@ -246,15 +246,15 @@ class PromptEviction(Policy):
           canvas: state before the step.
         """
         widest = self.widest_head(canvas.spec, canvas.layout)
-        budget = of_layer(pairs.budget, layer.index)
+        budget = of_layer(pairs.budget, layer.entry)
         count = self.heads.budgets(seen, budget, self._evictable_positions(canvas))
         position = layer.topk_evict(seen.votes, count, widest)
 
         # Layers lie one after the other in the store, each with the room of its budget. What was chosen
         # before is renewed.
         before = jnp.cumsum(pairs.budget, axis=0) - pairs.budget
-        first_slot = of_layer(before, layer.index) * canvas.spec.kv_heads
-        pairs = pairs.allot(layer.index, first_slot, position, canvas.layout.prompt, chooses)
+        first_slot = of_layer(before, layer.entry) * canvas.spec.kv_heads
+        pairs = pairs.allot(layer.entry, first_slot, position, canvas.layout.prompt, chooses)
         return pairs.renew(layer, *prompt, widest, due)
 
     def widest_head(self, spec: ModelSpec, layout: Layout) -> int:
