@@ -65,10 +65,10 @@ def address(kind: str) -> str:
 
 
 def by_kind() -> dict[str, list[str]]:
-    """Pages by what a step does: it selects tokens, changes its layers, or is of a block-causal model."""
+    """Pages by what a step does: it selects tokens, changes its layers, or is for models with blocks."""
     lines: dict[str, list[str]] = {}
     for name, (policy, *_) in methods().items():
         sets = "Sets of tokens" if policy.only_sets else "Layers of their own"
-        kind = "For block-causal models" if policy in BLOCK_CAUSAL else sets
+        kind = "For models with blocks" if policy in BLOCK_CAUSAL else sets
         lines.setdefault(kind, []).append(name)
     return lines
