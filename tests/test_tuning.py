@@ -20,9 +20,9 @@ from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.runner import EvalRequest, Runner
 from dllm_jax.eval.run.settings import Decoding, LanguageModel
 from dllm_jax.eval.tuning import Candidate, Objective, Search, Tuned, evidence
-from dllm_jax.eval.tuning.candidates import candidates, default_block
+from dllm_jax.eval.tuning.candidates import candidates, default_block, taken
 from dllm_jax.eval.tuning.objectives import MeasuredTime, objective_for
-from dllm_jax.eval.tuning.questions import question_ids
+from dllm_jax.eval.tuning.questions import as_questions, question_ids
 from dllm_jax.eval.tuning.search import exact_decoding
 from dllm_jax.policies import Policy
 from dllm_jax.published.preset import read_preset
@@ -236,12 +236,39 @@ def test_questions_of_a_file(tmp_path):
         read_jsonl(tmp_path / "none.jsonl")
 
 
+def test_the_default_grid_leaves_out_what_the_model_refuses():
+    exact = Decoding(length=8, block=4, steps=8)
+    grid = candidates(None, exact, 8)
+    kinds = lambda family: {type(c.policy).__name__ for c in taken(grid, tiny(family), exact, 8)}
+    every = {type(candidate.policy).__name__ for candidate in grid}
+    assert kinds("llada") == every
+    assert {"DualCache", "MaskKV", "D2Cache"} <= kinds("sdar") <= every - {"DLLMCache", "ESDLLM"}
+    refused = [candidate for candidate in grid if type(candidate.policy) is policies.DLLMCache]
+    with pytest.raises(ValueError, match=r"no policy of policies\.ALL fits: candidate DLLMCache\("):
+        taken(refused, tiny("sdar"), exact, 8)
+
+
+def test_questions_may_be_dicts_of_prompt_and_answer():
+    """Such as the rows of a dataset, which have other columns too."""
+    asked = {"prompt": "2+2=", "answer": "4", "source": "a book"}
+    assert as_questions([asked, ("1+1=", "2")]) == (Example("2+2=", "4"), Example("1+1=", "2"))
+    with pytest.raises(ValueError, match="they must be pairs"):
+        as_questions([{"prompt": "2+2="}])
+
+
 def test_open_settings_follow_from_the_answers(lm):
     asked = [Example("a", "1" * n) for n in (3, 8)]
-    found = exact_decoding(Decoding(policy=policies.DualCache()), lm.tokenizer, asked)
+    spec = tiny("llada").spec
+    found = exact_decoding(Decoding(policy=policies.DualCache()), lm.tokenizer, asked, spec)
     assert (found.policy, found.length, found.block, found.steps) == (Policy(), 12, 4, 12)
     blocks = (5, dj.Sliding(5))
-    assert [exact_decoding(Decoding(block=b), lm.tokenizer, asked).length for b in blocks] == [10, 10]
+    lengths = [exact_decoding(Decoding(block=b), lm.tokenizer, asked, spec).length for b in blocks]
+    assert lengths == [10, 10]
+    sdar = exact_decoding(Decoding(length=32), lm.tokenizer, asked, tiny("sdar").spec)
+    assert (sdar.block, sdar.steps) == (12, 36)
+    Candidate().filled(sdar).check(tiny("sdar"), sdar, 8)
+    with pytest.raises(ValueError, match="tune does not support diffusion-gemma: a canvas may end early"):
+        exact_decoding(Decoding(), lm.tokenizer, asked, tiny("diffusion-gemma").spec)
     lengths = (4, 6, 8, 32, 64, 128, 256, 512, 100)
     assert [default_block(n) for n in lengths] == [4, 6, 4, 8, 16, 32, 32, 32, 4]
     rounds = {(16, 100): (16, 32, 64, 100), (8, 8): (8,), (16, 3): (3,), (1, 4): (1, 2, 4)}

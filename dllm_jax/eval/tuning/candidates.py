@@ -78,6 +78,25 @@ class Candidate(Options):
             raise ValueError(f"candidate {self}: {error}") from error
 
 
+def taken(settings: Iterable[Candidate], model: Model, exact: Decoding, prompt: int) -> tuple[Candidate, ...]:
+    """The settings that a model does not refuse, see `Candidate.check`.
+
+    Raises:
+      ValueError: there are none.
+    """
+    refusals = {}
+    for setting in settings:
+        try:
+            setting.check(model, exact, prompt)
+            refusals[setting] = None
+        except ValueError as error:
+            refusals[setting] = error
+    found = tuple(setting for setting, refusal in refusals.items() if refusal is None)
+    if not found:
+        raise ValueError("no policy of policies.ALL fits: " + str(next(iter(refusals.values()))))
+    return found
+
+
 def default_block(length: int) -> int:
     """A block of 32 positions at most that leaves four blocks or more, but 4 positions at least.
 

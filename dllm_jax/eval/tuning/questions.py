@@ -12,7 +12,7 @@ from dllm_jax.options.hints import NOTHING
 from dllm_jax.state.text import check_text
 from dllm_jax.tasks import Example
 
-RULE = 'must be pairs (prompt, answer), examples of dllm_jax.tasks, or have "prompt" and "answer"'
+RULE = 'must be pairs (prompt, answer), examples of dllm_jax.tasks, or objects with "prompt" and "answer"'
 
 
 def read_jsonl(path: Path | str) -> list[Example]:
@@ -31,20 +31,26 @@ def read_jsonl(path: Path | str) -> list[Example]:
 
 
 def as_questions(values: Iterable[Any]) -> tuple[Any, ...]:
-    """The questions as objects with `prompt` and `answer`; a pair becomes an `Example`.
+    """The questions as objects with `prompt` and `answer`; a pair, or a dict of both, becomes an `Example`.
 
     Raises:
       ValueError: there are none, or something that is no question.
     """
     if isinstance(values, str | bytes) or not isinstance(values, Iterable) or not (given := tuple(values)):
         raise ValueError(f"questions={shown(values)} {RULE}, one or more")
-    examples = tuple(Example(*v) if isinstance(v, tuple | list) and len(v) == 2 else v for v in given)
+    examples = tuple(map(_question, given))
     for i, example in enumerate(examples):
         answer = getattr(example, "answer", None)
         if not hasattr(example, "prompt") or not isinstance(answer, str):
             raise ValueError(f"questions hold {shown(example)}: they {RULE}, the answer being text")
         check_text(f"questions[{i}].answer={shown(answer)}", answer)
     return examples
+
+
+def _question(value: Any) -> Any:
+    if isinstance(value, Mapping) and {"prompt", "answer"} <= value.keys():
+        return Example(value["prompt"], value["answer"])
+    return Example(*value) if isinstance(value, tuple | list) and len(value) == 2 else value
 
 
 def question_ids(

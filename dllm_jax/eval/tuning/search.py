@@ -27,15 +27,17 @@ from annotated_types import Ge, Gt, Lt
 
 import dllm_jax as dj
 from dllm_jax.decoding.chat import check_tokenizer
+from dllm_jax.decoding.geometry import blocks_of
 from dllm_jax.eval.results import record, schema
 from dllm_jax.eval.run.runner import EvalRequest, Runner
 from dllm_jax.eval.run.settings import Decoding, LanguageModel, identity_in_memory, rounded_up
 from dllm_jax.eval.tuning import evidence, objectives
-from dllm_jax.eval.tuning.candidates import Candidate, candidates, default_block
+from dllm_jax.eval.tuning.candidates import Candidate, candidates, default_block, taken
 from dllm_jax.eval.tuning.evidence import Estimate
 from dllm_jax.eval.tuning.objectives import Name, Objective
 from dllm_jax.eval.tuning.questions import as_questions, question_ids
 from dllm_jax.eval.tuning.tuned import Row, Tuned
+from dllm_jax.nn.mask import require_mask_token
 from dllm_jax.options import (
     Fraction,
     Options,
@@ -128,7 +130,7 @@ class Search(Options):
           samplers: Samplers to combine with each setting that has none of its own.
         """
         asked = as_questions(questions)
-        exact = exact_decoding(decoding, lm.tokenizer, asked)
+        exact = exact_decoding(decoding, lm.tokenizer, asked, lm.model.spec)
         score = lambda question, answer: check_argument(
             "score of an answer", float(self.score(answer, question)), Fraction
         )
@@ -141,11 +143,14 @@ class Search(Options):
         # What a model refuses is found out before anything is compiled.
         width = max(rounded_up(len(request.prompt), exact.bucket) for request in requests)
         settings = candidates(policies, exact, width, samplers)
-        for setting in settings:
+        reference = Candidate().filled(exact)
+        for setting in (reference, *(settings if policies is not None else ())):
             setting.check(lm.model, exact, width)
+        if policies is None:
+            settings = taken(settings, lm.model, exact, width)
         objective = objectives.objective_for(self.objective, self.accelerator, lm.model, exact)
         under = lambda setting: Runner(lm, dataclasses.replace(exact, **vars(setting)), progress)
-        runners = {setting: under(setting) for setting in (Candidate().filled(exact), *settings)}
+        runners = {setting: under(setting) for setting in (reference, *settings)}
         with contextlib.closing(journal) if journal else contextlib.nullcontext():
             rows = self.walk(requests, runners, objective, journal)
         within, confidence = self.accuracy_within, self.confidence
@@ -316,16 +321,16 @@ def tune(
         `answer`. A prompt is text of the user, messages of a conversation, or token ids, which get no chat
         template.
       policies: Settings to compare: `dllm_jax.eval.tuning.Candidate`s, policies, or classes of policies,
-        which stand for a grid of their settings that fits the requests. None: the grids of `policies.ALL`,
-        which are some fifty programs to compile.
+        which stand for a grid of their settings that fits the requests. None: of the grids of `policies.ALL`
+        what the model does not refuse, some fifty programs to compile for LLaDA.
       accuracy_within: Maximum loss of accuracy of the chosen setting compared with exact decoding, in [0, 1).
       objective: Cost to minimize: "time" (measured on this device, relative to exact decoding), "bytes"
         (moved to and from main memory, predicted), or an `Objective`.
       accelerator: "h100" or the like (`dllm_jax.roofline.HARDWARE`), or a `Hardware`: time is predicted for
         it instead of measured.
       length: Number of tokens to generate. Default: enough for the longest right answer and its end.
-      block: Block length of exact decoding, or a sliding block. Default: the longest of 32, 16, 8 and 4
-        that leaves four blocks, else 4; one block if none of them divides `length`.
+      block: Block length of exact decoding, or a sliding block. Default: the model's own, else the longest
+        of 32, 16, 8 and 4 that leaves four blocks, else 4; one block if none of them divides `length`.
       steps: Number of denoising steps of exact decoding. Default: one per token.
       sampler: Sampler of exact decoding, and of policies given without one.
       score: Function of an answer (text) and its question that returns True, False or a number in [0, 1].
@@ -372,23 +377,30 @@ def tune(
     return search.run(lm, questions, decoding, policies, answers, progress, samplers)
 
 
-def exact_decoding(decoding: Decoding, tokenizer: Any, questions: Sequence[Any]) -> Decoding:
+def exact_decoding(
+    decoding: Decoding, tokenizer: Any, questions: Sequence[Any], spec: dj.ModelSpec
+) -> Decoding:
     """The exact decoder's settings with what the caller left open.
 
-    The response is as long as the longest right answer and its end need, the block see `default_block`, and
-    each step decodes one token.
+    The response is as long as the longest right answer and its end need. Blocks are the model's own, else see
+    `default_block`. Each step decodes one token.
 
     Raises:
-      ValueError: answers that grow.
+      ValueError: answers that grow, or a model without a mask token.
     """
     if decoding.max_length is not None:
         raise ValueError(
             f"max_length={decoding.max_length} is not supported by tune: answers that grow have no number of "
             "steps, which its settings follow from. Compare settings by `dllm-jax eval tasks`."
         )
-    length = decoding.length
+    instead = "Compare its settings by `dllm-jax eval tasks`"
+    require_mask_token(spec, "tune", instead, does="a canvas may end early")
+    length, (own, _) = decoding.length, blocks_of(None, spec, sampler=decoding.sampler)
+    block = decoding.block or own
     if length is None:
         longest = max(len(tokenizer(q.answer, add_special_tokens=False)["input_ids"]) for q in questions)
-        length = rounded_up(longest + 1, positions(decoding.block or 4))
-    block, steps = decoding.block or default_block(length), decoding.steps or length
+        length = rounded_up(longest + 1, positions(block or 4))
+    block = block or default_block(length)
+    # Of the last of a model's own blocks all positions are decoded.
+    steps = decoding.steps or (rounded_up(length, positions(block)) if own else length)
     return dataclasses.replace(decoding, policy=dj.policies.Policy(), length=length, block=block, steps=steps)
