@@ -91,10 +91,10 @@ def taken(settings: Iterable[Candidate], model: Model, exact: Decoding, prompt: 
             refusals[setting] = None
         except ValueError as error:
             refusals[setting] = error
-    found = tuple(setting for setting, refusal in refusals.items() if refusal is None)
-    if not found:
+    fitting = tuple(setting for setting, refusal in refusals.items() if refusal is None)
+    if not fitting:
         raise ValueError("no policy of policies.ALL fits: " + str(next(iter(refusals.values()))))
-    return found
+    return fitting
 
 
 def default_block(length: int) -> int:

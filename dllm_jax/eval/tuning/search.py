@@ -395,12 +395,12 @@ def exact_decoding(
         )
     instead = "Compare its settings by `dllm-jax eval tasks`"
     require_mask_token(spec, "tune", instead, does="a canvas may end early")
-    length, (own, _) = decoding.length, blocks_of(None, spec, sampler=decoding.sampler)
-    block = decoding.block or own
+    length, (natural, _) = decoding.length, blocks_of(None, spec, sampler=decoding.sampler)
+    block = decoding.block or natural
     if length is None:
         longest = max(len(tokenizer(q.answer, add_special_tokens=False)["input_ids"]) for q in questions)
         length = rounded_up(longest + 1, positions(block or 4))
     block = block or default_block(length)
     # Of the last of a model's own blocks all positions are decoded.
-    steps = decoding.steps or (rounded_up(length, positions(block)) if own else length)
+    steps = decoding.steps or (rounded_up(length, positions(block)) if natural else length)
     return dataclasses.replace(decoding, policy=dj.policies.Policy(), length=length, block=block, steps=steps)
