@@ -417,7 +417,7 @@ def test_adapters_of_fused_matrices_stay_in_memory(tmp_path):
 
 
 def test_both_spellings_of_full_layers_are_read():
-    """Of published files by two keys, of today's transformers layer by layer."""
+    """Of published files by two keys, of today's transformers layer by layer, by numbers of one width."""
     values = json.loads((MODELS / "diffusion-gemma-tiny" / "config.json").read_text())
     older = {key: value for key, value in GEMMA.items() if key != "per_layer_config"}
     both = GEMMA | {"global_head_dim": 16, "num_global_key_value_heads": 1}
@@ -429,7 +429,8 @@ def test_both_spellings_of_full_layers_are_read():
         4,
     )
     assert (spec.ends, spec.mask_id, spec.has_mask_token) == ((1, 5), 101, False)
-    for text in (both, older | {"global_head_dim": 16, "num_global_key_value_heads": 1}):
+    padded = {"per_layer_config": {"03": GEMMA["per_layer_config"]["3"]}}
+    for text in (both, older | padded, older | {"global_head_dim": 16, "num_global_key_value_heads": 1}):
         assert read_spec(values | {"text_config": text}) == spec
     other = dataclasses.replace(spec, gemma=dataclasses.replace(spec.gemma, window=5), eos_id=3)
     assert read_spec(spec_to_config(other, "float32", Config("here", values))) == other

@@ -24,7 +24,7 @@ def cpu_speed() -> str:
     return runner.table(("policy", "speed"), "lr", lines)
 
 
-PEERS = "peer_torch_base_xeon_cpu.json", "peer_torch_small_xeon_cpu.json", "peer_bonsai_xeon_cpu.json"
+PEERS = "peer_torch_xeon_cpu.json", "peer_bonsai_xeon_cpu.json"
 
 
 def peers() -> str:
@@ -40,6 +40,17 @@ def peers() -> str:
     columns = "exact", "DualCache", "SparseDLLM"
     cells = ([*key, *(found.get(name, "-") for name in columns)] for key, found in lines.items())
     return runner.table(("peer", "shape", "prompt", *columns), "llrrrr", list(cells))
+
+
+def gemma_peers() -> str:
+    """Time of other implementations of DiffusionGemma relative to ours: a canvas, and a denoising step."""
+    lines: dict[tuple[str, int], dict[str, str]] = {}
+    for row in _rows("peer_gemma_cpu.json"):
+        ratio = rounded(row["theirs_over_ours"]["median"], 2)
+        lines.setdefault((row["peer"], row["prompt"]), {})[row["of"]] = ratio
+    of = "canvas", "denoising step"
+    cells = ([*key, *(ratios[name] for name in of)] for key, ratios in lines.items())
+    return runner.table(("peer", "prompt", *of), "lrrr", list(cells))
 
 
 BLOCK_PEERS = (

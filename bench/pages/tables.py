@@ -176,6 +176,7 @@ TABLES: dict[str, Any] = {  # what makes a table, and the files that it is from
     "CPU speed": (results.cpu_speed, "generate_cpu.json"),
     "other implementations": (results.peers, *results.PEERS),
     "block-causal peers": (results.block_peers, *results.BLOCK_PEERS),
+    "other DiffusionGemmas": (results.gemma_peers, "peer_gemma_cpu.json"),
     "memory per chip": (results.fits, "compiled_fits.json"),
     "FreeDave": (results.free_dave, "free_dave_cpu.json"),
     "learning": (results.learning, *(f"learning_{file}_cpu.json" for file in results.LEARNT.values())),

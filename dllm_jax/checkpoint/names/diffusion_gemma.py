@@ -207,7 +207,8 @@ def _of_full_layers(text: Config, full: tuple[int, ...], fields: Mapping[str, An
     listed = text.get("per_layer_config") or {}
     if not isinstance(listed, dict) or not all(isinstance(layer, dict) for layer in listed.values()):
         raise ValueError(f"{text.where}: per_layer_config={shown(listed)} must be an object of objects")
-    if others := sorted({*map(str, listed)} - {*map(str, full)}):
+    # transformers 5.24 pads numbers with zeros, as in "05".
+    if others := [n for n in listed if not (str(n).isdecimal() and int(n) in full)]:
         raise ValueError(
             f"{text.where}: per_layer_config names layer {others[0]}, which does not attend fully"
         )
