@@ -20,7 +20,7 @@ from tests.campaigns.verdicts import Case, Outcome, Verdict
 from tests.models import EXHAUSTIVE, tiny
 
 NAME = "ways"
-SAMPLE = 2000 if EXHAUSTIVE else 24
+SAMPLE = 2000 if EXHAUSTIVE else 16
 FAMILIES = ("llada", "llada", "dream", "sdar", "rnd1")
 STATS = ("nfe", "refreshes", "computed_tokens", "decoded_tokens", "answer_tokens", "exact_tokens")
 POLICIES: tuple[Callable[[], p.Policy], ...] = (
