@@ -12,10 +12,8 @@ decoder; `DualCache` is ours alone. Weights are random and reach bonsai through 
 import contextlib
 import dataclasses
 import functools
-import importlib
 import io
 import itertools
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -29,7 +27,7 @@ import tyro
 
 import dllm_jax as dj
 from bench.peer_torch.__main__ import COLUMNS, EXACT, GAIN
-from bench.shared import models, runner
+from bench.shared import clone, models, runner
 from bench.shared.measure import Run
 from dllm_jax.check import timing
 from dllm_jax.check.steps import program
@@ -97,16 +95,8 @@ def bonsai(path: Path, model: dj.Model) -> dict[str, Decoder]:
         raise SystemExit(
             f"path={str(path)!r} is no clone of jax-ml/bonsai: {HERE} is missing. Clone it there."
         )
-    sys.path.insert(0, str(path))
-    try:
-        nnx = importlib.import_module("flax.nnx")
-        modeling, params = (
-            importlib.import_module(f"bonsai.models.llada.{n}") for n in ("modeling", "params")
-        )
-    except ModuleNotFoundError as error:
-        raise SystemExit(f"bonsai needs {error.name}, which is not installed: pip install it") from error
-    finally:
-        sys.path.remove(str(path))
+    names = "flax.nnx", "bonsai.models.llada.modeling", "bonsai.models.llada.params"
+    nnx, modeling, params = clone.modules(path, "bonsai", names)
     spec = model.spec
     config = modeling.ModelConfig(
         dtype=model.dtype, d_model=spec.width, n_heads=spec.heads, n_kv_heads=spec.kv_heads,
@@ -188,12 +178,10 @@ TIMES = {name: cell for name, cell in COLUMNS.items() if name != "threshold"}
 
 def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     """Prints and writes what both take."""
-    git = ["git", "-C", str(options.path), "rev-parse", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     where = measured_on("float32") | {
         "weights": f"random, std {GAIN * INIT_STD}, the same in both",
         "specs": {name: dataclasses.asdict(models.shape(name)) for name in options.shape},
-        "bonsai": commit or None, "repeats": options.repeats,
+        "bonsai": clone.commit(options.path), "repeats": options.repeats,
     }  # fmt: skip
     document = lambda rows: where | {"flax": sys.modules["flax"].__version__, "rows": rows}
     runner.run(measure(options), TIMES, options.json, document)

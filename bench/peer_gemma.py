@@ -9,8 +9,6 @@ with `Policy()`, both in float32 (theirs keeps expected embeddings in bfloat16) 
 """
 
 import dataclasses
-import importlib
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +20,7 @@ import tyro
 
 import dllm_jax as dj
 from bench.peer_torch.gemma import PERIOD, STD, Comparison, compare, config
+from bench.shared import clone
 from dllm_jax.check.weights import random_model
 from dllm_jax.checkpoint.config import Config
 from dllm_jax.checkpoint.families import config_to_spec
@@ -93,10 +92,11 @@ class DeepMind:
         return self.sampler(1).append_tokens_to_cache(tokens=prompt, cache=cache, params=params)
 
 
-def theirs(model: dj.Model) -> DeepMind:
+def theirs(path: Path, model: dj.Model) -> DeepMind:
     """Their model of the same shape, with the weights of ours."""
-    of = lambda name: importlib.import_module(f"gemma.{name}")
-    published, configs = of("gm.nn.gemma4._gemma4"), of("gm.nn.gemma4._config")
+    names = "gm.nn.gemma4._gemma4", "gm.nn.gemma4._config", "diffusion._models", "diffusion._sampler"
+    modules = clone.modules(path, "gemma", (f"gemma.{name}" for name in names))
+    published, configs, networks, decoding = modules
     spec, gemma, experts = model.spec, model.spec.gemma, model.spec.experts
     assert gemma is not None, "of DiffusionGemma"
     assert experts is not None, "of DiffusionGemma"
@@ -109,8 +109,7 @@ def theirs(model: dj.Model) -> DeepMind:
         top_k_experts=experts.per_token, sliding_window_size=gemma.window, vision_encoder=None,
         attention_types=configs.make_attention_layers_types(pattern, num_layers=spec.layers),
     )  # fmt: skip
-    network = of("diffusion._models").DiffusionGemma_26B_A4B(config=described, dtype=jnp.float32)
-    decoding = of("diffusion._sampler")
+    network = networks.DiffusionGemma_26B_A4B(config=described, dtype=jnp.float32)
     sampler = lambda steps: decoding.DiffusionSampler(
         model=network, end_tokens=(), forbidden_tokens=None, sampling=None, cache_length=0,
         special_tokens=None, canvas_length=spec.block_size, max_denoising_steps=steps,
@@ -169,9 +168,8 @@ def main(asked: Annotated[WithClone, tyro.conf.arg(name="")]):
     if not (asked.path / HERE).exists():
         raise ValueError(f"path={str(asked.path)!r} must be a clone of google-deepmind/gemma, with {HERE}")
     model = ours(asked)
-    sys.path.insert(0, str(asked.path))
-    version = importlib.import_module("gemma").__version__
-    compare(theirs(model), model, asked, {"gemma": version, "how": "jitted"})
+    about = {"gemma": clone.commit(asked.path), "how": "jitted"}
+    compare(theirs(asked.path, model), model, asked, about)
 
 
 if __name__ == "__main__":
