@@ -84,17 +84,17 @@ def taken(settings: Iterable[Candidate], model: Model, exact: Decoding, prompt: 
     Raises:
       ValueError: there are none.
     """
-    refusals = {}
+    fitting, refusals = list[Candidate](), list[ValueError]()
     for setting in settings:
         try:
             setting.check(model, exact, prompt)
-            refusals[setting] = None
         except ValueError as error:
-            refusals[setting] = error
-    fitting = tuple(setting for setting, refusal in refusals.items() if refusal is None)
+            refusals.append(error)
+        else:
+            fitting.append(setting)
     if not fitting:
-        raise ValueError("no policy of policies.ALL fits: " + str(next(iter(refusals.values()))))
-    return fitting
+        raise ValueError(f"no policy of policies.ALL fits: {refusals[0]}")
+    return tuple(fitting)
 
 
 def default_block(length: int) -> int:

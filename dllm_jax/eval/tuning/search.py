@@ -144,10 +144,12 @@ class Search(Options):
         width = max(rounded_up(len(request.prompt), exact.bucket) for request in requests)
         settings = candidates(policies, exact, width, samplers)
         reference = Candidate().filled(exact)
-        for setting in (reference, *(settings if policies is not None else ())):
-            setting.check(lm.model, exact, width)
+        reference.check(lm.model, exact, width)
         if policies is None:
             settings = taken(settings, lm.model, exact, width)
+        else:
+            for setting in settings:
+                setting.check(lm.model, exact, width)
         objective = objectives.objective_for(self.objective, self.accelerator, lm.model, exact)
         under = lambda setting: Runner(lm, dataclasses.replace(exact, **vars(setting)), progress)
         runners = {setting: under(setting) for setting in (reference, *settings)}
