@@ -32,8 +32,8 @@ def shape(name: str, **changes: Any) -> dj.ModelSpec:
         raise ValueError(f"shape={name!r} must be one of {', '.join(SHAPES)}")
     if name not in SIZED:
         published = dj.presets.model_spec(name)
-        if published.gemma is not None and "layers" in changes:
-            changes |= {"gemma": dataclasses.replace(published.gemma, full=full_layers(published, **changes))}
+        if "layers" in changes:
+            published = few_layers(published, changes["layers"])
         return dataclasses.replace(published, **changes)
     model, size = SIZED[name]
     published, numbers = dj.presets.model_spec(model), FOR_CPUS[size]
@@ -47,10 +47,12 @@ def shape(name: str, **changes: Any) -> dj.ModelSpec:
     return dataclasses.replace(published, **{**numbers, **fields, **changes})
 
 
-def full_layers(spec: dj.ModelSpec, layers: int) -> tuple[int, ...]:
-    """Layers with full attention of a model with fewer layers: every second one where the first has none."""
-    assert spec.gemma is not None, "layers of two kinds"
-    return tuple(layer for layer in spec.gemma.full if layer < layers) or tuple(range(1, layers, 2))
+def few_layers(spec: dj.ModelSpec, layers: int) -> dj.ModelSpec:
+    """The model's first layers; where none of them has full attention, every second one has it."""
+    few = spec.first_layers(layers)
+    if few.gemma is None or few.gemma.full:
+        return few
+    return dataclasses.replace(few, gemma=dataclasses.replace(few.gemma, full=tuple(range(1, layers, 2))))
 
 
 def policies_named(names: Sequence[str], spec: dj.ModelSpec | None = None) -> list[dj.policies.Policy]:

@@ -365,6 +365,13 @@ class ModelSpec(Options):
             return self
         return _of_kind(self, "full" if layer in self.gemma.full else "window")
 
+    def first_layers(self, count: int) -> "ModelSpec":
+        """The spec of the model's first layers, their kinds as they are."""
+        gemma = self.gemma
+        if gemma is not None:
+            gemma = dataclasses.replace(gemma, full=tuple(layer for layer in gemma.full if layer < count))
+        return dataclasses.replace(self, layers=count, gemma=gemma)
+
     @property
     def window(self) -> int | None:
         """Positions that a query of this layer attends to at most (`at`); None for all."""

@@ -206,14 +206,6 @@ def _projected(spec: ModelSpec) -> int:
     return pair_size(spec) - sum(at.kv_heads * at.head_dim for at in full)
 
 
-def _without_last(spec: ModelSpec) -> ModelSpec:
-    """The model without its last layer."""
-    layers, gemma = spec.layers - 1, spec.gemma
-    if gemma is not None:
-        gemma = dataclasses.replace(gemma, full=tuple(layer for layer in gemma.full if layer < layers))
-    return dataclasses.replace(spec, layers=layers, gemma=gemma)
-
-
 def _seen(at: ModelSpec, slots: float) -> float:
     """Keys that a row of a layer attends to, of so many: those of its window, and of the block."""
     return slots if at.window is None else min(slots, at.window - 1 + at.block_size)
@@ -248,7 +240,7 @@ def cost(step: Step, spec: ModelSpec, batch: int, itemsize: int) -> Cost:
     # embeddings that it expects. A full step that predicts nothing needs the last layer's keys and values.
     n, m, v, tables = spec.layers, spec.width, spec.vocab, 2 if spec.gemma else 1
     stores = step.full and not step.candidates and n > 1
-    run = _without_last(spec) if stores else spec
+    run = spec.first_layers(n - 1) if stores else spec
     last = m * (_projected(spec) - _projected(run))
     # Weights are streamed once for the whole batch, of experts those that one of its positions is sent to;
     # activations are taken to stay on chip: what is left is the lower bound of any implementation.
