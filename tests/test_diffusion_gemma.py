@@ -352,10 +352,9 @@ exact_steps = functools.cache(lambda: all_steps(policies.Policy()))
 def test_partial_steps_in_the_canvas_leave_batch_mates_alone_and_compute_less(policy):
     batch, exact = all_steps(policy), exact_steps()
     assert np.any(batch.tokens != exact.tokens)
-    # That of the two prompts which is padded in the batch.
-    short = min(range(len(PROMPTS)), key=lambda i: len(PROMPTS[i]))
-    alone = all_steps(policy, [PROMPTS[short]], KEYS[short : short + 1], widths=None)
-    np.testing.assert_array_equal(np.asarray(alone.tokens)[0, -20:], np.asarray(batch.tokens)[short, -20:])
+    for i, prompt in enumerate(PROMPTS):
+        alone = all_steps(policy, [prompt], KEYS[i : i + 1], widths=None)
+        np.testing.assert_array_equal(np.asarray(alone.tokens)[0, -20:], np.asarray(batch.tokens)[i, -20:])
     computed = np.asarray(batch.stats.computed_tokens + batch.stats.widened_tokens)
     fewer = computed < np.asarray(exact.stats.computed_tokens)
     assert fewer.all() == isinstance(policy, policies.D2Cache | policies.ESDLLM)  # others save in layers
