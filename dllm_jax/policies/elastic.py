@@ -344,8 +344,6 @@ class ElasticCache(Policy):
             return ()
         return (min(4 * self.window, layout.length),) if self.block_caching else halvings(layout.length)[:-1]
 
-    # -- a layer over the computed positions, or over all of them --------------------------------------
-
     _in_blocks = with_mask_token(BY_DECIDED)
 
 
