@@ -180,6 +180,20 @@ def test_no_file_of_the_engine_tells_policies_or_samplers_by_their_class():
                 assert not names & kinds, f"{path}: {names & kinds}"
 
 
+def test_one_function_says_which_positions_are_undecided():
+    """Models without a mask token have other rules, so that nothing compares ids with `mask_id` by itself."""
+    says = {("nn/spec.py", "_check_gemma"), ("nn/spec.py", "undecided")}
+    says.add(("decoding/watch/recording.py", "undecided"))  # of a trace, which has no spec
+    compare = set()
+    for path in ROOT.rglob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef):
+                asked = [node for node in ast.walk(function) if isinstance(node, ast.Compare)]
+                if any(re.search(r"\bmask_id\b(?! is)", ast.unparse(node)) for node in asked):
+                    compare.add((path.relative_to(ROOT).as_posix(), function.name))
+    assert compare == says
+
+
 def test_the_canvas_has_at_most_15_fields_of_which_3_are_optional():
     """What one kind of model or answer needs is a field of its own kind of canvas (`state.contexts`)."""
     fields = dataclasses.fields(dj.state.Canvas)

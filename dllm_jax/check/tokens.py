@@ -138,7 +138,7 @@ def _gap(model: dj.Model, theirs: Any, step: int, sequence: int, position: int, 
     """
     before = np.asarray(theirs.tokens)[step, sequence]
     a, b = (int(np.asarray(run.tokens)[step + 1, sequence, position]) for run in (ours, theirs))
-    if model.spec.mask_id in (a, b):
+    if model.spec.undecided(np.array([a, b])).any():
         score = np.asarray(theirs.score)[step, sequence]
         changed = [np.asarray(run.tokens)[step + 1, sequence] != before for run in (ours, theirs)]
         ends = [np.min(score, where=mask & np.isfinite(score), initial=np.inf) for mask in changed]

@@ -66,7 +66,7 @@ def allowed_tokens(case: CheckedRequest) -> Allowed | None:
     sets = host.module(sets).concatenate([np.ones((batch, 1, spec.vocab), bool), sets], axis=1) & free
 
     # Positions that hold a token have no use for their set.
-    masked = (arrays.tokens == spec.mask_id) & arrays.valid
+    masked = spec.undecided(arrays.tokens) & arrays.valid
     which = host.module(which, masked).where(masked, which, 0)
     known = [host.readable(array) for array in (sets, which, masked, arrays.tokens)]
     if all(array is not None for array in known):

@@ -41,7 +41,7 @@ def blocks_of(
         sampler's own, or something is given after the answer, or nothing before it.
     """
     if isinstance(block, AdaBlock):
-        block.check(spec.vocab, spec.mask_id)
+        block.check(spec)
     context, fixed = spec.context, sampler.procedure.block
     if not context.has_blocks:
         return block, 0
@@ -164,7 +164,7 @@ def template_room(
             f"max_length={most} is not supported where infill is traced or tokens are global: the number of "
             "masks is not known. Call infill outside of jit, in one process."
         )
-    masks = np.sum((tokens == spec.mask_id) & valid, axis=1)
+    masks = np.sum(spec.undecided(tokens) & valid, axis=1)
     if most < (largest := int(masks.max())):
         raise ValueError(
             f"max_length={most} must be at least {largest}: a template has that many masks to begin with"

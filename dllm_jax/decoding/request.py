@@ -162,7 +162,7 @@ def prepare_infill(
     if not fixed_at(asked.sampler.cfg_scale, 0):
         raise ValueError(f"cfg_scale={asked.sampler.cfg_scale}: infilling has no prompt to guide by; use 0")
     valid = np.ones(tokens.shape, bool) if mask is None else mask
-    _check_masks(tokens, valid, model.spec.mask_id)
+    _check_masks(tokens, valid, model.spec)
     room = template_room(asked, model.spec, tokens, valid)
     length = tokens.shape[1] + room
     block, tail = blocks_of(block, model.spec, infilled=True, sampler=asked.sampler)
@@ -265,11 +265,11 @@ def _suffix_ids(suffix: inputs.Ids, batch: int, spec: ModelSpec) -> Int[AnyArray
     return ids
 
 
-def _check_masks(tokens: Int[AnyArray, "b l"], valid: Bool[AnyArray, "b l"], mask_id: int):
+def _check_masks(tokens: Int[AnyArray, "b l"], valid: Bool[AnyArray, "b l"], spec: ModelSpec):
     """Raises ValueError for templates without a mask, where they can be read."""
     known = host.module(tokens, valid) is not jnp
-    if known and not np.any((tokens == mask_id) & valid):
-        raise ValueError(f"tokens hold no mask id {mask_id}: nothing to fill")
+    if known and not np.any(spec.undecided(tokens) & valid):
+        raise ValueError(f"tokens hold no mask id {spec.mask_id}: nothing to fill")
 
 
 def _check_whole_blocks(layout: Layout, sampler: Sampler, valid: Bool[AnyArray, "b l"], room: int):
@@ -311,7 +311,7 @@ def stop_of(stop: Stops, spec: ModelSpec) -> StopIds | StopTable | None:
         raise ValueError(f"stop={shown(stop)} {rule}") from None
 
     # No sampler decodes a mask: a stop that holds one would never be found.
-    if any(max(ids) >= spec.vocab or spec.mask_id in ids for ids in stops):
+    if any(id >= spec.vocab or spec.undecided(id) for ids in stops for id in ids):
         raise ValueError(
             f"stop={shown(stop)} must hold ids of the vocabulary [0, {spec.vocab}) but the mask's, "
             f"{spec.mask_id}"

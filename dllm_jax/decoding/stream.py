@@ -167,7 +167,7 @@ def watched(placed: Placed) -> Output:
         task = bar.add_task("", total=None, steps=0)
         for snapshot in pieces:
             decoded += int(snapshot.decoded.sum())
-            masks = int(np.sum(snapshot.tokens == placed.model.spec.mask_id))
+            masks = int(np.sum(placed.model.spec.undecided(snapshot.tokens)))
             bar.update(task, completed=decoded, total=decoded + masks, steps=int(snapshot.steps.max()))
     assert snapshot.output is not None, "the last snapshot"
     return snapshot.output

@@ -117,7 +117,7 @@ def undecided(tokenizer: Any, stops: StopTexts | None, ids: np.ndarray, end: int
 def _draft(model: Model, asked: AskedChat, ids: np.ndarray) -> str:
     """The text of a response with masks shown, up to its first end."""
     ids = before_end(model, ids)
-    masked = ids == model.spec.mask_id
+    masked = model.spec.undecided(ids)
     parts = np.split(ids, np.flatnonzero(masked[1:] != masked[:-1]) + 1)
     shown = lambda part: decode(asked.tokenizer, part.tolist())
-    return "".join(MASK * len(p) if (p == model.spec.mask_id).all() else shown(p) for p in parts)
+    return "".join(MASK * len(p) if model.spec.undecided(p).all() else shown(p) for p in parts)

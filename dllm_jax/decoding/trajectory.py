@@ -16,6 +16,7 @@ from dllm_jax.nn.arithmetic import of_token
 from dllm_jax.nn.layer import unembed
 from dllm_jax.nn.mesh import current_mesh, number_modes, over_mesh
 from dllm_jax.nn.model import Model, encode
+from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NoneMeans, PositiveInt, TracedPositiveFloat, check_argument, shown
 from dllm_jax.state import host, inputs
 from dllm_jax.state.contexts import new_canvas
@@ -100,7 +101,7 @@ def trajectory_log_probs(
     inputs.token_ids(trace.tokens.reshape(-1, trace.tokens.shape[-1]), model.spec, "run.tokens")
     mesh = current_mesh((model.params, trace.tokens))
     with number_modes():
-        at = _decoded_at(trace.tokens, trace.steps, model.spec.mask_id)
+        at = _decoded_at(trace.tokens, trace.steps, model.spec)
         width = trace.tokens.shape[-1] if most_per_step is None else most_per_step
 
         # Fewer rows meet the vocabulary where the most that any step decoded is known beforehand.
@@ -138,11 +139,13 @@ def _check_whole_blocks(model: Model, trace: Trace, padding: Bool[AnyArray, "b l
         )
 
 
-@functools.partial(jax.jit, static_argnames="mask_id")
-def _decoded_at(tokens: Int[Array, "t_plus_1 b l"], steps: Int[Array, ""], mask_id: int) -> Int[Array, "b l"]:
+@functools.partial(jax.jit, static_argnames="spec")
+def _decoded_at(
+    tokens: Int[Array, "t_plus_1 b l"], steps: Int[Array, ""], spec: ModelSpec
+) -> Int[Array, "b l"]:
     # The last step before which a position was masked and after which it was not; steps that did not run
     # have the first canvas. What was remasked for good was not decoded.
-    masked = tokens == mask_id
+    masked = spec.undecided(tokens)
     step = jnp.arange(len(tokens) - 1, dtype=jnp.int32)[:, None, None]
     decoded = masked[:-1] & ~masked[1:] & (step < steps)
     at = jnp.max(jnp.where(decoded, step, -1), axis=0, initial=-1)

@@ -168,7 +168,7 @@ class ChatConversation:
             return "", prefix
 
         # Masks are left where Ctrl-C stopped an answer: it ends at the first of them.
-        masked = snapshot.tokens[:, shown:] == self.lm.model.spec.mask_id
+        masked = self.lm.model.spec.undecided(snapshot.tokens[:, shown:])
         decoded = np.where(masked, self.lm.model.spec.eos_id, snapshot.tokens[:, shown:])
         (text,) = dj.decode_answers(self.lm.model, self.lm.tokenizer, decoded, self.options.get("stop"))
         console.print(harmless(text), markup=False, highlight=False, soft_wrap=True)
@@ -194,7 +194,7 @@ class ChatConversation:
         known = pieces(self.lm.tokenizer, set(tokens))
         picture, text = rich.text.Text(), ""
         for token, just_decoded in zip(tokens, new, strict=True):
-            if token == self.lm.model.spec.mask_id:
+            if self.lm.model.spec.undecided(token):
                 picture.append(MASK, style="dim")
             elif known[token].special:
                 picture.append(END, style="dim")

@@ -184,7 +184,7 @@ def accept(
     reached = jnp.where(verified.chosen, verified.proposal.token, tokens)[:, :, None]
     agrees = reached == tokens[:, None]
     if drafting.subset:
-        agrees |= tokens[:, None] == canvas.spec.mask_id
+        agrees |= canvas.spec.undecided(tokens)[:, None]
     branch = jnp.arange(drafting.branches)
     follows = branch > branch[:, None] if drafting.skips or drafting.subset else branch == branch[:, None] + 1
     agrees = jnp.all(agrees, axis=3) & follows & drafts.real[:, None]

@@ -311,7 +311,7 @@ class ModelSpec(Options):
         # A masked position is told by its id alone, so an end that reads as [MASK] would be decoded again for
         # ever.
         for name, value in ends:
-            if value == self.mask_id:
+            if self.undecided(value):
                 raise ValueError(f"{name}={self.mask_id} must differ from mask_id: masks are not text")
 
     def _check_gemma(self, gemma: GemmaSpec):
@@ -358,6 +358,10 @@ class ModelSpec(Options):
     def has_mask_token(self) -> bool:
         """Whether undecided positions hold a token, [MASK]; a model without one reads noise there."""
         return self.gemma is None
+
+    def undecided(self, tokens: Any) -> Any:
+        """Whether each id marks a position without a token: [MASK], or `vocab` in a model without masks."""
+        return tokens == self.mask_id
 
     def at(self, layer: int | None) -> "ModelSpec":
         """The spec that describes one layer: the model's own, unless its layers are of two kinds."""

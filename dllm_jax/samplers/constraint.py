@@ -68,7 +68,7 @@ class OneOf(Constraint):
     def check(self, spec: ModelSpec, layout: Layout):
         filled = () if self.fill is None else (self.fill,)
         for id in sorted({id for choice in (*self.choices, filled) for id in choice}):
-            if id >= spec.vocab or id == spec.mask_id:
+            if id >= spec.vocab or spec.undecided(id):
                 raise ValueError(
                     f"choices hold {id}: ids must lie in the vocabulary [0, {spec.vocab}) and not be the "
                     f"mask's, {spec.mask_id}"

@@ -251,7 +251,7 @@ class DreamOn(GrowingAnswers):
     @override
     def check_model(self, spec: ModelSpec):
         super().check_model(spec)
-        if self.expand >= spec.vocab or self.expand in (spec.mask_id, *spec.ends):
+        if self.expand >= spec.vocab or spec.undecided(self.expand) or self.expand in spec.ends:
             raise ValueError(
                 f"expand={self.expand} must be an id of the vocabulary [0, {spec.vocab}), neither the mask's "
                 f"({spec.mask_id}) nor an end-of-text. DreamOn() needs a model trained to expand by it, "

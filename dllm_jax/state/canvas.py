@@ -118,7 +118,7 @@ class Canvas:
     @property
     def masked(self) -> Bool[Array, "b l"]:
         """Positions that are masked; never padding."""
-        return self.valid & (self.tokens == self.spec.mask_id)
+        return self.valid & self.spec.undecided(self.tokens)
 
     @property
     def just_decoded(self) -> Bool[Array, "b l"]:

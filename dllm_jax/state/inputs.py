@@ -238,7 +238,7 @@ def no_masks(
     """Raises if a prompt or an answer holds mask ids, which only `infill` fills; `fix` says what to do."""
     if (known := host.readable(tokens)) is None:
         return
-    sequence, position = np.nonzero(known == spec.mask_id)
+    sequence, position = np.nonzero(spec.undecided(known))
     if sequence.size:
         raise ValueError(
             f"{name}[{sequence[0]}, {position[0]}] is the mask id {spec.mask_id}: the {name} must be fully "

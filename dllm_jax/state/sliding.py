@@ -5,6 +5,7 @@ from typing import Annotated
 
 from annotated_types import MinLen
 
+from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NoneMeans, NonNegativeFloat, NonNegativeInt, Options, PositiveInt
 
 
@@ -65,13 +66,13 @@ class AdaBlock(Options):
         """How many positions are searched for a delimiter, in a response of so many."""
         return min(response // 4 if self.window is None else self.window, response)
 
-    def check(self, vocab: int, mask_id: int):
+    def check(self, spec: ModelSpec):
         """Raises ValueError for a delimiter that no position is decoded to."""
         for token in self.delimiters:
-            if token >= vocab or token == mask_id:
+            if token >= spec.vocab or spec.undecided(token):
                 raise ValueError(
-                    f"delimiters holds {token}, which must be an id of the vocabulary [0, {vocab}) but the "
-                    f"mask's, {mask_id}. Use dj.delimiters(tokenizer)."
+                    f"delimiters holds {token}, which must be an id of the vocabulary [0, {spec.vocab}) "
+                    f"but the mask's, {spec.mask_id}. Use dj.delimiters(tokenizer)."
                 )
 
 

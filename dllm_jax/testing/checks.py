@@ -290,7 +290,7 @@ def stopping_keeps_the_answer(of: Subject):
     if not of.sampler.allow_mask_token:
         _assert_nothing_masked(of, of.batch)
     spec, width = of.model.spec, max(LENGTHS)
-    masked = np.asarray(of.batch.trace.tokens)[:, 0, width : width + BLOCK] == spec.mask_id
+    masked = spec.undecided(np.asarray(of.batch.trace.tokens)[:, 0, width : width + BLOCK])
     waits = masked.sum(axis=0) < np.maximum.accumulate(masked.sum(axis=0))
     ids, token = np.arange(spec.vocab), int(of.batch.tokens[0, width + (waits.argmax() or 2)])
     ids[[spec.eos_id, token]] = token, spec.eos_id
@@ -328,7 +328,7 @@ def infilling_fills_the_masks_and_nothing_else(of: Subject):
     key = jax.random.key(7) if of.sampler.draws else None
     filled = infill(of.model, template, steps=5, policy=of.policy, sampler=of.sampler, key=key, widths=WIDE)
     # Given tokens stay as they are, also between masks.
-    hole = template == of.model.spec.mask_id
+    hole = of.model.spec.undecided(template)
     np.testing.assert_array_equal(np.asarray(filled.tokens)[~hole], template[~hole])
     _assert_nothing_masked(of, filled)
 
@@ -339,11 +339,11 @@ def infilling_fills_the_masks_and_nothing_else(of: Subject):
 def only_scored_masks_are_decoded(of: Subject):
     """A step decodes masks up to the end of the block that had a score, gives them the proposed token, and
     the block ends within the sampler's own limit of steps."""
-    trace, mask_id = of.batch.trace, of.model.spec.mask_id
+    trace, undecided = of.batch.trace, of.model.spec.undecided
     assert trace is not None
     tokens = np.asarray(trace.tokens)
     for step, (before, after) in enumerate(itertools.pairwise(tokens)):
-        decoded = (before == mask_id) & (after != mask_id)
+        decoded = undecided(before) & ~undecided(after)
         # A sampler that revises may make masks of tokens again, or other tokens.
         changed = decoded if of.sampler.revises else before != after
         scored = np.isfinite(np.asarray(trace.score)[step])
@@ -412,5 +412,5 @@ def _primitives(jaxpr: Any) -> set[str]:
 
 
 def _assert_nothing_masked(of: Subject, out: Output):
-    left = np.argwhere(np.asarray(out.tokens) == of.model.spec.mask_id)
+    left = np.argwhere(of.model.spec.undecided(np.asarray(out.tokens)))
     assert not len(left), f"sequence {left[0][0]}, position {left[0][1]}: still masked at the end"

@@ -50,13 +50,14 @@ def grid(
     value = 1 - np.clip(score, 0, 1) if confidence else (at - 1) / max(recording.steps - 1, 1)
     shares = np.where(at > 0, value, np.nan)[:, recording.to_fill]
     text, parts = rich.text.Text(), _parts(columns, width)
-    unmasked = np.sum(filled != recording.mask_id, axis=1)
+    undecided = recording.undecided[:, recording.to_fill]
+    unmasked = np.sum(~undecided, axis=1)
     for part in parts:
         for step in _lines(filled[:, part], width):
             text.append(f"{step:4d}  ", style="dim")
             for j in part:
                 token = int(filled[step, j])
-                style = _style(token == recording.mask_id, shares[step, j])
+                style = _style(undecided[step, j], shares[step, j])
                 label, gap = labels[token], int(columns[j]) - size[token]
                 between = " " if j < part[-1] else ""
                 text.append(" " * (gap // 2) + label + " " * (gap - gap // 2) + between, style=style)

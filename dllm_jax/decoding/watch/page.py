@@ -115,7 +115,7 @@ def _steps(record: Recording) -> list[dict[str, Any]]:
     steps = []
     for step in range(record.steps):
         changed = record.changed[step] | (at[step + 1] != at[step])
-        moved = changed & (at[step + 1] != step + 1) & (record.tokens[step + 1] != record.mask_id)
+        moved = changed & (at[step + 1] != step + 1) & ~record.undecided[step + 1]
         wrote = _triples(changed & ~moved, record.tokens[step + 1], record.score[step])
         came = _triples(moved, record.tokens[step + 1], score[step + 1])
         wrote += [[*triple, int(of)] for triple, of in zip(came, at[step + 1][moved], strict=True)]

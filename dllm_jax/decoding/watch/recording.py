@@ -31,7 +31,7 @@ class Recording:
       proposed: candidate token of each scored position, mask_id elsewhere.
       score: its confidence, -inf elsewhere.
       widened: layers that each step ran over all positions, be they in `computed` or not (Elastic-Cache).
-      mask_id: the mask token.
+      mask_id: the id of undecided positions.
       source: Position at which each position was before each step; None where none moves.
     """
 
@@ -119,12 +119,17 @@ class Recording:
         return len(self.computed)
 
     @property
+    def undecided(self) -> Bool[np.ndarray, "t_plus_1 l"]:
+        """Positions without a token before the first step and after each one."""
+        return self.tokens == self.mask_id
+
+    @property
     def to_fill(self) -> Int[np.ndarray, "r"]:
         """Positions that were masked at first: the response, or what `infill` fills.
 
         Of answers that grow all from the first mask on, whose text may move.
         """
-        masks = self.tokens[0] == self.mask_id
+        masks = self.undecided[0]
         return np.flatnonzero(np.maximum.accumulate(masks) if ABSENT in self.tokens else masks)
 
     @property
@@ -142,7 +147,7 @@ class Recording:
         at, score = np.zeros(self.tokens.shape, int), np.full(self.tokens.shape, -np.inf, np.float32)
         for step, after in enumerate(self.tokens[1:]):
             source = slice(None) if self.source is None else self.source[step]
-            new, there = after != self.tokens[step][source], ~np.isin(after, (self.mask_id, ABSENT))
+            new, there = after != self.tokens[step][source], ~self.undecided[step + 1] & (after != ABSENT)
             at[step + 1] = np.where(there, np.where(new, step + 1, at[step][source]), 0)
             score[step + 1] = np.where(there, np.where(new, self.score[step], score[step][source]), -np.inf)
         return at, score

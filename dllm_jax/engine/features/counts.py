@@ -228,5 +228,5 @@ class MaskedTokens(Recorder):
 
 def masks_left(record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> Bool[Array, "b l"]:
     """Masks of the response that are left although the logits were finite."""
-    left = (tokens == canvas.spec.mask_id) & canvas.valid & canvas.response
+    left = canvas.spec.undecided(tokens) & canvas.valid & canvas.response
     return left & (canvas.position < canvas.layout.end) & record["counts"].finite[:, None]
