@@ -60,6 +60,17 @@ def test_a_ragged_product_reads_the_experts_that_rows_are_sent_to():
         assert read == 4 + LAYER + part * 4 * LAYER
 
 
+def test_attention_to_retained_pairs_reads_those_of_its_layer():
+    """Of the five arrays of numbers the last two hold the pairs of all layers."""
+    call = "custom-call(%weights)"
+    for scope, part in (("ragged_attention", 0.25), ("attention", 1)):
+        source = f'metadata={{op_name="jit(f)/{scope}/pallas_call"}}'
+        ours = f"custom-call(%weights, %weights, %weights, %index, %stack, %stack), {source}"
+        (loop,) = traffic.program(PROGRAM.replace(call, ours), retained=0.25).inner
+        (read,) = [m.read for m in loop.moves if m.instruction.name == "%small"]
+        assert read == 3 * LAYER + 4 + part * 2 * 4 * LAYER
+
+
 @pytest.mark.parametrize(("of_it", "scope"), [(0, "refresh"), (1, "refresh"), (2, "refresh"), (2, AGAIN)])
 def test_a_step_leaves_out_what_only_a_refresh_or_hidden_slots_run(of_it, scope):
     """Most of the loop's operations, that is: compilers move a refresh's into the loop around it."""

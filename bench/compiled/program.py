@@ -115,13 +115,13 @@ def compile_case(case: Case) -> tuple[dict[str, Any], str]:
     """
     compiled, placed, spent = _compiled(case)
     text = _text(compiled)
-    program = traffic.program(text, case.on.cache, case.read)
+    program = _moves(case, text)
     row = dataclasses.asdict(case) | {"layers": case.spec.layers, "compile_cpu_s": round(spent, 1)}
     row |= {} if placed is None else {"block": placed.plan.layout.block}
     row |= _memory(case, compiled) | _traffic(case, program, placed)
     if placed is not None and case.on.platform == "cuda":
         deeper = dataclasses.replace(case, layers=case.spec.layers + 1)
-        more = traffic.program(_text(_compiled(deeper)[0]), case.on.cache, case.read)
+        more = _moves(deeper, _text(_compiled(deeper)[0]))
         for kind in (kind for kind in KINDS if f"{kind}_step" in row):
             step = row[f"{kind}_step"]
             left_out = lambda loop, kind=kind: bool(scope_of(loop, skipped(kind)))
@@ -129,6 +129,10 @@ def compile_case(case: Case) -> tuple[dict[str, Any], str]:
             first, other = (Launches.of(loop, left_out) for loop in steps)
             step |= other.by_layer(first, case.spec.layers)
     return row, text
+
+
+def _moves(case: Case, text: str) -> traffic.Loop:
+    return traffic.program(text, case.on.cache, case.read, 1 / case.spec.layers)
 
 
 def _compiled(case: Case) -> tuple[jax.stages.Compiled, Placed | None, float]:

@@ -7,7 +7,8 @@ read; what is updated in place, beyond the part that is written. What a GPU's L2
 and once more on its own: results of a loop body that are no larger than a third of the cache and are read in
 the same body (`Move.cached`). Of all experts' matrices a TPU's ragged product reads those that rows are sent
 to, each once where a tile holds it whole, and so does our kernel for GPUs, where an expert's tiles follow one
-another through the L2 cache; XLA's products for GPUs are over all of them, and counted as such.
+another through the L2 cache; XLA's products for GPUs are over all of them, and counted as such. Of the pairs
+that all layers retain our attention for GPUs reads those of its layer.
 `compiled.cost_analysis()` is no substitute: it counts every loop body once, and whole stacks instead of
 slices.
 """
@@ -28,6 +29,8 @@ RAGGED = (
 )
 # Our kernel for GPUs, by its scope; the numbers of all rows are its first operand.
 GROUPED = "/experts_"
+# Our attention to retained pairs, by its scope: those of all layers follow queries, dense keys and values.
+RETAINED = "/ragged_attention"
 FREE = {
     *("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while", "conditional", "call"),
     *("custom-call-start", "after-all", "partition-id", "replica-id", "iota", "opt-barrier"),
@@ -92,16 +95,19 @@ class Loop:
             yield from loop.walk()
 
 
-def program(text: str, cache: int = 0, read: Callable[[int], float] = lambda rows: 1) -> Loop:
+def program(
+    text: str, cache: int = 0, read: Callable[[int], float] = lambda rows: 1, retained: float = 1
+) -> Loop:
     """The entry of an optimized HLO program, with all its loops.
 
     Args:
       text: Text of the program.
       cache: bytes of the chip's last cache before main memory; 0 models none.
       read: the part of all experts that so many sorted rows, a token's once per expert, are expected to read.
+      retained: The part of all layers' retained pairs that are of one layer.
     """
     computations, entry = parse(text)
-    return _Reader(computations, cache // 3, read).loop(entry, "entry", "", 1)
+    return _Reader(computations, cache // 3, read, retained).loop(entry, "entry", "", 1)
 
 
 class _Reader:
@@ -112,8 +118,10 @@ class _Reader:
         computations: dict[str, dict[str, Instruction]],
         cacheable: int,
         read: Callable[[int], float],
+        retained: float,
     ):
-        self.computations, self.cacheable, self.read = computations, cacheable, read
+        self.computations, self.cacheable = computations, cacheable
+        self.read, self.retained = read, retained
 
     def loop(self, name: str, what: str, source: str, trips: int | None) -> Loop:
         """A computation as a loop body."""
@@ -209,6 +217,10 @@ class _Reader:
             sorted_rows = -2 if i.name.startswith(RAGGED) else 0 if GROUPED in i.source else None
             if sorted_rows is not None:
                 return name, round(full * self.read(lengths(body[i.args[sorted_rows]].type)[0]))
+        if i.op == "custom-call" and RETAINED in i.source:
+            dtype = body[i.args[0]].type.partition("[")[0]
+            like_queries = [arg for arg in i.args if body[arg].type.startswith(f"{dtype}[")]
+            return name, round(full * (self.retained if name in like_queries[3:] else 1))
         return name, full
 
     def _read(self, computation: str, index: str, full: int) -> int:
