@@ -197,8 +197,7 @@ class DLLMCache(Policy):
         if places.index.size:
             recomputed = rows.where(stale) if width is None else rows.at(places)
             here, stream = layer.at(recomputed.index), places.take(x)
-            o, cache = self.attend(here, stream, value, cache, rows, recomputed, canvas)
-            attention_branch = here.out(o)
+            attention_branch, cache = self.attend(here, stream, value, cache, rows, recomputed, canvas)
             mlp_branch = here.mlp(stream + attention_branch)
             attended, mlp = places.put(attended, attention_branch), places.put(mlp, mlp_branch)
 
@@ -223,7 +222,7 @@ class DLLMCache(Policy):
         rows: Rows,
         recomputed: Rows,
         canvas: Canvas,
-    ) -> tuple[Float[Array, "b w h d"], LayerCache]:
+    ) -> tuple[Float[Array, "b w m"], LayerCache]:
         """New keys of the stale positions overwrite stored ones, then their queries attend to everything.
 
         Args:
@@ -236,13 +235,14 @@ class DLLMCache(Policy):
           canvas: state before the step.
 
         Returns:
-          the attention output at `recomputed`, before the output projection, and the changed cache.
+          the attention branch at `recomputed`, and the changed cache.
         """
         q, k = layer.qk(x, recomputed.positions)
         if not self.renews_keys:
             cache = cache.write(recomputed.last(cache.read().k.shape[1]), k=k)
         now = cache.read()
-        return layer.attention(q, now.k, now.v, cache.attends(recomputed, canvas))[0], cache
+        o, _ = layer.attention(q, now.k, now.v, cache.attends(recomputed, canvas))
+        return layer.out(o), cache
 
 
 @dataclasses.dataclass(frozen=True)

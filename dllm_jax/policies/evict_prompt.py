@@ -156,10 +156,11 @@ class EvictPrompt(PromptEviction):
         step, pairs = LayerStep(layer, q, (rows, k), (rows, v), canvas, cache.readable), shared.pairs
         if 0 < canvas.layout.length - slots <= rows.index.shape[1]:
             due = _all_of(self._evictable(canvas), rows.mask())
-            o, pairs = self.attend_and_evict(step, pairs, dense, due, canvas.first_step | self.reselect)
+            branch, pairs = self.attend_and_evict(step, pairs, dense, due, canvas.first_step | self.reselect)
         else:
-            o = self.attend_to_kept(step, pairs, dense)
-        return layer.finish(x, o), cache._replace(shared=shared._replace(pairs=pairs))
+            branch = self.attend_to_kept(step, pairs, dense)
+        x = x + branch
+        return layer.residual(x + layer.mlp(x)), cache._replace(shared=shared._replace(pairs=pairs))
 
     @override
     def reads(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:

@@ -111,7 +111,7 @@ class MaskKV(PromptEviction, DLLMCache):
         rows: Rows,
         recomputed: Rows,
         canvas: Canvas,
-    ) -> tuple[Float[Array, "b w h d"], LayerCache]:
+    ) -> tuple[Float[Array, "b w m"], LayerCache]:
         """Attention to the kept pairs, or, where the prompt is due, to all of it before the eviction."""
         # The response's own pairs are dense, and read like `DLLMCache`'s.
         layout = canvas.layout
@@ -131,5 +131,5 @@ class MaskKV(PromptEviction, DLLMCache):
             return self.attend_to_kept(step, cache.shared, dense), cache
         due = canvas.every_n_steps(self.prompt_every) & canvas.active[:, None]
         chooses, all_due = canvas.first_step | self.reselect, rows.full and widest_response < layout.length
-        o, pairs = self.attend_and_evict(step, cache.shared, dense, due, chooses, all_due)
-        return o, cache._replace(shared=pairs)
+        branch, pairs = self.attend_and_evict(step, cache.shared, dense, due, chooses, all_due)
+        return branch, cache._replace(shared=pairs)

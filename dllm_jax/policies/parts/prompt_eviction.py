@@ -120,12 +120,13 @@ class PromptEviction(Policy):
         passed = jnp.sum(canvas.valid, axis=1, keepdims=True)
         return cache._replace(extra_positions=cache.extra_positions + passed)
 
-    def attend_to_kept(self, step: LayerStep, pairs: PairStore, dense: KV) -> Float[Array, "b w h d"]:
-        """Attention between refreshes (prompt-state exclusion): to the response and the kept pairs."""
-        canvas = step.canvas
+    def attend_to_kept(self, step: LayerStep, pairs: PairStore, dense: KV) -> Float[Array, "b w m"]:
+        """The attention branch between refreshes (prompt-state exclusion): response and kept pairs."""
+        layer, canvas = step.layer, step.canvas
         widest = self.widest_head(canvas.spec, canvas.layout)
         visible = step.visible[:, None, None, canvas.layout.length - dense.k.shape[1] :]
-        return attend_to_kept(step.layer, step.q, pairs, dense, visible, self.budget, widest, step.readable)
+        o = attend_to_kept(layer, step.q, pairs, dense, visible, self.budget, widest, step.readable)
+        return layer.out(o)
 
     def attend_and_evict(
         self,
@@ -135,7 +136,7 @@ class PromptEviction(Policy):
         due: Bool[Array, "b 1"],
         chooses: Bool[Array, "b 1"],
         all_due: bool = False,
-    ) -> tuple[Float[Array, "b w h d"], PairStore]:
+    ) -> tuple[Float[Array, "b w m"], PairStore]:
         """Attention to the whole prompt where it is due, and the eviction; to the kept pairs elsewhere.
 
         Args:
@@ -147,7 +148,7 @@ class PromptEviction(Policy):
           all_due: Whether all active sequences are due, in a full step.
 
         Returns:
-          the attention output, before the output projection, and the changed store.
+          the attention branch, and the changed store.
         """
         layer, q, keys, values, canvas, readable = step
         columns = canvas.layout.length - dense.k.shape[1]
@@ -170,10 +171,10 @@ class PromptEviction(Policy):
         # Equations 7 and 14: votes and each head's preference choose what is kept (equation 16). What is
         # dense needs no pair.
         seen = eviction.evidence(self.votes, layer, q, k, lse, mask, keys[0], canvas)
-        o = after_on_cuda(seen.votes, o)
         packed = np.arange(canvas.layout.prompt) < columns
-        seen = seen._replace(votes=jnp.where(packed, seen.votes, -jnp.inf))
-        return o, self.keep_best(layer, pairs, seen, (prompt_k, prompt_v), due & chooses, due, canvas)
+        votes, seen = seen.votes, seen._replace(votes=jnp.where(packed, seen.votes, -jnp.inf))
+        pairs = self.keep_best(layer, pairs, seen, (prompt_k, prompt_v), due & chooses, due, canvas)
+        return after_on_cuda(votes, layer.out(o)), pairs
 
     def attend_in_blocks(
         self,
