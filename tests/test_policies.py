@@ -222,6 +222,22 @@ def test_positions_at_the_end_are_computed_there_and_all_others_in_a_full_step()
     assert exceeds(1, need, policies.DualCache(), plain).tolist() == [True, False, False]
 
 
+AT_END = [case.policy for case in CASES.values() if case.policy.phases[-1].at_end]
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize("policy", AT_END, ids=short)
+def test_a_step_at_the_end_runs_the_narrowest_width_that_holds_it(policy, family):
+    model, layout = tiny(family), dj.Layout(prompt=28, response=16, block=4, steps=16)
+    widths = step_widths(policy, model.spec, layout)
+    options = dict(length=16, block=4, policy=policy, widths=widths, trace=True)
+    out = dj.generate(model, [range(2, 30)], **options)
+    selected = np.asarray(out.trace.computed)[:, 0].sum(axis=1)
+    assert selected.min() < layout.length
+    ran = [min(width for width in (*widths, layout.length) if width >= count) for count in selected]
+    assert out.stats.executed_tokens.tolist() == [sum(ran)]
+
+
 def test_a_generation_compiles_its_static_widths():
     """Full steps are no width, as they compute any set in place; a layer of one's own keeps its widest."""
     layout = dj.Layout(prompt=1024, response=256, block=32, steps=256)

@@ -46,8 +46,13 @@ class PrefixCache(Policy):
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
-        """The response, a half and a quarter of it, from a block on: later blocks have a shorter suffix."""
-        return tuple(w for w in halvings(layout.response)[-3:] if w >= layout.block)
+        """The response, a half and a quarter of it, from a block on: later blocks have a shorter suffix.
+
+        A shifted head takes one position more, since the last position predicts nothing and the step's are
+        the last ones of the canvas.
+        """
+        widths = (w for w in halvings(layout.response)[-3:] if w >= layout.block)
+        return tuple(min(w + spec.shifted, layout.length) for w in widths)
 
     _in_blocks = with_mask_token(BY_PARTS)
 
