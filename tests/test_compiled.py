@@ -37,9 +37,10 @@ def test_bytes_are_those_of_slices_and_of_updates_in_place():
         "%weights": (LAYER, LAYER),  # sliced out of the stack
         "%small": (LAYER, SMALL),
         "%prefetched": (LAYER, 0),
+        "%evicted": (0, LAYER),  # out of VMEM
         "%written": (SMALL + 4, SMALL),  # and the index
     }
-    assert loop.bytes == 4 * LAYER + 3 * SMALL + 4
+    assert loop.bytes == 5 * LAYER + 3 * SMALL + 4
     assert loop.trips == 4
     assert entry.bytes == 2 * 4 * LAYER
     copies = {m.instruction.name for loop in entry.walk() for m in loop.moves if m.copies}

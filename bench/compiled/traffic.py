@@ -174,8 +174,8 @@ class _Reader:
 
     def _copies(self, i: Instruction) -> bool:
         """Whether an instruction moves an array within main memory and does nothing else."""
-        if i.op in ("copy", "transpose") or (i.op == "copy-start" and not i.leaves[0].on_chip):
-            return True
+        if i.op in ("copy", "transpose", "copy-start"):
+            return i.op != "copy-start" or not any(leaf.on_chip for leaf in i.leaves[:2])
         if i.op != "fusion" or not i.calls:
             return False
         # A fusion of bitcasts alone moves nothing; one that converts or gathers does more than to move.
@@ -261,6 +261,8 @@ class _Reader:
             return 0 if result.on_chip else result.size
         if i.op in ("slice-start", "custom-call-update"):
             return 0 if self._result(i).on_chip else self._result(i).size
+        if i.op == "copy-start":  # result, operand, context
+            return 0 if i.leaves[0].on_chip else i.leaves[0].size
         if i.op.endswith("-start"):
             return 0 if any(leaf.on_chip for leaf in i.leaves) else sum(leaf.size for leaf in i.leaves[:1])
         # A result that is an update in place inside of a fusion is as small as the update.
