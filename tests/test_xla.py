@@ -142,6 +142,12 @@ def test_each_device_of_a_mesh_states_the_order_of_its_own_part():
         assert "Constraint" not in lowered("tpu", order.as_named_on_tpu, heads)
 
 
+def test_inputs_of_a_product_are_computed_before_it_on_tpus():
+    for platform in ("cpu", "cuda", "tpu"):
+        waits = "optimization_barrier" in lowered(platform, products.before_product_on_tpu, LAYER)
+        assert waits == (platform == "tpu")
+
+
 def test_indices_of_layers_are_never_compared_with_zero():
     index = jax.ShapeDtypeStruct((), jnp.int32)
     for text in (

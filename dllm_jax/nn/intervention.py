@@ -427,8 +427,8 @@ class IntervenedLayer(Layer):
         return self._changed("attention_output", super().out(o))
 
     @override
-    def mlp(self, x: Float[Array, "b q m"]) -> Float[Array, "b q m"]:
-        return self._changed("mlp_output", super().mlp(x))
+    def mlp(self, x: Float[Array, "b q m"], stored: bool = False) -> Float[Array, "b q m"]:
+        return self._changed("mlp_output", super().mlp(x, stored))
 
     @override
     def residual(self, x: Float[Array, "b q m"]) -> Float[Array, "b q m"]:

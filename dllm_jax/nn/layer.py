@@ -185,14 +185,19 @@ class Layer:
         out = einsum("bqhd,hdm->bqm", self.head_output(o), self.weights["o"])
         return out if self.spec.gemma is None else self._normed("attn_post_norm", out)
 
-    def mlp(self, x: Float[Array, "b q m"]) -> Float[Array, "b q m"]:
-        """The MLP branch of the normed input: a gated MLP, or a mixture of experts (`dllm_jax.nn.mlp`)."""
+    def mlp(self, x: Float[Array, "b q m"], stored: bool = False) -> Float[Array, "b q m"]:
+        """The MLP branch of the normed input: a gated MLP, or a mixture of experts (`dllm_jax.nn.mlp`).
+
+        Args:
+          x: The residual stream.
+          stored: Whether the policy stores the branch, which changes what TPUs compute first, and no result.
+        """
         if self.spec.gemma is not None:
             return gemma.mlp(self.weights, x, self.spec, self.kernels)
         normed = self._normed("mlp_norm", x)
         if self.spec.experts is not None and "router" in self.weights:
             return mixture(self.weights, normed, self.spec.experts, self.kernels)
-        return dense(self.weights, normed)
+        return dense(self.weights, normed, stored=stored)
 
     def finish(self, x: Float[Array, "b q m"], o: Float[Array, "b q h d"]) -> Float[Array, "b q m"]:
         """The layer's output, from its input and its attention's: both branches added to the stream."""

@@ -22,13 +22,17 @@ from dllm_jax.nn.mesh import MeshRules
 from dllm_jax.nn.sharding import within_layer
 from dllm_jax.nn.spec import ExpertSpec
 from dllm_jax.xla.partitioner import partitioned_over
-from dllm_jax.xla.products import apart_on_cuda
+from dllm_jax.xla.products import apart_on_cuda, before_product_on_tpu
 from pallas_kernels import experts
 from pallas_kernels.experts.xla import activated
 
 
 def dense(
-    weights: Mapping[str, Any], x: Float[Array, "b q m"], of: str = "", gelu: bool = False
+    weights: Mapping[str, Any],
+    x: Float[Array, "b q m"],
+    of: str = "",
+    gelu: bool = False,
+    stored: bool = False,
 ) -> Float[Array, "b q m"]:
     """The gated MLP down(silu(gate x) * up x), SwiGLU as Llama's.
 
@@ -37,11 +41,13 @@ def dense(
       x: normed inputs.
       of: Prefix of the matrices' names.
       gelu: Whether GELU's tanh form takes the place of SiLU (Gemma).
+      stored: Whether the result is stored (`Layer.mlp`).
     """
     # Two products share the normed input, and the gate's SiLU scales the other.
     gate = einsum("bqm,mf->bqf", x, weights[f"{of}gate"])
     up = einsum("bqm,mf->bqf", apart_on_cuda(x, 1), weights[f"{of}up"])
-    return einsum("bqf,fm->bqm", activated(gate, gelu) * up, weights[f"{of}down"])
+    hidden = activated(gate, gelu) * up
+    return einsum("bqf,fm->bqm", before_product_on_tpu(hidden) if stored else hidden, weights[f"{of}down"])
 
 
 def mixture(

@@ -198,7 +198,7 @@ class DLLMCache(Policy):
             recomputed = rows.where(stale) if width is None else rows.at(places)
             here, stream = layer.at(recomputed.index), places.take(x)
             attention_branch, cache = self.attend(here, stream, value, cache, rows, recomputed, canvas)
-            mlp_branch = here.mlp(stream + attention_branch)
+            mlp_branch = here.mlp(stream + attention_branch, stored=True)
             attended, mlp = places.put(attended, attention_branch), places.put(mlp, mlp_branch)
 
         # The residual stream is new everywhere; the other positions add their cached branch outputs to it.

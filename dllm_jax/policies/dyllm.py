@@ -136,7 +136,7 @@ class DyLLM(Policy):
         # MLP of the rows that turned: the next layer's salient ones.
         def renew_mlp(trip, where, here, branch):
             of_trip = layer.in_trip(trip).at(here.index)
-            return where.put(branch, of_trip.mlp(where.take(x)))
+            return where.put(branch, of_trip.mlp(where.take(x), stored=True))
 
         branch = run(turned, renew_mlp, rows.take(old.mlp))
         o = read_before_write(turned.astype(jnp.float32), o)  # what turned is found by what was stored
