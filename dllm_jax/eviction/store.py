@@ -11,7 +11,7 @@ from dllm_jax.nn.mask import Mask
 from dllm_jax.state.cache import KV
 from dllm_jax.state.rows import Rows, marked, scatter
 from dllm_jax.xla.reductions import count_marked
-from dllm_jax.xla.stacks import of_layer, put_of_layer
+from dllm_jax.xla.stacks import of_layer, put_in_window_on_tpu, put_of_layer
 from pallas_kernels.ragged_attention import read_runs
 
 # -- storage: one flat array of slots for all layers -----------------------------------------------
@@ -117,6 +117,7 @@ class PairStore(NamedTuple):
         v: Float[Array, "b p k d"],
         width: int,
         where: Bool[Array, "b 1"],
+        room: int,
     ) -> "PairStore":
         """Overwrites the kept pairs of one layer with newly computed ones of the same prompt positions.
 
@@ -126,6 +127,7 @@ class PairStore(NamedTuple):
           v: new values of the prompt.
           width: upper bound of the pairs of a head.
           where: sequences to overwrite in.
+          room: Upper bound of the pairs of a layer.
         """
         # The pairs of the kept positions; other sequences' slots are turned into padding, which writes drop.
         slots, _ = self.slots(layer.entry, width)
@@ -133,9 +135,9 @@ class PairStore(NamedTuple):
         slots = jnp.where(where[..., None], slots, self.k.shape[1])
 
         # By head, as the slots are.
-        by_head = [jnp.swapaxes(new, 1, 2) for new in pairs]
-        put = lambda a, new: a.at[_sequence(slots), slots].set(new.astype(a.dtype), mode="drop")
-        return self._replace(k=put(self.k, by_head[0]), v=put(self.v, by_head[1]))
+        first, room = of_layer(self.start, layer.entry)[:, 0], min(room, self.k.shape[1])
+        put = lambda a, new: put_in_window_on_tpu(a, jnp.swapaxes(new, 1, 2), slots, first, room)
+        return self._replace(k=put(self.k, pairs[0]), v=put(self.v, pairs[1]))
 
     def _at(self, array: Shaped[Array, "b s *d"], slots: Int[Array, "b k w"]) -> Shaped[Array, "b k w *d"]:
         """The array at the slots; padding, which lies after the store, reads its last slot."""

@@ -256,12 +256,16 @@ class PromptEviction(Policy):
         before = jnp.cumsum(pairs.budget, axis=0) - pairs.budget
         first_slot = of_layer(before, layer.entry) * canvas.spec.kv_heads
         pairs = pairs.allot(layer.entry, first_slot, position, canvas.layout.prompt, chooses)
-        return pairs.renew(layer, *prompt, widest, due)
+        room = self.widest_layer(canvas.spec, canvas.layout) * canvas.spec.kv_heads
+        return pairs.renew(layer, *prompt, widest, due, room)
 
     def widest_head(self, spec: ModelSpec, layout: Layout) -> int:
         """Upper bound of the pairs that a KV head keeps in any layer."""
-        widest = self.layers.widest(self.table(spec, layout), self.budget, layout.prompt)
-        return self.heads.widest(widest, spec.kv_heads, layout.prompt)
+        return self.heads.widest(self.widest_layer(spec, layout), spec.kv_heads, layout.prompt)
+
+    def widest_layer(self, spec: ModelSpec, layout: Layout) -> int:
+        """Upper bound of a layer's pairs per KV head, on average over its heads."""
+        return self.layers.widest(self.table(spec, layout), self.budget, layout.prompt)
 
     def table(self, spec: ModelSpec, layout: Layout) -> Int[np.ndarray, "lengths n"]:
         """Pairs per KV head of each layer, as far as known before the run; see `eviction.table`."""
