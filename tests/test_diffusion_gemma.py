@@ -18,15 +18,19 @@ import dllm_jax as dj
 from dllm_jax import lora, policies, training
 from dllm_jax.decoding.placement import place
 from dllm_jax.decoding.request import prepare
+from dllm_jax.engine.beginning import empty_cache
 from dllm_jax.engine.loop import denoise
 from dllm_jax.nn.answers import answer_logits
 from dllm_jax.nn.parameters import abstract, count
+from dllm_jax.policies.base import for_model
 from dllm_jax.published.presets import presets
 from dllm_jax.roofline import steps
 from dllm_jax.roofline.predict import work
 from dllm_jax.samplers import EntropyNoise
 from dllm_jax.samplers.noise import within_bound
+from dllm_jax.state.cache import KV, Cache
 from dllm_jax.state.layout import Layout
+from dllm_jax.state.rows import full_rows
 from dllm_jax.training.batch import checked
 from dllm_jax.training.loss import draw
 from tests import refuses
@@ -109,14 +113,15 @@ def test_methods_that_need_a_mask_are_refused_by_name():
     assert np.any(dj.forward(model, TOKENS, interventions=(of_full,)) != dj.forward(model, TOKENS))
 
 
-def test_a_full_step_has_no_logits_unless_it_may_denoise():
-    """Narrow widths leave denoising to full steps; answers are those of other widths."""
+def test_a_full_step_has_no_logits_as_it_never_denoises():
+    """A width for the canvas is added to those that are asked for; answers are those of other widths."""
     model = tiny(FAMILY)
     for widths, products in ((None, 1), ((4,), 2), (WIDE, 1)):
         options = {**OPTIONS, "widths": widths, "key": KEYS[:1]}
         placed = place(model, prepare(model, [PROMPTS[0]], **options))
         program = str(denoise.trace(placed.model, placed.inputs, placed.plan).jaxpr)
-        assert len(re.findall(rf"f32\[1,\d,{model.spec.vocab}\] = dot_general", program)) == products, widths
+        logits = re.findall(rf"f32\[1,[1-9],{model.spec.vocab}\] = dot_general", program)
+        assert len(logits) == products, widths
         found = dj.generate(model, [PROMPTS[0]], **options)
         np.testing.assert_array_equal(np.asarray(found.tokens)[0, -20:], answers()[0])
 
@@ -137,11 +142,11 @@ def test_costs_count_every_parameter_and_windows_bound_what_is_read():
     described = dj.abstract("diffusiongemma-26b-a4b", weights="int8")
     assert count(described.params) == counted
     layout = Layout(prompt=1024, response=1024, block=256, steps=4 * 48)
-    for policy, fewest in ((policies.Policy(), 256), (policies.D2Cache(), 64)):
+    for policy, fewest, slots in ((policies.Policy(), 256, 1280), (policies.D2Cache(), 64, 2048)):
         found = work(of, policy, layout)
         rows = {kind.step.rows: kind.count for kind in found.steps}
         assert (rows[2048], min(rows), sum(rows.values())) == (1, fewest, 4 * 49)
-        pairs = 2 * 2048 * 2 * (25 * 8 * 256 + 5 * 2 * 512)  # bytes of keys and values
+        pairs = 4 * (slots * 25 * 8 * 256 + 2048 * 5 * 2 * 512)  # bytes of keys and values
         assert pairs <= found.memory.cache < 1.001 * pairs
 
 
@@ -168,6 +173,29 @@ def test_a_batch_of_unequal_prompts_equals_each_alone_however_it_is_asked_for():
     for index, out in dj.generate_many(model, requests, slots=2, buckets=None, **OPTIONS):
         alone = dj.generate(model, [PROMPTS[index]], key=KEYS[index], **OPTIONS)
         np.testing.assert_array_equal(out.tokens, alone.tokens)
+
+
+class StoresAll(policies.Policy):
+    def init(self, spec, layout, batch, dtype):
+        return Cache(KV.zeros(spec, batch, layout.length, dtype), shared=())
+
+
+def test_layers_with_a_window_store_that_and_a_canvas():
+    """Of prompts shorter and longer than it, in batches, whatever widths are asked for."""
+    model, prompts = tiny(FAMILY), ([7, 8], [5] * 13, [*range(1, 31)])
+    layout = Layout.of(30, 24, 8)
+    for policy, slots in ((policies.Policy(), 6 + 8), (policies.D2Cache(), 54)):
+        stored = jax.eval_shape(lambda p=policy: empty_cache(model, for_model(p, model.spec), layout, 1))
+        assert [pairs.k.shape[1] for pairs in stored.layers] == [slots, slots, 54]
+    computed = full_rows(jnp.asarray([[False, True, True, True, True, True]]))
+    assert computed.in_ring(3).index.tolist() == [[3, 3, 3, 0, 1, 2]]
+    every = dj.generate(model, prompts, key=KEYS, policy=StoresAll(), **OPTIONS).tokens
+    for widths in ((), (3,), (20,)):
+        out = dj.generate(model, prompts, key=KEYS, **{**OPTIONS, "widths": widths})
+        np.testing.assert_array_equal(out.tokens, every)
+    for i, prompt in enumerate(prompts):
+        alone = dj.generate(model, [prompt], key=KEYS[i : i + 1], **OPTIONS)
+        np.testing.assert_array_equal(np.asarray(alone.tokens)[0, -20:], np.asarray(every)[i, -20:])
 
 
 def test_canvases_are_denoised_by_their_rule_and_stored_causally():
@@ -329,6 +357,7 @@ PARTIAL = [
     policies.DyLLM(tau=0.5, full_steps=1),
     policies.ESDLLM(alpha=0.0, compare="query", depths=(0.0, 0.3, 0.6)),
     policies.SparseDLLM(keep=0.2, delay=0),
+    policies.MAGE(keep=2),
 ]
 
 
@@ -358,6 +387,17 @@ def test_partial_steps_in_the_canvas_leave_batch_mates_alone_and_compute_less(po
     computed = np.asarray(batch.stats.computed_tokens + batch.stats.widened_tokens)
     fewer = computed < np.asarray(exact.stats.computed_tokens)
     assert fewer.all() == isinstance(policy, policies.D2Cache | policies.ESDLLM)  # others save in layers
+
+
+def test_a_causal_pass_stores_no_outputs_and_so_computes_no_last_experts():
+    def flops(policy: policies.Policy) -> float:
+        request = prepare(tiny(FAMILY), [[5] * 40], key=KEYS[0], length=8, sampler=SAMPLER, policy=policy)
+        placed = place(tiny(FAMILY), request, [[5] * 40])
+        return denoise.lower(placed.model, placed.inputs, placed.plan).compile().cost_analysis()["flops"]
+
+    exact = flops(policies.Policy())
+    assert flops(policies.DLLMCache(ratio=0.5)) < 1.1 * exact
+    assert flops(policies.DyLLM()) < 1.4 * exact
 
 
 def test_positions_that_a_step_leaves_out_keep_their_tokens():

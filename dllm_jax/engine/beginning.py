@@ -119,8 +119,7 @@ def empty_cache(model: Model, policy: Policy, layout: Layout, batch: int) -> Cac
     separate, spec = cache.separate(), model.spec
     if spec.gemma is None or not separate.layers:
         return separate
-    # Layers of the other kind store pairs of another shape.
-    full = policy.init(spec.at(spec.gemma.full[0]), layout, batch, model.dtype).separate().layers
-    return separate._replace(
-        layers=[(full if n in spec.gemma.full else separate.layers)[n] for n in range(spec.layers)]
-    )
+    # Layers of the two kinds store pairs of different shapes.
+    kinds = [spec.at(layer) for layer in range(spec.layers)]
+    of_kind = {kind: policy.init(kind, layout, batch, model.dtype).separate().layers for kind in {*kinds}}
+    return separate._replace(layers=[of_kind[kind][layer] for layer, kind in enumerate(kinds)])

@@ -122,7 +122,7 @@ def _positions(plan: Plan, canvas: Canvas, rows: Rows) -> Int[Array, "b c"]:
     sampler, layout = plan.sampler, plan.layout
     everywhere = sampler.allow_mask_token or plan.scores_response or sampler.scored == "answer"
     most = layout.response if everywhere else layout.widest_block
-    if not canvas.spec.has_mask_token and layout.block <= max(plan.widths, default=0) < rows.index.shape[1]:
+    if not canvas.spec.has_mask_token and rows.full:
         most = 0  # denoising fits the widths: a full step makes causal passes alone, which predict nothing
     if sampler.procedure.verifies:
         # What is verified is in the shadow, whether or not the step computes it.

@@ -96,6 +96,8 @@ def step_widths(
         widths = set(sorted(fit(proposed))[-1:] if few else fit(proposed))
     else:
         widths = fit(override)
+    if not spec.has_mask_token:  # layers with a window store as many pairs as steps within a canvas read
+        widths = fit(layout.fitted(spec).context.widths(tuple(widths), layout.length, infilled=False))
     widest = min(max(proposed, default=0), layout.length)
     if not policy.only_sets and widest > max(widths, default=0):
         widths |= {widest}

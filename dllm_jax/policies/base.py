@@ -13,7 +13,7 @@ from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import Options
 from dllm_jax.policies.returns import RETURNS
-from dllm_jax.state.cache import KV, Cache, LayerCache, Proposal
+from dllm_jax.state.cache import KV, Cache, LayerCache, Proposal, WindowKV
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import Rows
@@ -105,9 +105,17 @@ class Policy(Options):
     # -- what is stored -----------------------------------------------------------------------------
 
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
-        """Allocates storage for a generation: dense K and V per layer, if they are ever read."""
-        layers = KV.zeros(spec, batch, layout.length, dtype) if self.stores(spec) else ()
-        return Cache(layers, shared=())
+        """Allocates storage for a generation: dense K and V per layer, if they are ever read.
+
+        Default layers with a window (`ModelSpec.at`) store that and a block.
+        """
+        if not self.stores(spec):
+            return Cache((), shared=())
+        slots = layout.length
+        if self.only_sets and spec.window is not None:
+            slots = min(slots, spec.window + spec.context.size)
+        pairs = KV.zeros(spec, batch, slots, dtype)
+        return Cache(pairs if slots == layout.length else WindowKV(*pairs), shared=())
 
     def before_first_step(
         self, cache: Cache, canvas: Canvas, model: Model, x: Float[Array, "b l m"]

@@ -140,7 +140,8 @@ class DyLLM(Policy):
 
         branch = run(turned, renew_mlp, rows.take(old.mlp))
         o = read_before_write(turned.astype(jnp.float32), o)  # what turned is found by what was stored
-        cache = stored(cache, rows, attention=o, mlp=branch)
+        if canvas.spec.has_mask_token or not rows.full:  # else a causal pass, whose outputs no step reads
+            cache = stored(cache, rows, attention=o, mlp=branch)
         shared = rows.where(turned).mask() & canvas.valid
         return layer.residual(x + branch), cache._replace(shared=shared)
 

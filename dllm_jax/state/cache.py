@@ -104,6 +104,17 @@ class KV(NamedTuple):
         return KV(empty(), empty())
 
 
+class WindowKV(NamedTuple):
+    """Rotated keys and values of the last s positions, in a layer that attends to a window of its context.
+
+    Position p lies in slot p % s until a later one takes it. So a block of c positions, and the window of W
+    before it, have s = W + c slots.
+    """
+
+    k: Float[Array, "b s k d"]
+    v: Float[Array, "b s k d"]
+
+
 # -- the storage as a layer finds it: two forms with the same members ------------------------------------
 
 
@@ -228,7 +239,17 @@ class LayerCache(NamedTuple):
         those of the rows.
         """
         mask = canvas.attends(rows, self.readable)
-        return mask if self._stores or rows.full else rows.keys(mask)
+        if rows.full:
+            return mask
+        if not self._stores:
+            return rows.keys(mask)
+        if (slots := self._ring) is None or mask is None:
+            return mask
+        newest = jnp.where(canvas.causal, canvas.block_start[:, None], canvas.block_end) - 1
+        position = newest - (newest - jnp.arange(slots)) % slots
+        here = jnp.clip(position, 0, mask.shape[3] - 1)[:, None, None]
+        here = jnp.broadcast_to(here, (*mask.shape[:3], slots))
+        return jnp.take_along_axis(mask, here, axis=3) & (position >= 0)[:, None, None]
 
     def update(self, rows: Rows, new: PyTree) -> tuple["LayerCache", PyTree]:
         """Writes new values [b q ...] of every array over the stored ones.
@@ -240,9 +261,12 @@ class LayerCache(NamedTuple):
         if not self._stores:
             return self, new
 
-        # What was written is read back: a read before the write would need `read_before_write`.
-        cache = self._changed(lambda arrays, write: jax.tree.map(write, arrays, new), rows)
-        return cache, cache.read()
+        # What was written is read back: a read before the write would need `read_before_write`. Where the
+        # last pairs alone are stored, a full step is a first one, which computes all that it reads.
+        slots = self._ring
+        places, values = (rows, new) if slots is None else (rows.in_ring(slots), WindowKV(*new))
+        cache = self._changed(lambda arrays, write: jax.tree.map(write, arrays, values), places)
+        return cache, new if slots is not None and rows.full else cache.read()
 
     def replace(self, where: Bool[Array, "b"], new: PyTree, part: str | None = None) -> "LayerCache":
         """Writes new values [b s ...] of all slots of every array, in the marked sequences.
@@ -287,6 +311,12 @@ class LayerCache(NamedTuple):
             return storage._replace(**written)
 
         return self._changed(change, rows, ahead)
+
+    @property
+    def _ring(self) -> int | None:
+        """Slots of a layer that stores the pairs of its window alone; None of other layers."""
+        stored = self.storage.layers[0] if isinstance(self.storage, Separate) else None
+        return stored.k.shape[1] if isinstance(stored, WindowKV) else None
 
     @property
     def _stores(self) -> bool:

@@ -130,6 +130,12 @@ class Rows:
         slot = jnp.where(self.real & (self.positions >= before), self.positions - before, slots)
         return Rows(slot, slots, self.in_place)
 
+    def in_ring(self, slots: int) -> "Rows":
+        """The rows as slots of a ring, of which position p has slot p % slots until a later one takes it."""
+        newest = jnp.max(jnp.where(self.real, self.index, 0), axis=1, keepdims=True)
+        stays = self.real & (self.positions > newest - slots)
+        return Rows(jnp.where(stays, self.positions % slots, slots), slots)
+
 
 def full_rows(need: Bool[Array, "b l"]) -> Rows:
     """The rows of a full step: the needed positions where they lie on the canvas, padding elsewhere."""
