@@ -37,6 +37,7 @@ from tests import refuses
 from tests.checkpoints import rewrite
 from tests.models import WIDE, spec, tiny
 from tests.replay.stepping import states
+from tests.test_mesh import mesh_of, on_mesh
 
 FAMILY, TOKENS = "diffusion-gemma", np.arange(20)[None] % 50
 MODEL = pathlib.Path(__file__).parent / "goldens" / "models" / "diffusion-gemma-tiny"
@@ -196,6 +197,14 @@ def test_layers_with_a_window_store_that_and_a_canvas():
     for i, prompt in enumerate(prompts):
         alone = dj.generate(model, [prompt], key=KEYS[i : i + 1], **OPTIONS)
         np.testing.assert_array_equal(np.asarray(alone.tokens)[0, -20:], np.asarray(every)[i, -20:])
+
+
+def test_a_mesh_decodes_what_one_device_does():
+    """Sequences, heads and experts are divided, and what layers store."""
+    gemma = dataclasses.replace(spec(FAMILY).gemma, kv_heads=2)
+    model = tiny(FAMILY, vocab=64, mask_id=64, gemma=gemma)
+    run = lambda of: np.asarray(dj.generate(of, PROMPTS, key=KEYS, **OPTIONS).tokens)
+    np.testing.assert_array_equal(run(on_mesh(model, mesh_of("dp=4 tp=2"))), run(model))
 
 
 def test_canvases_are_denoised_by_their_rule_and_stored_causally():
