@@ -5,7 +5,7 @@ python -m bench.asked --json bench/results/asked_cpu.json
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import tyro
@@ -74,28 +74,38 @@ def measure(kind: Kind, model: dj.Model, reader: Any, questions: int) -> float:
     return accuracy(model, reader, asked, batch=32, **dj.generation_defaults(model, **options))
 
 
-def main(json: Path | None = None, questions: int = 64, only: tuple[str, ...] = dj.bundled.NAMES):
+def main(
+    json: Path | None = None,
+    questions: int = 64,
+    only: tuple[str, ...] = dj.bundled.NAMES,
+    weights: Literal["int8"] | None = None,
+):
     """Measures every kind of question.
 
     Args:
       json: File of the results.
       questions: Number of held-out questions of each kind.
       only: Bundled models to ask; rows of the others stay as the file has them.
+      weights: How matrices are stored; rows with other weights stay too.
     """
     where = measured_on("float32")
-    about = where | {"questions": questions, "rows": []}
-    if only != dj.bundled.NAMES and json is not None:
-        about = read_json(json)
-    rows = [row for row in about["rows"] if row["model"] not in only]
+    about = read_json(json) if json and json.exists() else where | {"questions": questions, "rows": []}
+    rows = [row for row in about["rows"] if row["model"] not in only or row.get("weights") != weights]
     made = {"commit": runner.commit()} | {key: where[key] for key in ("dllm_jax", "date")}
     for name in only:
         path = dj.bundled.path(name)
-        model = dj.load(path)
+        model = dj.load(path, weights=weights)
         pictured = name in dj.bundled.PICTURED
         reader = dj.vision.Processor.load(path) if pictured else dj.load_tokenizer(path)
         for kind in (kind for kind in KINDS if name in kind.models):
             share = measure(kind, model, reader, questions)
-            row = {"model": name, "kind": kind.title, "options": kind.options, "accuracy": share}
+            row = {
+                "model": name,
+                "weights": weights,
+                "kind": kind.title,
+                "options": kind.options,
+                "accuracy": share,
+            }
             rows.append(row | made)
             print(row, flush=True)
     runner.write(json, about | {"rows": rows})
@@ -105,7 +115,7 @@ def table() -> str:
     """Makes a row for each kind of question and length, with the accuracy of each model."""
     content = read_json(RESULT)
     key = lambda row: (row["model"], row["kind"], row["options"] and tuple(row["options"]))
-    known = {key(row): row["accuracy"] for row in content["rows"]}
+    known = {key(row): row["accuracy"] for row in content["rows"] if not row.get("weights")}
     lines = []
     for kind in KINDS:
         cells = [known.get((name, kind.title, kind.options)) for name in dj.bundled.NAMES]
@@ -114,8 +124,7 @@ def table() -> str:
         lines.append([kind.title, kind.asked, given, *shares])
     names = [f"`{name}`" for name in dj.bundled.NAMES]
     shown = runner.table(["question", "example", "options", *names], "lll" + "r" * len(names), lines)
-    when = f"{content['date'][:10]}, dllm_jax {content['dllm_jax']}, CPU, float32"
-    return f"{shown}\n\n*Exact match on {content['questions']} held-out questions each; {when}.*"
+    return f"{shown}\n\n*Exact match on {content['questions']} held-out questions each, in float32.*"
 
 
 if __name__ == "__main__":
