@@ -190,7 +190,8 @@ class Layer:
 
         Args:
           x: The residual stream.
-          stored: Whether the policy stores the branch, which changes what TPUs compute first, and no result.
+          stored: Whether the policy stores the branch or evicts pairs, which changes what TPUs compute first,
+            and no result.
         """
         if self.spec.gemma is not None:
             return gemma.mlp(self.weights, x, self.spec, self.kernels)
@@ -199,10 +200,15 @@ class Layer:
             return mixture(self.weights, normed, self.spec.experts, self.kernels)
         return dense(self.weights, normed, stored=stored)
 
-    def finish(self, x: Float[Array, "b q m"], o: Float[Array, "b q h d"]) -> Float[Array, "b q m"]:
-        """The layer's output, from its input and its attention's: both branches added to the stream."""
+    def finish(
+        self, x: Float[Array, "b q m"], o: Float[Array, "b q h d"], stored: bool = False
+    ) -> Float[Array, "b q m"]:
+        """The layer's output, from its input and its attention's: both branches added to the stream.
+
+        `stored` is that of `mlp`.
+        """
         x = x + self.out(o)
-        return self.residual(x + self.mlp(x))
+        return self.residual(x + self.mlp(x, stored))
 
     def residual(self, x: Float[Array, "b q m"]) -> Float[Array, "b q m"]:
         """The residual stream that leaves the layer, as the next one reads it.

@@ -41,7 +41,7 @@ def dense(
       x: normed inputs.
       of: Prefix of the matrices' names.
       gelu: Whether GELU's tanh form takes the place of SiLU (Gemma).
-      stored: Whether the result is stored (`Layer.mlp`).
+      stored: That of `Layer.mlp`.
     """
     # Two products share the normed input, and the gate's SiLU scales the other.
     gate = einsum("bqm,mf->bqf", x, weights[f"{of}gate"])

@@ -160,7 +160,8 @@ class EvictPrompt(PromptEviction):
         else:
             branch = self.attend_to_kept(step, pairs, dense)
         x = x + branch
-        return layer.residual(x + layer.mlp(x)), cache._replace(shared=shared._replace(pairs=pairs))
+        x = layer.residual(x + layer.mlp(x, stored=True))
+        return x, cache._replace(shared=shared._replace(pairs=pairs))
 
     @override
     def reads(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:

@@ -103,7 +103,7 @@ class SparseDLLM(Policy):
             width = min(rows.index.shape[1], canvas.layout.block)
             cache, both = cache.write_last(jax.tree.map(lambda a: a[:, :width], new))
             o, _ = layer.attention(q, both.k, both.v, self._attends(rows, canvas, both.k.shape[1], width))
-        return layer.finish(x, o), cache
+        return layer.finish(x, o, stored=True), cache
 
     @override
     def before_layers(self, cache: Cache, canvas: Canvas, rows: Rows) -> Cache:

@@ -47,9 +47,10 @@ def before_product_on_tpu(x: Float[Array, "b q f"]) -> Float[Array, "b q f"]:
     """Inputs of a product, which on TPUs are computed before it.
 
     Symptom: XLA multiplies the results of an MLP's gate and second product inside of its third one, and keeps
-      both until then. Where a policy stores branches of the layer, VMEM has no room for both.
+      both until then. Where a policy stores branches or evicts, VMEM has no room for both.
     Seen on: TPU v6e, jaxlib 0.10.2.
-    Cost: A layer of a full step, `DyLLM` before 699 MB, after 636; `MaskKV` before 619, after 544.
+    Cost: A layer of a full step, `DyLLM` before 699 MB, after 636; `MaskKV` before 619, after 544;
+      `SparseDLLM` before 574, after 511.
     Test: test_xla.py::test_inputs_of_a_product_are_computed_before_it_on_tpus
     """
     return jax.lax.platform_dependent(x, tpu=jax.lax.optimization_barrier, default=lambda x: x)
