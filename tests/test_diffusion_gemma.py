@@ -174,6 +174,7 @@ def test_a_batch_of_unequal_prompts_equals_each_alone_however_it_is_asked_for():
     for index, out in dj.generate_many(model, requests, slots=2, buckets=None, **OPTIONS):
         alone = dj.generate(model, [PROMPTS[index]], key=KEYS[index], **OPTIONS)
         np.testing.assert_array_equal(out.tokens, alone.tokens)
+    dj.generate_many(model, PROMPTS, length=20, key=KEYS[0]).close()  # the model's own sampler draws too
 
 
 class StoresAll(policies.Policy):

@@ -29,7 +29,7 @@ from dllm_jax.decoding.options import (
 )
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.report import report
-from dllm_jax.decoding.request import Request, prepare
+from dllm_jax.decoding.request import Request, prepare, with_noise
 from dllm_jax.decoding.slots import Slots
 from dllm_jax.decoding.stream import progress_bar
 from dllm_jax.engine.features.prefix import ReusedPrefix
@@ -139,6 +139,8 @@ def generate_many(
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         raise ValueError(f"prompts={shown(prompts)} must be an iterable of prompts, such as [[1, 2], [3]]")
     check_options("generate_many", options, "slots", "errors")
+    if not model.spec.has_mask_token:
+        options = with_noise(model, options)
     of_all: dict[str, Any] = {"buckets": ladders.DEFAULT, **options}
     key, progress = of_all.pop("key", None), of_all.pop("progress", False)
     if of_all["buckets"] is not None:
