@@ -89,8 +89,11 @@ def main(
       weights: How matrices are stored; rows with other weights stay too.
     """
     where = measured_on("float32")
-    about = read_json(json) if json and json.exists() else where | {"questions": questions, "rows": []}
-    rows = [row for row in about["rows"] if row["model"] not in only or row.get("weights") != weights]
+    about = where | {"questions": questions, "rows": []}
+    earlier = read_json(json) if json and json.exists() else about
+    rows = [row for row in earlier["rows"] if row["model"] not in only or row.get("weights") != weights]
+    if only != dj.bundled.NAMES or weights is not None:
+        about = earlier
     made = {"commit": runner.commit()} | {key: where[key] for key in ("dllm_jax", "date")}
     for name in only:
         path = dj.bundled.path(name)

@@ -174,8 +174,10 @@ class _Reader:
 
     def _copies(self, i: Instruction) -> bool:
         """Whether an instruction moves an array within main memory and does nothing else."""
-        if i.op in ("copy", "transpose", "copy-start"):
-            return i.op != "copy-start" or not any(leaf.on_chip for leaf in i.leaves[:2])
+        if i.op == "copy-start":
+            return not any(leaf.on_chip for leaf in i.leaves[:2])
+        if i.op in ("copy", "transpose"):
+            return True
         if i.op != "fusion" or not i.calls:
             return False
         # A fusion of bitcasts alone moves nothing; one that converts or gathers does more than to move.

@@ -122,8 +122,8 @@ def _positions(plan: Plan, canvas: Canvas, rows: Rows) -> Int[Array, "b c"]:
     sampler, layout = plan.sampler, plan.layout
     everywhere = sampler.allow_mask_token or plan.scores_response or sampler.scored == "answer"
     most = layout.response if everywhere else layout.widest_block
-    if not canvas.spec.has_mask_token and rows.full:
-        most = 0  # denoising fits the widths: a full step makes causal passes alone, which predict nothing
+    if rows.full and canvas.spec.full_steps_are_causal:
+        most = 0  # causal passes predict nothing
     if sampler.procedure.verifies:
         # What is verified is in the shadow, whether or not the step computes it.
         return compact(candidates | decoded_in_block(canvas), most)

@@ -359,6 +359,11 @@ class ModelSpec(Options):
         """Whether undecided positions hold a token, [MASK]; a model without one reads noise there."""
         return self.gemma is None
 
+    @property
+    def full_steps_are_causal(self) -> bool:
+        """Whether full steps make causal passes alone, as widths always hold a canvas to denoise."""
+        return not self.has_mask_token
+
     def undecided(self, tokens: Any) -> Any:
         """Whether each id marks a position without a token: [MASK], or `vocab` in a model without masks."""
         return tokens == self.mask_id

@@ -209,7 +209,7 @@ class DLLMCache(Policy):
                 cache, now = cache.write_last(new[:, -stored.mlp.shape[1] :], name)
             if rows.index.shape[1] <= stored.mlp.shape[1]:
                 attended, mlp = tail.take(now.attention), tail.take(now.mlp)
-        elif canvas.spec.has_mask_token or not rows.full:  # else a causal pass, whose outputs no step reads
+        elif not (rows.full and canvas.spec.full_steps_are_causal):  # no step reads a causal pass's outputs
             cache = cache.write(tail.where(stale), attention=attended, mlp=mlp)
         return layer.residual(x + attended + mlp), cache
 

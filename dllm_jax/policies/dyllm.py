@@ -140,7 +140,7 @@ class DyLLM(Policy):
 
         branch = run(turned, renew_mlp, rows.take(old.mlp))
         o = read_before_write(turned.astype(jnp.float32), o)  # what turned is found by what was stored
-        if canvas.spec.has_mask_token or not rows.full:  # else a causal pass, whose outputs no step reads
+        if not (rows.full and canvas.spec.full_steps_are_causal):  # no step reads a causal pass's outputs
             cache = stored(cache, rows, attention=o, mlp=branch)
         shared = rows.where(turned).mask() & canvas.valid
         return layer.residual(x + branch), cache._replace(shared=shared)

@@ -51,8 +51,7 @@ class PrefixCache(Policy):
         A shifted head takes one position more, since the last position predicts nothing and the step's are
         the last ones of the canvas.
         """
-        widths = (w for w in halvings(layout.response)[-3:] if w >= layout.block)
-        return tuple(min(w + spec.shifted, layout.length) for w in widths)
+        return tuple(w + spec.shifted for w in halvings(layout.response)[-3:] if w >= layout.block)
 
     _in_blocks = with_mask_token(BY_PARTS)
 

@@ -179,7 +179,7 @@ def drift_widens(policy: p.Policy, at: Setting, counts: Mapping[Step, float]) ->
 def _rolled(policy: p.D2Cache, at: Setting, step: Step, index: int) -> Step:
     """The attention maps computed again, keys read again, and the rollout's float32 product."""
     rows, length = step.rows, at.layout.length
-    if step.full and not at.spec.has_mask_token:  # a causal pass over the context, which does not roll
+    if step.full and at.spec.full_steps_are_causal:  # causal passes do not roll
         return dataclasses.replace(step, scratch=2 * 4 * rows * length)
     depth = (policy.rollout_layers or at.spec.layers) / at.spec.layers
     return dataclasses.replace(
