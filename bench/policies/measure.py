@@ -15,7 +15,7 @@ from bench.policies.workloads import Workload
 from dllm_jax import roofline
 from dllm_jax.policies.base import for_model
 
-SAVED = 16  # settings until results are written, for which the exact decoders run again
+SAVED = 16  # settings until results are written
 PROGRAMS = 8  # settings until compiled programs are dropped: they use up the process's memory maps
 
 
@@ -33,25 +33,27 @@ def stages(workload: Workload, earlier: dict[str, Any], saved: int = SAVED) -> I
     # By the curve too: where a response is one block long, "one block" is named like the rest.
     rows = {setting: find(results, setting, curve=setting.curve) for setting in workload.grid}
     missing = [setting for setting, row in rows.items() if row is None]
+    decoded: dict[Setting, dj.Output] = {}
     for start in range(0, len(missing), saved):
-        rows |= measure(workload, missing[start : start + saved])
+        rows |= measure(workload, missing[start : start + saved], decoded)
         done = min(start + saved, len(missing))
         print(f"{workload.name}: {done} of {len(missing)} settings run", file=sys.stderr)
         yield results | about | {"rows": [row for row in rows.values() if row is not None]}
 
 
-def measure(workload: Workload, settings: list[Setting]) -> dict[Setting, dict[str, Any]]:
-    """A row per setting; the exact decoders that they are compared with run as well."""
+def measure(
+    workload: Workload, settings: list[Setting], decoded: dict[Setting, dj.Output]
+) -> dict[Setting, dict[str, Any]]:
+    """A row per setting; the exact decoders that they are compared with run once and stay in `decoded`."""
     exact = workload.grid[0]
     assert exact == exact.exact
-    outs: dict[Setting, dj.Output] = {}
-    running = [exact, *(run for s in settings for run in (s.exact, s.unlabeled))]
-    for i, setting in enumerate(dict.fromkeys(running)):
+    running = dict.fromkeys([exact, *(run for s in settings for run in (s.exact, s.unlabeled))])
+    for i, setting in enumerate(setting for setting in running if setting not in decoded):
         if i % PROGRAMS == 0:
             jax.clear_caches()
         parts = [workload.run(setting, prompts) for prompts in workload.chunks()]
-        outs[setting] = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
-    return {s: _row(workload, s, outs[exact], outs[s.exact], outs[s.unlabeled]) for s in settings}
+        decoded[setting] = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+    return {s: _row(workload, s, decoded[exact], decoded[s.exact], decoded[s.unlabeled]) for s in settings}
 
 
 def _row(workload: Workload, setting: Setting, plain: dj.Output, base: dj.Output, out: dj.Output) -> dict:
