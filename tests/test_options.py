@@ -324,7 +324,11 @@ def test_arguments_of_other_libraries_are_answered_with_ours():
         ("max_new_tokens", 32, r"Did you mean length=32\?"),
         ("block_length", 8, r"Did you mean block=8\?"),
         ("attention_mask", [[1, 1]], r"Did you mean prompt_mask=\?"),
-        ("temperature", 0.7, r"Set it on the sampler: .*Confidence\(temperature=0\.7\)\."),
+        (
+            "temperature",
+            0.7,
+            r"Set it on the sampler: .*Confidence\(temperature=0\.7\); DiffusionGemma has EntropyNoise",
+        ),
         ("num_return_sequences", 4, r"Repeat the prompt: \[prompt\] \* 4"),
         ("lenght", 4, r"Did you mean length=\?"),
         ("eos_token_id", 1, r"Did you mean stop=\[\[1\]\]\? stop_at_eos=True ends at"),

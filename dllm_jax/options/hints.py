@@ -53,7 +53,10 @@ NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "return_dict_in_generate": ("transformers", ("not needed: out.tokens holds the tokens",)),
     "streamer": ("transformers", ("use dj.stream(model, prompt, ...)",)),
     "do_sample": ("transformers", (SAMPLER + "Confidence(temperature=0.7); 0 is greedy",)),
-    "temperature": ("transformers, LLaDA, Dream, vLLM", (SAMPLER + "Confidence(temperature={value})",)),
+    "temperature": (
+        "transformers, LLaDA, Dream, vLLM",
+        (SAMPLER + "Confidence(temperature={value}); DiffusionGemma has EntropyNoise(t_max=, t_min=)",),
+    ),
     "top_p": ("transformers, Dream, vLLM", (SAMPLER + "Confidence(temperature=1.0, top_p={value})",)),
     "top_k": ("transformers, Dream, vLLM", (SAMPLER + "Confidence(temperature=1.0, top_k={value})",)),
     "cfg_scale": ("LLaDA", (SAMPLER + "Confidence(cfg_scale={value})",)),
