@@ -7,6 +7,7 @@ import re
 import numpy as np
 
 import dllm_jax as dj
+from bench.pages import checkpoints
 from dllm_jax.demo import trains
 from tests import examples, run_blocks
 from tests.checkpoints import tiny as small
@@ -82,6 +83,15 @@ def test_every_policy_and_sampler_is_named():
     assert {"Confidence", "Threshold"} < names
     for name in names - {"UntilDone", "GrowingAnswers"}:  # bases of others
         assert f"`{name}`" in TEXT
+
+
+def test_every_family_that_was_recorded_is_named():
+    plain = lambda text: re.sub(r"[-_ ]", "", text.lower())
+    named = plain(TEXT.split("## Supported models")[1].split("\n## ")[0])
+    families = [what for _, what in checkpoints.READ if "recorded[" in what]
+    names = [re.match(r"loads as ([^;,]+)", what)[1] for what in families]
+    assert len(names) > 10
+    assert [name for name in names if plain(name) not in named] == []
 
 
 def test_it_is_short_and_links_to_files_that_exist():
