@@ -23,7 +23,7 @@ from dllm_jax.demo.command import main as demonstrate
 from dllm_jax.encoding import encodable
 from dllm_jax.eval import __main__ as evaluations
 from dllm_jax.policies import DualCache, Policy
-from dllm_jax.samplers import Threshold
+from dllm_jax.samplers import S2D2, Autoregressive, Threshold
 from dllm_jax.tasks import Chain, Example
 from tests.models import tiny
 
@@ -174,6 +174,14 @@ def test_policies_are_compared_in_one_table():
     for wrong in ([], "DualCache", 3, [3]):
         with pytest.raises(ValueError, match="polic"):
             dj.compare(model, prompt, wrong, length=8)
+
+
+def test_equal_answers_are_equal_on_canvases_of_other_lengths():
+    """Of a draft the last block is completed beyond the answer; one token after the other has no such end."""
+    ways = [{"sampler": Autoregressive()}, {"sampler": S2D2(on=None)}]
+    found = dj.compare(tiny("sdar"), [[11, 12, 13]], ways, repeats=1, length=7)
+    np.testing.assert_array_equal(*(row.output.tokens for row in found.rows))
+    assert found.rows[1].equal == 1.0
 
 
 def test_checkpoints_that_read_no_text_are_left_out():

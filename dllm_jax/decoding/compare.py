@@ -124,7 +124,7 @@ def compare(
         report(output.stats, plan.policy, plan.sampler, run.placed.nonfinite)
     mean = lambda array: float(np.mean(host.everywhere(array)))
     responses = [
-        host.everywhere(output.tokens)[:, -run.placed.plan.layout.response :]
+        host.everywhere(output.tokens)[:, run.placed.plan.layout.prompt - run.placed.extra :]
         for run, output in zip(runs, outputs, strict=True)
     ]
     # Sequences with the response of the first row, none where lengths differ.
