@@ -348,6 +348,16 @@ def test_bytes_are_those_of_the_roofline():
     assert cost(elastic, drifting) > cost(elastic, calm)
 
 
+def test_answers_that_end_within_a_block_of_the_model_are_predicted_as_they_run():
+    model, exact = tiny("sdar"), Decoding(length=32, block=12, steps=36, batch=1)
+    setting = Candidate(policies.DualCache()).filled(exact)
+    found = objective_for("bytes", None, model, exact).cost(setting, answered(forwards=36), answered())
+    layout = dj.Layout(64, 36 + 11, 12, 36, padded=True, tail=11)  # three blocks, and what completes a fourth
+    made = work(model.spec, setting.policy, layout, 1, jnp.float32).steps
+    per_step = np.average([kind.cost.bytes for kind in made], weights=[kind.count for kind in made])
+    assert found.value == pytest.approx(36 * per_step)
+
+
 def test_predicted_time_is_that_of_the_accelerator():
     made = work(tiny("llada").spec, DUAL.policy, LAYOUT, 2, jnp.float32)
     times = [cost(DUAL, answered(), "time", at) for at in ("h100", HARDWARE["v5e"])]

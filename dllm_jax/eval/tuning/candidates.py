@@ -9,7 +9,7 @@ import numpy as np
 from typing_extensions import override
 
 from dllm_jax import policies as p
-from dllm_jax.decoding.request import prepare
+from dllm_jax.decoding.request import Request, prepare
 from dllm_jax.engine.pieces import begin_pieces
 from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.nn.keys import seeded
@@ -67,15 +67,18 @@ class Candidate(Options):
           prompt: prompt positions, padding included.
         """
         try:
-            # A prompt of end-of-texts, of which the first is padding, goes as far as the first step's shapes.
-            settings = dataclasses.replace(exact, **vars(self))
-            key = seeded(0) if settings.sampler.draws else None
-            ids = np.full((1, prompt), model.spec.eos_id, np.int32)
-            mask = np.arange(prompt)[None] > 0
-            request = prepare(model, ids, prompt_mask=mask, key=key, **settings.options())
+            request = self.request(model, exact, prompt)
             jax.eval_shape(lambda *a: begin_pieces(*a).need, model, request.inputs, request.plan)
         except ValueError as error:
             raise ValueError(f"candidate {self}: {error}") from error
+
+    def request(self, model: Model, exact: Decoding, prompt: int) -> Request:
+        """The request of a prompt of end-of-texts, of which the first is padding; arguments as in `check`."""
+        settings = dataclasses.replace(exact, **vars(self))
+        key = seeded(0) if settings.sampler.draws else None
+        ids = np.full((1, prompt), model.spec.eos_id, np.int32)
+        mask = np.arange(prompt)[None] > 0
+        return prepare(model, ids, prompt_mask=mask, key=key, **settings.options())
 
 
 def taken(settings: Iterable[Candidate], model: Model, exact: Decoding, prompt: int) -> tuple[Candidate, ...]:

@@ -15,7 +15,6 @@ from dllm_jax.eval.tuning.evidence import Estimate
 from dllm_jax.nn.model import Model
 from dllm_jax.options import check_argument, shown
 from dllm_jax.roofline import HARDWARE, Assumed, Hardware, Work, work
-from dllm_jax.state.layout import Layout
 
 Name = Literal["time", "bytes"]
 Answered = Sequence[Any]  # `Row`s, with `schema.COSTS`: whoever reads them knows that none has failed
@@ -93,8 +92,9 @@ class Predicted(Objective):
         """The predicted cost of a batch, of as many steps as its answers took on average."""
         mean = lambda name: statistics.fmean(row[name] for row in rows)
         forwards, computed, widened = map(mean, ("forwards", "computed", "widened"))
-        # The runner pads every batch.
-        layout = Layout.of(prompt, self.decoding.length or 0, candidate.block, candidate.steps, padded=True)
+        decoding = dataclasses.replace(self.decoding, **vars(candidate))
+        decoding = decoding.at(decoding.length or 0)  # as the runner answers
+        layout = candidate.request(self.model, decoding, prompt).plan.layout
         # A sampler that may take more than one step per block, with one in the schedule, has no schedule: it
         # is given one of as many steps per block as it took.
         fastest = dataclasses.replace(layout, steps=layout.blocks)
@@ -110,7 +110,7 @@ class Predicted(Objective):
         made = work(spec, candidate.policy, layout, self.decoding.batch, dtype, assumed)
         # Fewer steps than a schedule has, as after an early end-of-text, leave out whole blocks: all kinds of
         # steps in proportion.
-        return self.read(made) * forwards / layout.steps
+        return self.read(made) * forwards / sum(kind.count for kind in made.steps)
 
 
 def objective_for(
