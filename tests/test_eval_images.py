@@ -215,6 +215,8 @@ def test_a_key_holds_all_that_an_answer_depends_on(llada_v_path, folder):
     made = Runner(lm, Decoding(length=4)).with_images(plain)
     with pytest.raises(ValueError, match="request '1' has images: a runner `with_images` answers it"):
         Runner(lm, Decoding(length=4)).key(made.pictured("1", "Q?", [str(folder / "a.png")], 4, (), "g"))
+    drafted = Runner(lm, Decoding(length=4, sampler=dj.samplers.FreeDave())).with_images(plain)
+    assert drafted.decoding.sampler == dj.samplers.FreeDave(made.decoding.sampler)  # which decides
 
 
 def test_text_and_images_go_through_one_runner_and_end_at_stops(llada_v_path, folder, monkeypatch):

@@ -297,6 +297,9 @@ def test_a_class_stands_for_its_grid_and_a_policy_for_itself():
     grid = candidates([policies.DualCache, policies.DualCache], exact, 64)
     assert {(type(c.policy), c.block) for c in grid} == {(policies.DualCache, 4), (policies.DualCache, 32)}
     assert [c.sampler.temperature for c in grid if isinstance(c.sampler, samplers.Threshold)] == [0.5]
+    drafted = dataclasses.replace(exact, sampler=samplers.FreeDave(exact.sampler))
+    kinds = {c.sampler for c in candidates([policies.DualCache], drafted, 64)}
+    assert kinds == {drafted.sampler, samplers.Threshold(temperature=0.5)}
     own = Candidate(policies.SparseDLLM(), samplers.Factor(2.0), 8, 16)
     assert candidates([own, Candidate()], exact, 64) == (own,)
 
@@ -341,6 +344,9 @@ def test_bytes_are_those_of_the_roofline():
     assert cost(parallel, answered(forwards=4)) == pytest.approx(moved(fewer) / 2)
     mixed = answered() + answered(prompt=128)
     assert cost(DUAL, mixed) == pytest.approx((cost(DUAL, mixed[:1]) + cost(DUAL, mixed[1:])) / 2)
+
+    # A pass computes the branches of drafts, too.
+    assert cost(dataclasses.replace(DUAL, sampler=samplers.FreeDave()), answered()) > cost(DUAL, answered())
 
     # Measured drift enters the prediction.
     elastic = Candidate(policies.ElasticCache(window=2)).filled(LONGER)

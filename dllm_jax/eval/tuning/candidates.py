@@ -16,7 +16,7 @@ from dllm_jax.nn.keys import seeded
 from dllm_jax.nn.model import Model
 from dllm_jax.options import NoneMeans, Options, PositiveInt, shown
 from dllm_jax.published.expressions import call
-from dllm_jax.samplers import CertaintyPrior, Factor, RandomOrder, Sampler, Threshold
+from dllm_jax.samplers import CertaintyPrior, Factor, FreeDave, RandomOrder, Sampler, Threshold
 from dllm_jax.state.sliding import AdaBlock, Blocks, BlockSchedule, Sliding, positions
 
 # Walked with `Threshold` too, and in one block too.
@@ -119,8 +119,9 @@ def candidates_of(kind: type[p.Policy], exact: Decoding, prompt: int) -> list[Ca
     """
     length, steps = exact.length or 0, exact.steps or 0
     block = min(positions(exact.block or length), length)
-    # Samplers of another kind draw tokens as the exact decoder's does.
-    shared = {field.name: getattr(exact.sampler, field.name) for field in dataclasses.fields(Sampler)}
+    # Samplers of another kind draw tokens as the exact decoder's does, drafted or not.
+    decides = exact.sampler.sampler if isinstance(exact.sampler, FreeDave) else exact.sampler
+    shared = {field.name: getattr(decides, field.name) for field in dataclasses.fields(Sampler)}
 
     # Budgets: an eighth, a quarter and a half of the prompt. Refreshes every two, four and eight steps of a
     # block; windows of a quarter of the response; a block of one step has no time for a delay.
@@ -157,7 +158,7 @@ def candidates_of(kind: type[p.Policy], exact: Decoding, prompt: int) -> list[Ca
     # dKV-Cache-Greedy needs a random order, which cannot put end-of-text last; two methods have windows of
     # their own, for which the response is one block.
     if kind is p.DKVGreedy:
-        last = exact.sampler.confidence_eos_eot_inf
+        last = decides.confidence_eos_eot_inf
         return [] if last else [Candidate(policy, RandomOrder(**shared)) for policy in policies]
     if kind in (p.ElasticCache, p.WindowDiffusion):
         return [Candidate(policy, block=length) for policy in policies]

@@ -15,6 +15,7 @@ from dllm_jax.eval.tuning.evidence import Estimate
 from dllm_jax.nn.model import Model
 from dllm_jax.options import check_argument, shown
 from dllm_jax.roofline import HARDWARE, Assumed, Hardware, Work, work
+from dllm_jax.samplers import FreeDave
 
 Name = Literal["time", "bytes"]
 Answered = Sequence[Any]  # `Row`s, with `schema.COSTS`: whoever reads them knows that none has failed
@@ -105,7 +106,9 @@ class Predicted(Objective):
 
         # Elastic-Cache's drift is measured: positions computed by some layers, of those left out by select.
         left_out = forwards * layout.length - (computed - widened)
-        assumed = Assumed(widened=round(min(1.0, widened / left_out), 3) if left_out > 0 else 0)
+        drift = round(min(1.0, widened / left_out), 3) if left_out > 0 else 0
+        drafts = candidate.sampler
+        assumed = Assumed(drift, branches=drafts.branches if isinstance(drafts, FreeDave) else 1)
         spec, dtype = self.model.spec, self.model.dtype
         made = work(spec, candidate.policy, layout, self.decoding.batch, dtype, assumed)
         # Fewer steps than a schedule has, as after an early end-of-text, leave out whole blocks: all kinds of
