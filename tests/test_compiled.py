@@ -61,6 +61,18 @@ def test_a_ragged_product_reads_the_experts_that_rows_are_sent_to():
         assert read == 4 + LAYER + part * 4 * LAYER
 
 
+@pytest.mark.parametrize("op", ["custom-call-update", "call-update"])
+def test_an_offloaded_gather_reads_what_it_returns(op):
+    begin = op.replace("update", "start")
+    start = f'%begun = ((), (), (s32[1]{{0:S(2)}})) {begin}(), backend_config={{"offload":"OFFLOAD_GATHER"}}'
+    operands, result = "(bf16[1024,512]{1,0}, s32[]{})", "bf16[8,512]{1,0}"
+    update = f"%rows = ({operands}, {result}) {op}(%begun, %weights, %index)"
+    line = next(line for line in PROGRAM.splitlines() if " %small = " in line)
+    (loop,) = traffic.program(PROGRAM.replace(line, f"{line}\n  {start}\n  {update}")).inner
+    moved = {m.instruction.name: (m.read, m.written) for m in loop.moves}
+    assert (moved["%begun"], moved["%rows"]) == ((0, 0), (SMALL + 4, SMALL))
+
+
 def test_attention_to_retained_pairs_reads_those_of_its_layer():
     """Of the five arrays of numbers the last two hold the pairs of all layers."""
     call = "custom-call(%weights)"

@@ -24,6 +24,7 @@ COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "
 ELEMENTWISE = ("bitcast", "convert", "copy", "reshape", "transpose")
 SLICES = ("dynamic-slice", "slice", "gather")
 UPDATES = ("dynamic-update-slice", "scatter")
+OFFLOADED = ("custom-call-update", "call-update")  # to a TPU's SparseCore, by libtpu 0.0.42 and by 0.0.50
 RAGGED = (
     "%ragged-dot-"  # a TPU's kernel, by name: metadata, and products whose last operands are rows and experts
 )
@@ -209,7 +210,7 @@ class _Reader:
         # Asynchronous slices and gathers read as much as they return.
         if i.op == "slice-start":  # (operands), result, context
             return name, min(full, self._result(i).size) if k == 0 else 0
-        if i.op == "custom-call-update":  # (operands), result, context; the first argument is what it updates
+        if i.op in OFFLOADED:  # (operands), result, context; the first argument is what it updates
             gathered = k == 1 and body[i.args[0]].offload == "OFFLOAD_GATHER"
             touched = min(full, self._result(i).size) if gathered else full
             return name, touched if k else 0
@@ -255,13 +256,13 @@ class _Reader:
 
     def _result(self, i: Instruction) -> Leaf:
         """Of operands, result and context, the result; an update's first argument is none of its operands."""
-        return i.leaves[len(i.args) - (i.op == "custom-call-update")]
+        return i.leaves[len(i.args) - (i.op in OFFLOADED)]
 
     def _written(self, i: Instruction) -> int:
         if i.op == "fusion-start":  # (operands), result, context
             result = i.leaves[-2] if i.leaves[-1].size <= 8 else i.leaves[-1]
             return 0 if result.on_chip else result.size
-        if i.op in ("slice-start", "custom-call-update"):
+        if i.op in ("slice-start", *OFFLOADED):
             return 0 if self._result(i).on_chip else self._result(i).size
         if i.op == "copy-start":  # result, operand, context
             return 0 if i.leaves[0].on_chip else i.leaves[0].size
