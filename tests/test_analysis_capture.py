@@ -149,6 +149,24 @@ def test_other_layers_steps_and_positions_compile_nothing():
     assert not compiled
 
 
+@pytest.mark.parametrize(
+    ("family", "length", "sampler", "reason"),
+    [
+        ("nemotron", 4, dj.samplers.Confidence(), "blocks_from='response' is not supported here: nemotron"),
+        ("sdar", 8, dj.samplers.Confidence(), "run ends within a block of sdar, block_size=12: its last 11"),
+        ("sdar", 9, dj.samplers.Autoregressive(), r"run has causal passes, as of Autoregressive\(\) or S2D2"),
+        ("sdar", 9, dj.samplers.S2D2(causal_storage=False), "run has causal passes, as of"),
+    ],
+)
+def test_canvases_that_do_not_show_what_they_attended_to_are_refused(family, length, sampler, reason):
+    """The passes of `capture` and `trajectory_log_probs` would be others than those of the run."""
+    model = tiny(family)
+    out = dj.generate(model, [[5, 6, 7]], length=length, sampler=sampler, trace=True)
+    for again in (dj.capture, dj.trajectory_log_probs):
+        refuses(reason, again, model, out)
+        refuses(reason, again, model, out.trace)
+
+
 @pytest.mark.usefixtures("unannotated")
 def test_bad_input_is_refused():
     model = tiny("llada")

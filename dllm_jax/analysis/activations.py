@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.analysis.passes import AXES, CapturedParts, What, captured
 from dllm_jax.decoding.output import Output
+from dllm_jax.decoding.trajectory import check_replay
 from dllm_jax.engine.features.trace import Trace
 from dllm_jax.nn.intervention import Indices, Intervention, checked_interventions, distinct, indices, within
 from dllm_jax.nn.layer import unembed
@@ -228,6 +229,8 @@ def canvases(
     index = chosen_indices("steps", steps, count, "the canvases are")
     valid = _valid(prompt_mask, batch, length)
     trace = source.trace if isinstance(source, Output) else source
+    if isinstance(trace, Trace):
+        check_replay(model, trace, valid, "Use hidden_states(model, tokens, response=...)")
     if isinstance(trace, Trace) and trace.end is not None:
         exist = np.arange(length) < host.everywhere(trace.end)[index, :, None]
         valid = exist if valid is None else exist & valid

@@ -34,7 +34,7 @@ from dllm_jax.engine.drafts import drafting_widths
 from dllm_jax.engine.features.assembly import features_of
 from dllm_jax.engine.features.constraints import AllowedTokens, Constrained
 from dllm_jax.engine.features.logprobs import TokenLogProbs
-from dllm_jax.engine.features.prefix import ReusedPrefix
+from dllm_jax.engine.features.prefix import ReusedPrefix, reads_causally
 from dllm_jax.engine.features.stops import EndOfText, StopIds, StopTable
 from dllm_jax.engine.features.trace import RecordedSteps
 from dllm_jax.engine.generation import Inputs, Plan, Recorder
@@ -235,7 +235,8 @@ def _asked_features(case: CheckedRequest, step_limit: int) -> list[Recorder]:
     if asked.logprobs is not None:
         features.append(TokenLogProbs(asked.logprobs))
     if asked.trace:
-        features.append(RecordedSteps(step_limit))
+        reads = reads_causally(case.model.spec, asked.sampler)
+        features.append(RecordedSteps(step_limit, reads or asked.sampler.procedure.verifies_causally))
     return features
 
 

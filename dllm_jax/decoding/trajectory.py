@@ -85,11 +85,6 @@ def trajectory_log_probs(
         argument out of range.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
-    if model.spec.context.from_response:
-        reason = (
-            f"{model.spec.family} counts its blocks from the response, and a trace does not say where it is"
-        )
-        raise ValueError(f"blocks_from='response' is not supported here: {reason}")
     trace = _trace_of(run)
     temperature = check_argument("temperature", temperature, TracedPositiveFloat)
     check_argument("chunk", chunk, PositiveInt)
@@ -97,7 +92,7 @@ def trajectory_log_probs(
     bound = Annotated[PositiveInt | None, NoneMeans("the number that was decoded")]
     check_argument("most_per_step", most_per_step, bound)
     padding = inputs.canvas_padding(prompt_mask, *trace.tokens.shape[1:])
-    _check_whole_blocks(model, trace, padding)
+    check_replay(model, trace, padding, "Use generate(..., logprobs=0)")
     inputs.token_ids(trace.tokens.reshape(-1, trace.tokens.shape[-1]), model.spec, "run.tokens")
     mesh = current_mesh((model.params, trace.tokens))
     with number_modes():
@@ -114,6 +109,11 @@ def trajectory_log_probs(
 
 def _trace_of(run: Any) -> Trace:
     trace = run.trace if isinstance(run, Output) else run
+    if isinstance(run, Output) and run.stats.sampler_steps is not None:
+        raise ValueError(
+            "run has drafted steps (FreeDave), of which a pass verified several: a trace holds the canvas of "
+            "the first of them alone. Use generate(..., logprobs=0), or FreeDave's sampler without it"
+        )
     if trace is None:
         raise ValueError("the run has no trace: its steps are not known; use generate(..., trace=True)")
     if not isinstance(trace, Trace):
@@ -125,17 +125,33 @@ def _trace_of(run: Any) -> Trace:
     return trace
 
 
-def _check_whole_blocks(model: Model, trace: Trace, padding: Bool[AnyArray, "b l"] | None):
-    """Raises ValueError if a block-causal run ends within a block: the rest of it is in no trace."""
-    if not model.spec.context.completed:
+def check_replay(model: Model, trace: Trace, padding: Bool[AnyArray, "b l"] | None, instead: str):
+    """Raises ValueError for a trace whose canvases do not show what their positions attended to.
+
+    Args:
+      model: Model that is to compute the canvases again.
+      trace: Trace of a run.
+      padding: False at padding; None where nothing is.
+      instead: Advice, where a trace says too little.
+    """
+    family, context = model.spec.family, model.spec.context
+    if context.from_response:
+        reason = f"{family} counts its blocks from the response, and a trace does not say where it is"
+        raise ValueError(f"blocks_from='response' is not supported here: {reason}. {instead}")
+    if trace.causal is not None:
+        raise ValueError(
+            f"run has causal passes, as of Autoregressive() or S2D2(), which {family} would compute "
+            "otherwise. Use Dynamic()"
+        )
+    if not context.completed:
         return
-    size, known = model.spec.context.size, None if padding is None else host.readable(padding)
+    # The rest of a last block is in no trace.
+    size, known = context.size, None if padding is None else host.readable(padding)
     lengths = [trace.tokens.shape[-1]] if known is None else known.sum(axis=1).tolist()
     if ends := [length % size for length in lengths if length % size]:
         raise ValueError(
-            f"run ends within a block of {model.spec.family}, block_size={size}: its last {ends[0]} "
-            "positions attended to masks that a trace does not hold. Use generate(..., logprobs=0), or fill "
-            "the block"
+            f"run ends within a block of {family}, block_size={size}: its last {ends[0]} "
+            f"positions attended to masks that a trace does not hold. {instead}, or fill the block"
         )
 
 

@@ -34,7 +34,8 @@ class Trace(NamedTuple):
       active: Steps in which the sequence took part.
       widened: Layers that computed every position (`Cache.extra_positions`).
       steps: Largest number of steps of a sequence.
-      causal: Steps that were causal passes; None unless the model has a causal context.
+      causal: Steps that were causal passes; None unless the model has a causal context, or the sampler reads
+        or verifies tokens causally (`Autoregressive`, `S2D2`).
       length: Tokens of the answer before step 0 and after every step; of `infill`, of the template. None
         unless answers grow (`max_length`), as are the following.
       end: Position after the answer, before step 0 and after every step; from there on `tokens` are masked.
@@ -96,13 +97,14 @@ def add(steps: Steps, number: Int[Array, "b"], step: StepRecord) -> Steps:
     return steps.at[row_of_each, step.sequences].set(row, mode="drop")
 
 
-def completed(steps: Steps, canvas: Canvas, passes: Int[Array, "b"]) -> Trace:
+def completed(steps: Steps, canvas: Canvas, passes: Int[Array, "b"], causal: bool) -> Trace:
     """The trace, in which the last tokens of a sequence stay after its last step.
 
     Args:
       steps: Recorded steps.
       canvas: Canvas after them.
       passes: Number of forward passes of each sequence.
+      causal: Whether tokens are read causally.
     """
     length, mask_id = canvas.layout.length, canvas.spec.mask_id
     parts = length, 2 * length, 3 * length, 3 * length + canvas.spec.layers
@@ -120,7 +122,7 @@ def completed(steps: Steps, canvas: Canvas, passes: Int[Array, "b"]) -> Trace:
         active=active,
         widened=layers > 3,
         steps=jnp.max(passes),
-        causal=(layers[..., 0] & 2) == 2 if canvas.spec.context.has_causal_passes else None,
+        causal=(layers[..., 0] & 2) == 2 if causal else None,
         **_completed_lengths(lengths, (flagged & 4) == 4, ran, active, canvas),
     )
 
@@ -163,9 +165,11 @@ class RecordedSteps(Recorder):
 
     Attributes:
       limit: Number of steps that there is room for.
+      causal: Whether tokens are read causally, by the model or the sampler.
     """
 
     limit: int = dataclasses.field(metadata={"static": True})
+    causal: bool = dataclasses.field(default=False, metadata={"static": True})
 
     name: ClassVar[str] = "trace"
     axis: ClassVar[int] = 1
@@ -181,4 +185,4 @@ class RecordedSteps(Recorder):
 
     def output(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> Trace:
         """The trace of the steps so far."""
-        return completed(record[self.name], canvas, passes_of(record, canvas))
+        return completed(record[self.name], canvas, passes_of(record, canvas), self.causal)
