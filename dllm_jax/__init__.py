@@ -1,4 +1,4 @@
-"""Diffusion language models (LLaDA, Dream, SDAR, LLaDA2, DiffusionGemma) in JAX, with training-free KV-cache policies.
+"""Diffusion language models in JAX, with training-free KV-cache policies.
 
 Axes, used in every annotation and einsum: `b` batch, `l` canvas positions, `c` candidate positions,
 `q` computed positions, `s` cached slots, `h` query heads, `k` KV heads, `d` head width, `m` model width,
