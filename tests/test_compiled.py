@@ -18,7 +18,7 @@ from bench.compiled.program import Case, compile_case, scope_of, skipped, step_t
 from bench.compiled.traffic import FREE
 from dllm_jax import policies
 from pallas_kernels.attention.xla import AGAIN
-from tests import DATA, DOCS, table
+from tests import DATA, table
 
 RESULTS = pathlib.Path(__file__).parents[1] / "bench" / "results"
 NO_LIBTPU = "libtpu is not installed: nothing compiles for a TPU (`pip install libtpu`, see .ci/run)"
@@ -198,7 +198,10 @@ def test_recorded_programs_are_within_their_bars(name):
     for row in document["rows"]:
         assert "error" not in row, row
         assert row["fits"]
-        most_reuse, most_full = BARS[name].get(row["policy"], BARS[name]["all"])
+        target, policy = row["target"], row["policy"]
+        pairs = f"{target} {policy}", f"{target} {row['implementation']}", f"dp {row['dp']}"
+        keys = *pairs, policy, row["shape"], target, "all"
+        most_reuse, most_full = next(BARS[name][key] for key in keys if key in BARS[name])
         if "reuse_step" in row:
             assert row["reuse_step"]["ratio"] <= most_reuse, row["policy"]
         assert row["full_step"]["ratio"] <= most_full, row["policy"]
@@ -231,16 +234,18 @@ def test_recorded_programs_copy_little_and_slices_exchange_little():
         assert {row["policy"] for row in rows if row["loop_copies"]} == copying
         assert all(copy["bytes"] < 2**24 for row in rows for copy in row["loop_copies"])
     # What layers left for the last one to compute would grow with their number.
-    assert all(row["temporaries"] < row["arguments"] / 8 for row in rows_of("compiled_h100_32_layers"))
-    for name in ("compiled_v5e_tp4", "compiled_v5e_dp2_tp4", "compiled_v5p_tp4"):
-        for row in (row for row in rows_of(name) if row["policy"] in ("Policy", "DualCache")):
-            assert row["full_step"]["collectives_per_layer"] * row["layers"] <= 2 * row["layers"] + 10
-            # Activations, and in full steps the pairs of sequences that take turns.
-            small = lambda copy: copy["bytes"] < 3 * 2**20
-            assert all(
-                small(c) or c["of"].endswith("full_step/cond/branch_0_fun/reshape")
-                for c in row["loop_copies"]
-            )
+    rows = [row for row in rows_of("compiled_h100_32_layers") if row["batch"] == 1]
+    assert len(rows) == 8
+    assert all(row["temporaries"] < row["arguments"] / 8 for row in rows)
+    slices = [row for row in rows_of("compiled_several_chips") if row["target"] != "h100"]
+    assert {(row["target"], row["dp"]) for row in slices} == {("v5e", 1), ("v5e", 2), ("v5p", 1)}
+    for row in (row for row in slices if row["policy"] in ("Policy", "DualCache")):
+        assert row["full_step"]["collectives_per_layer"] * row["layers"] <= 2 * row["layers"] + 10
+        # Activations, and in full steps the pairs of sequences that take turns.
+        small = lambda copy: copy["bytes"] < 3 * 2**20
+        assert all(
+            small(c) or c["of"].endswith("full_step/cond/branch_0_fun/reshape") for c in row["loop_copies"]
+        )
 
 
 def test_recorded_denoising_steps_move_less_than_a_third_more_than_they_must():
@@ -260,17 +265,10 @@ def test_recorded_denoising_steps_move_less_than_a_third_more_than_they_must():
         assert row["entry_copies"] == []
 
 
-def test_rows_about_compiled_programs_are_of_the_files(capsys):
-    """A row of the page has numbers of one recorded program with its chip and policy, in their order."""
-    # Those of `compiled_fits` are of longer prompts too, and in docs/how-to/scaling.md.
-    files = (file for file in RESULTS.glob("compiled_*.json") if file.stem != "compiled_fits")
+def test_recorded_programs_are_printed(capsys):
+    """A line each, also of one that does not fit; tests/test_docs.py holds the page to the files."""
+    files = sorted(RESULTS.glob("compiled_*.json"))
     recorded.main(tuple(files))
-    cells = lambda line: [cell.strip(" `") for cell in line.strip("|").split("|")]
-    printed = [cells(line.lower()) for line in capsys.readouterr().out.splitlines()[2:]]
-    text = (DOCS / "dev/compiled.md").read_text()
-    rows = re.findall(r"^\| [^|]+ layers[^|]* \| `\w+` \|.*$", text, re.M)
-    assert len(rows) >= 13
-    for program, policy, *numbers in (cells(row.lower()) for row in rows):
-        chip = program.split(" ")[0]
-        found = [iter(values) for where, by, *values in printed if by == policy and chip in where]
-        assert any(all(number in values for number in numbers) for values in found), (program, policy)
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert len(lines) == sum(len(json.loads(file.read_text())["rows"]) for file in files)
+    assert any("RESOURCE_EXHAUSTED" in line for line in lines)

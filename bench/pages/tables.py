@@ -14,7 +14,7 @@ from typing import Any
 
 import dllm_jax as dj
 from bench import asked
-from bench.pages import checkpoints, recorded, sources, speed
+from bench.pages import checkpoints, programs, recorded, sources, speed
 from bench.pages import measured as results
 from bench.pages.policy import (
     IN_BLOCKS,
@@ -178,6 +178,12 @@ TABLES: dict[str, Any] = {  # what makes a table, and the files that it is from
     "block-causal peers": (results.block_peers, *results.BLOCK_PEERS),
     "other DiffusionGemmas": (results.gemma_peers, "peer_gemma_cpu.json"),
     "memory per chip": (results.fits, "compiled_fits.json"),
+    "compiled programs": (programs.overview, *programs.PICKED),
+    "launches": (programs.launches, programs.SHIPPED),
+    "versions of jax": (programs.newest, programs.NEWEST),
+    "compiled blocks": (programs.blocks, programs.BLOCKS),
+    "long prompts": (programs.long_prompts, programs.LONG),
+    "several chips": (programs.several_chips, programs.CHIPS),
     "FreeDave": (results.free_dave, "free_dave_cpu.json"),
     "learning": (results.learning, *(f"learning_{file}_cpu.json" for file in results.LEARNT.values())),
     "recordings": (results.recordings, "replay_cpu.json"),
