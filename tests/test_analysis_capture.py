@@ -52,7 +52,7 @@ def test_everything_of_every_step_is_what_the_layers_compute(run):
     model, mask, out = run
     tokens = np.asarray(out.trace.tokens)
     valid = np.pad(mask, ((0, 0), (0, LENGTH)), constant_values=True)
-    seen = dj.capture(model, out, prompt_mask=mask, chunk=2)  # the last chunk is not full
+    seen = dj.capture(model, out, chunk=2)  # its trace says what is padding; the last chunk is not full
     assert seen.steps.tolist() == list(range(len(tokens)))
     assert seen.residual.shape[1] == model.spec.layers + 1
     assert seen.attention_output is seen.mlp_output is None

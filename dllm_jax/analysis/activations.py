@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.analysis.passes import AXES, CapturedParts, What, captured
 from dllm_jax.decoding.output import Output
-from dllm_jax.decoding.trajectory import check_replay
+from dllm_jax.decoding.trajectory import check_replay, padding_of
 from dllm_jax.engine.features.trace import Trace
 from dllm_jax.nn.intervention import Indices, Intervention, checked_interventions, distinct, indices, within
 from dllm_jax.nn.layer import unembed
@@ -119,8 +119,8 @@ def capture(
       steps: Indices of the canvases to capture, from 0; a trace of t steps has t + 1 canvases. None: all.
       positions: Positions of the canvas to capture, from 0, padding counted (for attention: of the queries).
         Int[j], or Int[b j], each sequence its own. None: all.
-      prompt_mask: Bool[b p] as given to `generate`: False at the left padding of the first p positions. A
-        trace does not say what is padding.
+      prompt_mask: Bool[b p]: False at the left padding of the first p positions. None: as the trace says,
+        and of token arrays no padding.
       interventions: Values to set or change at named places (`generate`), before capturing. The
         steps are those that a sequence took part in, as it counts them; of token arrays, the index t.
       chunk: canvases computed at once; memory grows with b * chunk.
@@ -227,8 +227,12 @@ def canvases(
     tokens, taken = _all(model, source)
     count, batch, length = tokens.shape
     index = chosen_indices("steps", steps, count, "the canvases are")
-    valid = _valid(prompt_mask, batch, length)
     trace = source.trace if isinstance(source, Output) else source
+    if isinstance(trace, Trace):
+        mask = padding_of(trace, prompt_mask)
+    else:
+        mask = inputs.canvas_padding(prompt_mask, batch, length)
+    valid = None if mask is None else host.everywhere(mask)
     if isinstance(trace, Trace):
         check_replay(model, trace, valid, "Use hidden_states(model, tokens, response=...)")
     if isinstance(trace, Trace) and trace.end is not None:
@@ -278,12 +282,6 @@ def _all(model: Model, source: Any) -> tuple[Int[np.ndarray, "t b l"], Int[np.nd
     flat = inputs.token_ids(known.reshape(-1, known.shape[-1]), model.spec, "tokens")
     tokens = host.everywhere(flat).reshape(-1, *known.shape[-2:])
     return tokens, np.broadcast_to(np.arange(len(tokens), dtype=np.int32)[:, None], tokens.shape[:2])
-
-
-def _valid(prompt_mask: ArrayLike | None, batch: int, length: int) -> Bool[np.ndarray, "b l"] | None:
-    """Marks canvas positions that are not padding; None if nothing is padded."""
-    mask = inputs.canvas_padding(prompt_mask, batch, length)
-    return None if mask is None else host.everywhere(mask)
 
 
 @number_modes()

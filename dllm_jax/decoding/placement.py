@@ -126,6 +126,7 @@ def collect(
     cut = {name: part(array, *index[name], batch=1) for name, array in fields.items()}
     if "end" in cut:
         cut["end"] = cut["end"] - placed.extra
+    cut["start"] = part(trace.start, rows, batch=0) - placed.extra
     return Output(tokens, stats, trace._replace(**cut), logprobs)
 
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -69,7 +70,7 @@ def trajectory_log_probs(
     Args:
       model: Model of the log-probabilities.
       run: Output of `generate` or `infill` with `trace=True`, or its trace.
-      prompt_mask: the same as given to `generate` (Bool[b p], or `infill`'s token_mask), False at padding.
+      prompt_mask: Bool[b p], or `infill`'s token_mask, False at padding. None: as the trace says.
       temperature: that of the sampler, to score the distribution it drew from; 1 is the model's own.
       most_per_step: upper bound of the tokens that a step decodes in one sequence, static. None counts them;
         in a traced program, where that is not known, it means the whole canvas. A sequence of which a step
@@ -91,7 +92,7 @@ def trajectory_log_probs(
     check_argument("remat", remat, bool)
     bound = Annotated[PositiveInt | None, NoneMeans("the number that was decoded")]
     check_argument("most_per_step", most_per_step, bound)
-    padding = inputs.canvas_padding(prompt_mask, *trace.tokens.shape[1:])
+    padding = padding_of(trace, prompt_mask)
     check_replay(model, trace, padding, "Use generate(..., logprobs=0)")
     inputs.token_ids(trace.tokens.reshape(-1, trace.tokens.shape[-1]), model.spec, "run.tokens")
     mesh = current_mesh((model.params, trace.tokens))
@@ -123,6 +124,17 @@ def _trace_of(run: Any) -> Trace:
             "run has answers that grew, whose tokens moved from step to step. Use generate(..., logprobs=0)"
         )
     return trace
+
+
+def padding_of(trace: Trace, prompt_mask: ArrayLike | None) -> Bool[AnyArray, "b l"] | None:
+    """Marks positions of a trace's canvases that are no padding, by a mask or the trace; None if all are."""
+    batch, length = trace.tokens.shape[1:]
+    if prompt_mask is not None or trace.start is None:
+        return inputs.canvas_padding(prompt_mask, batch, length)
+    known = host.readable(trace.start)
+    if known is not None and not known.any():
+        return None
+    return np.arange(length, dtype=np.int32) >= trace.start[:, None]
 
 
 def check_replay(model: Model, trace: Trace, padding: Bool[AnyArray, "b l"] | None, instead: str):

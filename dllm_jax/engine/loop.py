@@ -61,7 +61,8 @@ def denoise(
     """
     lies = functools.partial(model.rules.of_results, (model, inputs.tokens), b=len(inputs.tokens))
     by_sequence, by_step = lies("b"), lies("tb")
-    specs: dict[str, Any] = dict.fromkeys(Trace._fields, by_step) | {"steps": PartitionSpec()}
+    specs: dict[str, Any] = dict.fromkeys(Trace._fields, by_step)
+    specs |= {"steps": PartitionSpec(), "start": by_sequence}
     specs |= {} if model.spec.context.has_causal_passes else {"causal": None}
     specs |= {} if plan.sampler.procedure.grows else dict.fromkeys(OF_GROWTH)
     trace = Trace(**specs) if "trace" in plan.by_name else None

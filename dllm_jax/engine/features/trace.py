@@ -42,6 +42,7 @@ class Trace(NamedTuple):
       inserted: Mask that became several, by its place in the answer before the step; -1 where none did.
       moved: Number of positions by which what follows it moved to the right.
       removed: Positions that the step removed, where they were before it; what follows moved to the left.
+      start: First position of each sequence that is no padding; None where a trace does not say it.
     """
 
     tokens: Int[Array, "t_plus_1 b l"]
@@ -58,6 +59,7 @@ class Trace(NamedTuple):
     moved: Int[Array, "t b"] | None = None
     end: Int[Array, "t_plus_1 b"] | None = None
     removed: Bool[Array, "t b l"] | None = None
+    start: Int[Array, "b"] | None = None
 
 
 # A row holds, one after the other: tokens [l], proposed tokens with three flags in their lowest bits [l], the
@@ -123,6 +125,7 @@ def completed(steps: Steps, canvas: Canvas, passes: Int[Array, "b"], causal: boo
         widened=layers > 3,
         steps=jnp.max(passes),
         causal=(layers[..., 0] & 2) == 2 if causal else None,
+        start=canvas.first_position,
         **_completed_lengths(lengths, (flagged & 4) == 4, ran, active, canvas),
     )
 
