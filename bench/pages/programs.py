@@ -69,6 +69,7 @@ def newest() -> str:
     def both(cell: Callable[[runner.Row], str]) -> Callable[[runner.Row], str]:
         return lambda row: ", ".join(dict.fromkeys(cell(r) for r in (older.get(of(row)), row) if r))
 
-    names: runner.Columns = {"policy": COLUMNS["policy"], "target": lambda row: row["target"]}
+    names: runner.Columns = {"policy": COLUMNS["policy"]}
+    names |= {"program": lambda row: f"{row['target']}, {row['shape']}"}
     chosen = [row for row in rows(RESULTS / NEWEST) if "without" not in row]
     return runner.table_of(names | {head: both(cell) for head, cell in single.items()}, chosen, 2)
