@@ -134,7 +134,7 @@ def padding_of(trace: Trace, prompt_mask: ArrayLike | None) -> Bool[AnyArray, "b
     known = host.readable(trace.start)
     if known is not None and not known.any():
         return None
-    return np.arange(length, dtype=np.int32) >= trace.start[:, None]
+    return np.arange(length, dtype=np.int32)[None] >= trace.start[:, None]
 
 
 def check_replay(model: Model, trace: Trace, padding: Bool[AnyArray, "b l"] | None, instead: str):
