@@ -188,6 +188,19 @@ def test_guidance_early_stops_constraints_and_log_probabilities_over_a_mesh(samp
     assert np.asarray(ours.stats.answer_tokens).tolist() == [4, 4, 4]
 
 
+def test_a_mesh_records_runs_of_samplers_that_verify_causally():
+    """A trace says so on a model without a causal context, too: its canvases are not computed again."""
+    alone = tiny("sdar", **SPLITS)
+    prompt, mask = prompts(alone, (9, 6))
+    run = lambda model: dj.generate(
+        model, prompt, prompt_mask=mask, length=3, sampler=samplers.S2D2(on=None), trace=True
+    )
+    ours = run(on_mesh(alone, mesh_of(DP)))
+    assert_same(ours, run(alone))
+    assert ours.trace.causal.shape == (ours.trace.steps, 2)
+    assert ours.trace.start.tolist() == [0, 3]
+
+
 explicit_every_day = pytest.mark.parametrize(
     "types", ["explicit", pytest.param("auto", marks=pytest.mark.exhaustive)]
 )

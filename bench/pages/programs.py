@@ -17,33 +17,34 @@ PICKED: dict[str, Callable[[runner.Row], Any]] = {
 }
 
 
-def _table(columns: str, chosen: list[runner.Row], **more: Any) -> str:
-    """The programs with some of the columns of `bench.compiled.recorded`, divided by semicolons."""
-    heads = ["program", "policy", *columns.split("; ")]
-    return runner.table_of({head: COLUMNS[head] for head in heads} | more, chosen, 2)
+def _table(chosen: list[runner.Row], *columns: str, **more: Any) -> str:
+    """The programs with some of the columns of `bench.compiled.recorded`."""
+    return runner.table_of(
+        {head: COLUMNS[head] for head in ("program", "policy", *columns)} | more, chosen, 2
+    )
 
 
 def overview() -> str:
     """Memory and bytes of whole models on a chip."""
     chosen = [row for file, picked in PICKED.items() for row in rows(RESULTS / file) if picked(row)]
-    return _table("compile, CPU s; peak, GB per chip; partial step; beyond L2; full step", chosen)
+    return _table(chosen, "compile, CPU s", "peak, GB per chip", "partial step", "beyond L2", "full step")
 
 
 def blocks() -> str:
     """Bytes of block-causal models and of experts."""
-    return _table("partial step; full step", rows(RESULTS / BLOCKS))
+    return _table(rows(RESULTS / BLOCKS), "partial step", "full step")
 
 
 def long_prompts() -> str:
     """Bytes of block-causal models with long prompts."""
     size = {"partial step, GB": of_step("reuse_step", "bytes", 2, 1e-9)}
-    return _table("partial step; entering step; full step", rows(RESULTS / LONG), **size)
+    return _table(rows(RESULTS / LONG), "partial step", "entering step", "full step", **size)
 
 
 def several_chips() -> str:
     """Memory, bytes and collectives of programs for several chips."""
-    columns = "peak, GB per chip; partial step; full step; collectives per layer"
-    return _table(columns, rows(RESULTS / CHIPS))
+    columns = "peak, GB per chip", "partial step", "full step", "collectives per layer"
+    return _table(rows(RESULTS / CHIPS), *columns)
 
 
 STEPS = {"full step": "full_step", "partial step": "reuse_step"}
@@ -69,7 +70,7 @@ def newest() -> str:
     def both(cell: Callable[[runner.Row], str]) -> Callable[[runner.Row], str]:
         return lambda row: ", ".join(dict.fromkeys(cell(r) for r in (older.get(of(row)), row) if r))
 
-    names: runner.Columns = {"policy": COLUMNS["policy"]}
-    names |= {"program": lambda row: f"{row['target']}, {row['shape']}"}
+    program = lambda row: f"{row['target']}, {row['shape']}"
+    names: runner.Columns = {"policy": COLUMNS["policy"], "program": program}
     chosen = [row for row in rows(RESULTS / NEWEST) if "without" not in row]
     return runner.table_of(names | {head: both(cell) for head, cell in single.items()}, chosen, 2)

@@ -228,14 +228,14 @@ def canvases(
     count, batch, length = tokens.shape
     index = chosen_indices("steps", steps, count, "the canvases are")
     trace = source.trace if isinstance(source, Output) else source
-    if isinstance(trace, Trace):
-        mask = padding_of(trace, prompt_mask)
-    else:
-        mask = inputs.canvas_padding(prompt_mask, batch, length)
-    valid = None if mask is None else host.everywhere(mask)
-    if isinstance(trace, Trace):
+    recorded = isinstance(trace, Trace)
+    padding = (
+        padding_of(trace, prompt_mask) if recorded else inputs.canvas_padding(prompt_mask, batch, length)
+    )
+    valid = None if padding is None else host.everywhere(padding)
+    if recorded:
         check_replay(model, trace, valid, "Use hidden_states(model, tokens, response=...)")
-    if isinstance(trace, Trace) and trace.end is not None:
+    if recorded and trace.end is not None:
         exist = np.arange(length) < host.everywhere(trace.end)[index, :, None]
         valid = exist if valid is None else exist & valid
     return CanvasesOfSteps(tokens[index], valid, index, taken[index])

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Int
 from dllm_jax.engine.beginning import initial_state
 from dllm_jax.engine.drafts import take_drafted_step
 from dllm_jax.engine.features.logprobs import LogProbs
-from dllm_jax.engine.features.trace import OF_GROWTH, Trace
+from dllm_jax.engine.features.trace import OF_GROWTH, RecordedSteps, Trace
 from dllm_jax.engine.generation import Generation, Inputs, Plan, State
 from dllm_jax.engine.group import (
     axes_of_sequences,
@@ -61,11 +61,13 @@ def denoise(
     """
     lies = functools.partial(model.rules.of_results, (model, inputs.tokens), b=len(inputs.tokens))
     by_sequence, by_step = lies("b"), lies("tb")
-    specs: dict[str, Any] = dict.fromkeys(Trace._fields, by_step)
-    specs |= {"steps": PartitionSpec(), "start": by_sequence}
-    specs |= {} if model.spec.context.has_causal_passes else {"causal": None}
-    specs |= {} if plan.sampler.procedure.grows else dict.fromkeys(OF_GROWTH)
-    trace = Trace(**specs) if "trace" in plan.by_name else None
+    trace = None
+    if isinstance(recorded := plan.by_name.get("trace"), RecordedSteps):
+        specs: dict[str, Any] = dict.fromkeys(Trace._fields, by_step)
+        specs |= {"steps": PartitionSpec(), "start": by_sequence}
+        specs |= {} if recorded.causal else {"causal": None}
+        specs |= {} if plan.sampler.procedure.grows else dict.fromkeys(OF_GROWTH)
+        trace = Trace(**specs)
     return over_mesh(_denoise, model, inputs, plan, out=(by_sequence, by_sequence, trace, by_sequence))
 
 

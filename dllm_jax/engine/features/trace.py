@@ -34,8 +34,8 @@ class Trace(NamedTuple):
       active: Steps in which the sequence took part.
       widened: Layers that computed every position (`Cache.extra_positions`).
       steps: Largest number of steps of a sequence.
-      causal: Steps that were causal passes; None unless the model has a causal context, or the sampler reads
-        or verifies tokens causally (`Autoregressive`, `S2D2`).
+      causal: Steps that were causal passes of a model with a causal context. All False of other models, where
+        the sampler reads or verifies tokens causally (`Autoregressive`, `S2D2`); None where it does not.
       length: Tokens of the answer before step 0 and after every step; of `infill`, of the template. None
         unless answers grow (`max_length`), as are the following.
       end: Position after the answer, before step 0 and after every step; from there on `tokens` are masked.

@@ -15,7 +15,6 @@ from dllm_jax.eval.tuning.evidence import Estimate
 from dllm_jax.nn.model import Model
 from dllm_jax.options import check_argument, shown
 from dllm_jax.roofline import HARDWARE, Assumed, Hardware, Work, work
-from dllm_jax.samplers import FreeDave
 
 Name = Literal["time", "bytes"]
 Answered = Sequence[Any]  # `Row`s, with `schema.COSTS`: whoever reads them knows that none has failed
@@ -95,7 +94,8 @@ class Predicted(Objective):
         forwards, computed, widened = map(mean, ("forwards", "computed", "widened"))
         decoding = dataclasses.replace(self.decoding, **vars(candidate))
         decoding = decoding.at(decoding.length or 0)  # as the runner answers
-        layout = candidate.request(self.model, decoding, prompt).plan.layout
+        plan = candidate.request(self.model, decoding, prompt).plan
+        layout = plan.layout
         # A sampler that may take more than one step per block, with one in the schedule, has no schedule: it
         # is given one of as many steps per block as it took.
         fastest = dataclasses.replace(layout, steps=layout.blocks)
@@ -107,8 +107,7 @@ class Predicted(Objective):
         # Elastic-Cache's drift is measured: positions computed by some layers, of those left out by select.
         left_out = forwards * layout.length - (computed - widened)
         drift = round(min(1.0, widened / left_out), 3) if left_out > 0 else 0
-        drafts = candidate.sampler
-        assumed = Assumed(drift, branches=drafts.branches if isinstance(drafts, FreeDave) else 1)
+        assumed = Assumed(drift, branches=plan.drafting.branches if plan.drafting else 1)
         spec, dtype = self.model.spec, self.model.dtype
         made = work(spec, candidate.policy, layout, self.decoding.batch, dtype, assumed)
         # Fewer steps than a schedule has, as after an early end-of-text, leave out whole blocks: all kinds of
