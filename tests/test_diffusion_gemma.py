@@ -16,6 +16,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import lora, policies, training
+from dllm_jax.checkpoint import save_hf
 from dllm_jax.decoding.placement import place
 from dllm_jax.decoding.request import prepare
 from dllm_jax.engine.beginning import empty_cache
@@ -298,6 +299,15 @@ def test_a_sampler_of_noise_takes_its_settings_from_the_checkpoint(tmp_path):
 
 
 # -- training ---------------------------------------------------------------------------------------------
+
+
+def test_a_smaller_vocabulary_has_no_mask_token_either(tmp_path):
+    ids = np.arange(24)[None]
+    whole, cut = (dj.load(MODEL, vocab=vocab) for vocab in (None, 90))
+    logits = dj.forward(cut, ids, response=8)
+    assert logits.shape[2] == cut.spec.vocab == cut.spec.mask_id == 90
+    np.testing.assert_allclose(logits, dj.forward(whole, ids, response=8)[..., :90], atol=1e-4)
+    assert dj.load(save_hf(cut, tmp_path / "cut")).spec == cut.spec
 
 
 def test_a_training_pass_predicts_each_canvas_as_denoising_does():

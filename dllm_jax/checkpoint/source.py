@@ -48,7 +48,9 @@ def resized_source(source: Source, vocab: int) -> Source:
             name: jax.tree.map(fewer, of_unit[name]) if name in BY_ID else of_unit[name] for name in of_unit
         }
 
-    spec = dataclasses.replace(source.spec, vocab=vocab)
+    # Models without a mask token have no row for its id either: it follows the vocabulary.
+    mask = source.spec.mask_id if source.spec.has_mask_token else vocab
+    spec = dataclasses.replace(source.spec, vocab=vocab, mask_id=mask)
     return dataclasses.replace(source, spec=spec, parameters=parameters)
 
 
