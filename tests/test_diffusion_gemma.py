@@ -346,6 +346,18 @@ def test_noise_is_drawn_by_canvas_and_answers_end_in_whole_canvases():
     assert 0.3 < np.asarray(drawn.conditioned).mean() < 0.7
 
 
+def test_an_answer_is_filled_to_its_own_last_canvas_and_ignored_tokens_are_not_learnt():
+    """Whatever others of the batch need: what is learnt of an example does not depend on them."""
+    of, answers = spec(FAMILY), [[5] * 11, [5, -100, 5], [-100] * 3, [5] * 8]
+    drawn = draw(checked(training.Batch([[1, 2]] * 4, answers), of), jax.random.key(0), of)
+    wanted = np.arange(16) < np.asarray([[16], [8], [0], [8]])
+    wanted[1, 1] = False
+    np.testing.assert_array_equal(drawn.learnt, wanted)
+    np.testing.assert_array_equal(drawn.masked, wanted)
+    np.testing.assert_array_equal(np.asarray(drawn.valid)[:, 2:], wanted)
+    assert (np.asarray(drawn.answer)[1, [3, 7]] == of.eos_id).all()
+
+
 def test_a_model_learns_to_denoise_one_answer():
     """The objective's gradient is of the decoder's own passes: what is learnt is decoded."""
     batch = training.Batch(np.asarray([[1, 2, 3]] * 4), np.asarray([[7, 8, 9, 10, 11, 12, 13, 14]] * 4))

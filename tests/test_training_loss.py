@@ -130,11 +130,18 @@ def test_isolation_is_drawn_for_each_example_and_counts_in_the_loss(family):
 
 
 def test_every_block_is_drawn_as_often_and_the_last_may_be_shorter():
-    within, behind = map(np.asarray, draw_blocks(jax.random.key(0), 6000, 6, (4, 6, 9)))
+    learnt = np.ones((6000, 6), bool)
+    within, behind = map(np.asarray, draw_blocks(jax.random.key(0), learnt, (4, 6, 9)))
     rows, counts = np.unique(within.astype(int), axis=0, return_counts=True)
     np.testing.assert_array_equal(rows, [[0, 0, 0, 0, 1, 1], [1, 1, 1, 1, 0, 0], [1] * 6])
     np.testing.assert_allclose(counts / 6000, [1 / 6, 1 / 6, 2 / 3], atol=0.02)  # 6 and 9: the whole answer
     np.testing.assert_array_equal(behind, np.cumsum(within[:, ::-1], axis=1)[:, ::-1] == 0)
+    # The same of a batch in which others are longer: no block lies in the padding, nor is of no token.
+    padded = np.pad(learnt, ((0, 0), (0, 5)))
+    np.testing.assert_array_equal(
+        draw_blocks(jax.random.key(0), padded, (4, 6, 9))[0] & padded, np.pad(within, ((0, 0), (0, 5)))
+    )
+    assert not draw_blocks(jax.random.key(0), np.zeros((2, 6), bool), (4,))[1][:, :4].any()
 
 
 @families("llada")

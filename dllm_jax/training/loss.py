@@ -108,8 +108,8 @@ def masked_diffusion_loss(
 
     A model without a mask token sees a uniform token where others see [MASK]. Its loss is the mean cross
     entropy of all answer tokens, unweighted, given noise of every level (google-deepmind/gemma, fine-tuning
-    of DiffusionGemma). Answers are filled to whole canvases with end-of-text, which is learnt. In half of the
-    examples the network reads the embeddings that a first pass without them expects (arXiv:2208.04202).
+    of DiffusionGemma). Each answer is filled to whole canvases with end-of-text, which is learnt. In half of
+    the examples the network reads the embeddings that a first pass without them expects (arXiv:2208.04202).
 
     Args:
       model: differentiable; cross entropy is in float32 whatever its dtype.
@@ -181,20 +181,21 @@ def draw(
     """
     if not spec.has_mask_token:
         return draw_noise(batch, key, spec)
-    (b, r), answer, learnt = batch.answer.shape, jnp.asarray(batch.answer), batch.learnt
+    answer, learnt = jnp.asarray(batch.answer), batch.learnt
     # Algorithm 2, lines 3 and 4: t ~ U(0, 1], and each token of the answer masked with probability t.
     t, masked = draw_masks(key, learnt, batch.t_min, model_blocks(batch, spec))
     hidden = masked
     if blocks is not None:
         # Blockwise SFT: the loss is of one block; what follows it is masked, as in decoding, but not learnt.
-        within, behind = draw_blocks(jax.random.fold_in(key, BLOCKS), b, r, blocks)
+        within, behind = draw_blocks(jax.random.fold_in(key, BLOCKS), learnt, blocks)
         learnt, masked = learnt & within, masked & within
         hidden = masked | behind
     tokens = jnp.concatenate([batch.prompt, jnp.where(hidden, spec.mask_id, answer)], axis=1)
     # A key of its own, so that noise levels and masks are those of a batch without isolation.
     isolated = None
     if prompt_isolation:
-        isolated = jax.random.uniform(jax.random.fold_in(key, ISOLATION), (b,)) < prompt_isolation
+        drawn = jax.random.uniform(jax.random.fold_in(key, ISOLATION), (len(answer),))
+        isolated = drawn < prompt_isolation
     return Masked(tokens, answer, t, masked, learnt, batch.valid, isolated, batch.images)
 
 
@@ -202,11 +203,15 @@ def draw_noise(batch: Checked, key: Key[Array, ""], spec: ModelSpec) -> Masked:
     """The draw of a model without a mask token: uniform tokens with the probability of each canvas's t."""
     of_t, of_tokens, of_soft = jax.random.split(key, 3)
     missing = -batch.answer.shape[1] % spec.block_size
-    prompt_mask = jnp.ones(batch.prompt.shape, bool) if batch.prompt_mask is None else batch.prompt_mask
-    answer = jnp.where(batch.learnt, jnp.asarray(batch.answer), spec.eos_id)
+    counted, answer = batch.learnt, jnp.where(batch.learnt, jnp.asarray(batch.answer), spec.eos_id)
     answer = jnp.pad(answer, ((0, 0), (0, missing)), constant_values=spec.eos_id)
-    learnt = jnp.ones(answer.shape, bool)
-    valid = None if batch.prompt_mask is None else jnp.concatenate([prompt_mask, learnt], axis=1)
+    # An answer is filled up to the end of its own last canvas, though others of the batch may need more.
+    ends, place = answer_ends(counted)[:, None], jnp.arange(answer.shape[1])
+    filled = (place >= ends) & (place < -(-ends // spec.block_size) * spec.block_size)
+    learnt = jnp.pad(counted, ((0, 0), (0, missing))) | filled
+    valid = batch.valid
+    if valid is not None:
+        valid = jnp.concatenate([valid[:, : batch.prompt.shape[1]], learnt], axis=1)
     block = jnp.broadcast_to(jnp.arange(answer.shape[1]) // spec.block_size, answer.shape)
     _, noised = draw_masks(of_t, learnt, batch.t_min, block)
     noise = jax.random.randint(of_tokens, answer.shape, 0, spec.vocab)
@@ -326,20 +331,25 @@ def check_objective(
 
 
 def draw_blocks(
-    key: Key[Array, ""], b: int, r: int, lengths: tuple[int, ...]
+    key: Key[Array, ""], learnt: Bool[Array, "b r"], lengths: tuple[int, ...]
 ) -> tuple[Bool[Array, "b r"], Bool[Array, "b r"]]:
     """One block of each example: the positions within it, and those after it.
 
     All lengths are equally likely, and so are all blocks of one; the last is shorter where a length does not
-    divide r.
+    divide the example's answer, of which padding is no part.
     """
-    of_lengths, of_blocks = jax.random.split(key)
+    (b, r), (of_lengths, of_blocks) = learnt.shape, jax.random.split(key)
     # First a length, then one of its blocks: else short blocks, which are more, would be drawn more often.
     length = jax.random.choice(of_lengths, jnp.array(lengths), (b,))
-    blocks = -(-r // length)
+    blocks = jnp.maximum(-(-answer_ends(learnt) // length), 1)
     start = length * jax.random.randint(of_blocks, (b,), 0, blocks)
     after = jnp.arange(r) - start[:, None]
     return (after >= 0) & (after < length[:, None]), after >= length[:, None]
+
+
+def answer_ends(learnt: Bool[Array, "b r"]) -> Int[Array, "b"]:
+    """The position after the last token of each answer that counts; 0 where none does."""
+    return jnp.max(jnp.where(learnt, jnp.arange(1, learnt.shape[1] + 1), 0), axis=1)
 
 
 def isolation_mask(isolated: Bool[Array, "b"], prompt: int, length: int) -> Mask:
