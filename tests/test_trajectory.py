@@ -129,6 +129,17 @@ def test_of_remasked_tokens_the_last_decoding_counts():
     np.testing.assert_allclose(ours.log_prob, [[0, expected, 0]], rtol=1e-5)
 
 
+def test_replaced_tokens_count_as_the_run_itself_has_them():
+    model, sampler = tiny("llada"), dj.samplers.Edit(threshold=0.3, editing_threshold=0.2)
+    ids = random_tokens(model.spec, 2, PROMPT)
+    out = dj.generate(model, ids, length=LENGTH, block=4, sampler=sampler, trace=True, logprobs=0)
+    before, after = (np.asarray(out.trace.tokens)[part] for part in (np.s_[:-1], np.s_[1:]))
+    assert ((before != model.spec.mask_id) & (before != after)).any()
+    ours = dj.trajectory_log_probs(model, out)
+    assert np.array_equal(ours.decoded_at, out.logprobs.decoded_at)
+    np.testing.assert_allclose(ours.log_prob, out.logprobs.log_prob, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.exhaustive
 def test_memory_does_not_grow_with_the_number_of_steps(optimized):
     model = tiny("llada", layers=1)

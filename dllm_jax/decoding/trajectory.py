@@ -35,7 +35,7 @@ class Trajectory(NamedTuple):
       log_prob: float32, in nats; 0 where no step of the run decoded the token (prompt, padding, masks that
         are left, end-of-text filled in by `stop_at_eos`).
       decoded_at: the denoising step that decoded it, from 0 and common to the batch; -1 where none did. Of a
-        token that was remasked and decoded again it is the last such step.
+        token that was remasked and decoded again, or replaced, it is the last such step.
     """
 
     log_prob: Float[Array, "b l"]
@@ -171,11 +171,11 @@ def check_replay(model: Model, trace: Trace, padding: Bool[AnyArray, "b l"] | No
 def _decoded_at(
     tokens: Int[Array, "t_plus_1 b l"], steps: Int[Array, ""], spec: ModelSpec
 ) -> Int[Array, "b l"]:
-    # The last step before which a position was masked and after which it was not; steps that did not run
-    # have the first canvas. What was remasked for good was not decoded.
+    # The last step that gave a position its token, in place of [MASK] or of another one. What was remasked
+    # for good was not decoded.
     masked = spec.undecided(tokens)
     step = jnp.arange(len(tokens) - 1, dtype=jnp.int32)[:, None, None]
-    decoded = masked[:-1] & ~masked[1:] & (step < steps)
+    decoded = (tokens[:-1] != tokens[1:]) & ~masked[1:] & (step < steps)
     at = jnp.max(jnp.where(decoded, step, -1), axis=0, initial=-1)
     final = jax.lax.dynamic_index_in_dim(masked, steps, keepdims=False)
     return jnp.where(final, -1, at)
