@@ -129,7 +129,8 @@ def capture(
       the record, on the host.
 
     Raises:
-      ValueError: an output without a trace, or an argument out of range.
+      ValueError: an output without a trace, or whose canvases do not show what was attended to (causal
+        passes; a last block cut short); a model without a mask token; an argument out of range.
 
     Examples:
       >>> model = dj.load(dj.bundled.path("tiny-llada"))

@@ -99,9 +99,9 @@ def generate_many(
 
     Args:
       model: Model returned by `load`.
-      prompts: Iterable of prompts. Of a list, 32 prompts per slot are read ahead, which leaves fewer slots
-        idle; of other iterables, such as a generator, 4. Each one is
-        the token ids of a prompt, or a dict with "prompt" and options that override the common ones:
+      prompts: Iterable of prompts. Of one with a length, such as a list, 32 prompts per slot are read ahead,
+        which leaves fewer slots idle; of others, such as a generator, 4. Each one is the token ids of a
+        prompt, or a dict with "prompt" and options that override the common ones:
         "prompt_mask", "prompt_embeds", "suffix", "length", "max_length", "block", "steps", "key", "stop",
         "forbid", "allow", "constraints".
       slots: Maximum number of sequences that decode together (`max_num_seqs` in vLLM).

@@ -96,8 +96,8 @@ class Policy(Options):
 
     A cache policy is a frozen dataclass that overrides the members in which it differs. Its fields are the
     method's hyper-parameters, and their annotations define the allowed values (`dllm_jax.options`). Methods
-    are pure and traced once; state between steps is in the `Cache`. The members follow in the order in which
-    a generation uses them.
+    are pure, and run while a program is traced; state between steps is in the `Cache`. The members follow in
+    the order in which a generation uses them.
     """
 
     _returns = RETURNS

@@ -74,7 +74,8 @@ class DLLMCache(Policy):
     Attributes:
       prompt_every: Prompt refresh interval Kp, in steps of the whole generation.
       response_every: Response refresh interval Kr, in steps of the whole generation.
-      ratio: Fraction of the response updated between refreshes; 0 updates nothing, not even values.
+      ratio: Fraction of the response updated between refreshes; 0 updates nothing in the layers after the
+        first, not even values.
     """
 
     prompt_every: TracedPositiveInt = 100

@@ -30,7 +30,7 @@ class Constraint(Options, abc.ABC):
 
     @abc.abstractmethod
     def allowed(self, canvas: Canvas, index: Int[Array, "b c"]) -> Bool[Array, "b c v"]:
-        """Returns the allowed tokens of positions; pure, and traced once.
+        """Returns the allowed tokens of positions; pure, and run while a program is traced.
 
         A position without an allowed token is not unmasked in this step. So a constraint can let the tokens
         of a word wait for each other. Masks that never get an allowed token are left at the end, with a

@@ -109,7 +109,7 @@ class WINO(UntilDone):
 class Edit(UntilDone):
     """Unmasks confident tokens, and replaces tokens of the block when another one is confident (LLaDA2.1).
 
-    The method is that of arXiv:2512.15745.
+    The method is that of arXiv:2602.08676.
 
     A block without masks continues until a step changes nothing, or for `most_steps` steps. Only tokens of
     the current block that an earlier step unmasked are replaced.
