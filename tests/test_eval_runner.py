@@ -21,7 +21,7 @@ from dllm_jax.eval.run.likelihoods import Likelihood
 from dllm_jax.eval.run.runner import EvalRequest, Runner, cut
 from dllm_jax.eval.run.settings import Checkpoint, Decoding, LanguageModel, fingerprint
 from dllm_jax.published import expressions
-from dllm_jax.samplers import DAEDAL, DreamOn
+from dllm_jax.samplers import DAEDAL, Confidence, DreamOn
 from dllm_jax.state.inputs import padded_together
 from dllm_jax.state.sliding import AdaBlock, Sliding
 from tests.models import tiny
@@ -236,8 +236,8 @@ def test_steps_are_literal_without_a_length_and_per_position_with_one():
 PAIRS = [((1, 2, 3), (4,)), ((3, 2), (5,)), ((2, 2), (6,)), ((5,), (3, 4))]  # three of a shape, one alone
 
 
-def scorer(**changes) -> Likelihood:
-    lm = LanguageModel("tiny", tiny("llada"), None, "weights")
+def scorer(family: str = "llada", **changes) -> Likelihood:
+    lm = LanguageModel("tiny", tiny(family), None, "weights")
     decoding = Decoding(batch=2, bucket=4, max_positions=9)
     return Likelihood(lm, decoding, **{"draws": 4, "strata": 2, **changes})
 
@@ -263,13 +263,22 @@ def test_costs_are_counted_without_padding():
     assert [entry["computed"] for entry in greedy] == [8, 6, 6, 4 * 3 + 2 * 3]
     assert totals(greedy, ())["forwards"] == 7 + 5
 
-    # Masks after a short answer would change it: a longer template decodes other tokens.
-    one = scorer()
-    for pair in (((5,), (3, 4)), ((7, 8), (1, 1, 1))):
-        prompt, mask = padded_together([pair[0]] * 2, one.lm.model.spec.eos_id, 4)
-        _, decoded = one._greedy([pair] * 2, prompt, mask, 4)
-        wanted = generate(one.lm.model, [pair[0]], length=len(pair[1])).tokens[0, len(pair[0]) :]
-        assert decoded[0, : len(pair[1])].tolist() == wanted.tolist()
+    assert [entry["computed"] for entry in scorer(cfg_scale=1.0).run(PAIRS)] == [16, 12, 12, 8 * 3 + 4 * 3]
+
+
+@pytest.mark.parametrize("family", ["llada", "sdar"])
+def test_the_greedy_answer_is_that_of_its_length_and_guidance(family):
+    """Masks after a short answer would change it: a longer template decodes other tokens."""
+    pairs, answers = [((5,), (3, 4)), ((7, 8), (1, 1, 1))], []
+    for scale in (0.0, 4.0):
+        one, sampler = scorer(family, cfg_scale=scale), Confidence(cfg_scale=scale)
+        prompt, mask = padded_together([context for context, _ in pairs], one.lm.model.spec.eos_id, 4)
+        _, decoded = one._greedy(pairs, prompt, mask, 4)
+        for (context, answer), row in zip(pairs, decoded, strict=True):
+            wanted = generate(one.lm.model, [context], length=len(answer), sampler=sampler).tokens[0]
+            assert row[: len(answer)].tolist() == wanted[len(context) :].tolist()
+        answers.append(decoded.tolist())
+    assert answers[0] != answers[1]
 
 
 def test_a_key_holds_all_that_determines_a_result():

@@ -110,15 +110,16 @@ class Likelihood(Answering[Pair]):
         nats = log_likelihood(model, prompt, answer, prompt_mask=mask, answer_mask=real, masks=masks, **how)
         # Guidance is a second pass for each draw.
         passes = rung if masks is None else len(masks)
-        forwards = np.full(len(items), passes * (2 if self.cfg_scale > 0 else 1))
+        passes_each = 2 if self.cfg_scale > 0 else 1
+        forwards = np.full(len(items), passes * passes_each)
         computed = forwards * (np.asarray(mask).sum(axis=1) + real.sum(axis=1))
         greedy = np.zeros(len(items), bool)
         # LLaDA's check: is the answer what exact decoding gives, one token per step?
         if self.greedy_check:
-            out, decoded = self._greedy(items, prompt, mask, rung)
+            stats, decoded = self._greedy(items, prompt, mask, rung)
             greedy = ((decoded == answer) | ~real).all(axis=1)
-            forwards = forwards + np.asarray(out.stats.nfe)
-            computed = computed + np.asarray(out.stats.computed_tokens)
+            forwards = forwards + stats[:, 0] * passes_each
+            computed = computed + stats[:, 1] * passes_each
 
         # Without what fills up the batch; padding is not counted among the positions computed.
         seconds, entries = (time.perf_counter() - start) / len(pairs), list[Any]()
@@ -131,27 +132,40 @@ class Likelihood(Answering[Pair]):
 
     def _greedy(
         self, pairs: list[Pair], prompt: np.ndarray, mask: np.ndarray, rung: int
-    ) -> tuple[dj.Output, Int[np.ndarray, "b r"]]:
-        """Decodes as many tokens after each context as its answer has, one per step, and pads them."""
+    ) -> tuple[Int[np.ndarray, "b 2"], Int[np.ndarray, "b r"]]:
+        """Decodes as many tokens after each context as its answer has, one per step, and pads them.
+
+        Returns:
+          forward passes and computed positions of each answer, and the answers.
+        """
         model, spec = self.lm.model, self.lm.model.spec
+        decode = functools.partial(dj.generate, model, prompt, prompt_mask=mask, nonfinite="ignore")
+        sampler = OnePerStep(cfg_scale=self.cfg_scale)
         if spec.context.has_blocks:
             # Later blocks do not change the earlier ones, and a block is always decoded whole.
-            whole = spec.context.whole(rung)
-            out = dj.generate(model, prompt, prompt_mask=mask, length=whole, nonfinite="ignore")
-            return out, np.asarray(out.tokens)[:, prompt.shape[1] :][:, :rung]
+            out = decode(length=spec.context.whole(rung), sampler=sampler)
+            return _costs(out), np.asarray(out.tokens)[:, prompt.shape[1] :][:, :rung]
 
-        # Elsewhere masks beyond the answer would change it: it ends the template.
+        # Elsewhere masks beyond the answer would change it: it ends the template. Guidance needs to know the
+        # prompt, so that answers of each length are decoded by themselves.
+        lengths = np.asarray([len(ids) for _, ids in pairs])
+        if self.cfg_scale > 0:
+            costs, answers = np.zeros((len(pairs), 2), int), np.full((len(pairs), rung), spec.eos_id)
+            for length in np.unique(lengths).tolist():
+                out, ours = decode(length=length, sampler=sampler), lengths == length
+                costs[ours] = _costs(out)[ours]
+                answers[ours, :length] = np.asarray(out.tokens)[ours, prompt.shape[1] :]
+            return costs, answers
         width = prompt.shape[1] + rung
         template = [(*context, *[spec.mask_id] * len(ids)) for context, ids in pairs]
         tokens, padding = padded_together(template, spec.eos_id, width)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", IdleStepsWarning)  # short answers have fewer masks than steps
             out = dj.infill(
-                model, tokens, token_mask=padding, steps=rung, sampler=OnePerStep(), nonfinite="ignore"
+                model, tokens, token_mask=padding, steps=rung, sampler=sampler, nonfinite="ignore"
             )
-        rows = zip(np.asarray(out.tokens), pairs, strict=True)
-        ends = [row[width - len(ids) :] for row, (_, ids) in rows]
-        return out, padded_together(ends, spec.eos_id, rung, "right")[0]
+        ends = [row[-n:] for row, n in zip(np.asarray(out.tokens), lengths, strict=True)]
+        return _costs(out), padded_together(ends, spec.eos_id, rung, "right")[0]
 
     def masks(self, pair: Pair) -> Bool[np.ndarray, "draws r"]:
         """Returns the masks of a pair's draws, which depend on the seed and the pair; False at padding."""
@@ -162,6 +176,11 @@ class Likelihood(Answering[Pair]):
         text = json.dumps([self.decoding.seed, *pair])
         seed = np.uint32(int(hashlib.sha256(text.encode()).hexdigest()[:8], 16))
         return np.asarray(_masks(seed, len(pair[1]), rung, self.strata, self.draws // self.strata))
+
+
+def _costs(out: dj.Output) -> Int[np.ndarray, "b 2"]:
+    """Forward passes and computed positions of each sequence."""
+    return np.stack([np.asarray(out.stats.nfe), np.asarray(out.stats.computed_tokens)], axis=1)
 
 
 @functools.partial(jax.jit, static_argnames=("rung", "strata", "groups"))
