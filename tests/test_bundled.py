@@ -100,6 +100,15 @@ def test_accuracy_is_that_of_exact_decoding_unless_options_say_otherwise():
     assert accuracy(model, read, drawn, **recommended) == 0
 
 
+def test_each_example_draws_by_itself_in_batches_of_any_size():
+    model = dj.load(where := bundled.path("tiny-llada"))
+    read, asked = AutoTokenizer.from_pretrained(where), examples(Chain(), 99, 2, 1, "held_out") * 4
+    hot = dict(length=8, sampler=dj.samplers.Confidence(temperature=9.0), key=jax.random.key(0))
+    together = answers(model, read, asked, **hot)
+    assert together[:2] != together[2:]
+    assert answers(model, read, asked, batch=2, **hot) == together
+
+
 @pytest.mark.parametrize(
     "sampler",
     [dj.samplers.Dynamic(0.9), pytest.param(dj.samplers.Confidence(), marks=pytest.mark.exhaustive)],

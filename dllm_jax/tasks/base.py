@@ -12,6 +12,7 @@ from jaxtyping import UInt8
 
 from dllm_jax.decoding.chat import chat, check_tokenizer, encode_chats, with_defaults
 from dllm_jax.decoding.options import GenerateOptions
+from dllm_jax.decoding.request import sequence_keys
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt, Options, PositiveInt, check_argument, shown
@@ -188,16 +189,22 @@ def answers(
       tokenizer: its tokenizer, with a chat template; of examples with images, its processor.
       examples: the questions; those of a chunk are left-padded to a common length.
       batch: examples decoded at a time.
+      key: One random key for all examples, or one per example.
       **options: passed on to `generate` (length, block, steps, policy, sampler, ...).
     """
     decoded: dict[str, Any] = {"policy": Policy(), "block": None}
     if model.spec.has_mask_token:
         decoded["sampler"] = Confidence()
     decoded |= dict(options)
+    # Each example draws by itself, in batches of any size: no two of them share a key.
+    key = decoded.pop("key", None)
+    keys = None if key is None else sequence_keys(key, len(examples))
     out = []
     for start in range(0, len(examples), batch):
-        questions = [example.messages for example in examples[start : start + batch]]
-        out += chat(model, tokenizer, questions, **decoded)
+        part = slice(start, start + batch)
+        questions = [example.messages for example in examples[part]]
+        drawn = {} if keys is None else {"key": keys[part]}
+        out += chat(model, tokenizer, questions, **decoded, **drawn)
     return out
 
 
