@@ -124,6 +124,15 @@ def instances(*args):
     return [Instance("generate_until", {}, arguments, i) for i, arguments in enumerate(args)]
 
 
+def test_repeats_of_a_request_draw_each_for_itself(lm):
+    hot, seen = model(sampler="Confidence(temperature=9.0)"), []
+    hot.cache_hook.add_partial = lambda kind, args, answer: seen.append(answer)
+    text = lm.apply_chat_template([{"role": "user", "content": ROWS[0]["question"]}])
+    found = hot.generate_until(instances(*[(text, {"until": ["\n"]})] * 3))
+    assert len({*found}) > 1
+    assert sorted(seen) == sorted(found)
+
+
 def test_until_strings_cut_and_requests_are_cached_as_they_finish(lm, tmp_path):
     text = lm.apply_chat_template([{"role": "user", "content": ROWS[0]["question"]}])
     assert lm.generate_until(instances((text, {"until": ["211"]}), (text, {"until": "x"}))) == ["", "211"]

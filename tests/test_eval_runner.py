@@ -116,6 +116,14 @@ def test_a_draw_depends_on_the_seed_and_the_request_only(lm, asked):
     assert together != answers(runner(lm, sampler=hot, seed=1).run(asked))
 
 
+def test_equal_requests_draw_each_for_itself(lm, asked):
+    hot = runner(lm, sampler=samplers.Confidence(temperature=9.0))
+    first, *others = answers(hot.run(asked[:1] * 3))
+    assert len({first, *others}) > 1
+    assert answers(hot.run(asked[:1])) == [first]
+    assert len({*runner(lm).keys(asked[:1] * 3)}) == 1
+
+
 def test_an_interrupted_run_resumes_with_the_rest(lm, asked, tmp_path, monkeypatch):
     path, generate = tmp_path / "journal.jsonl", dj.generate_many
     sliding = runner(lm, block=Sliding(2))

@@ -157,10 +157,10 @@ class DllmJax(TemplateLM):
         """
         # The cache takes an answer per request, the journal one per hash.
         asked: dict[str, list[Any]] = {}
-        readable = [item for item in items if not isinstance(item, Exception)]
-        for item, known in zip(items, args, strict=True):
-            if not isinstance(item, Exception):
-                asked.setdefault(answering.key(item), []).append(known)
+        pairs = [pair for pair in zip(items, args, strict=True) if not isinstance(pair[0], Exception)]
+        readable = [item for item, _ in pairs]
+        for key, (_, known) in zip(answering.keys(readable), pairs, strict=True):
+            asked.setdefault(key, []).append(known)
 
         def add(entries: list[Entry]):
             for entry in (entry for entry in entries if entry["error"] is None):

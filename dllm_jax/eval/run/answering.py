@@ -35,6 +35,10 @@ class Answering(abc.ABC, Generic[Item]):
     def key(self, item: Item) -> str:
         """Hash of everything that determines the item's answer; items of equal hash are answered once."""
 
+    def keys(self, items: Sequence[Item]) -> list[str]:
+        """The key of each item's answer."""
+        return [self.key(item) for item in items]
+
     @abc.abstractmethod
     def _shape(self, item: Item) -> Any:
         """Returns the static shape of an item's program; items come in ascending order of it."""
@@ -74,7 +78,7 @@ class Answering(abc.ABC, Generic[Item]):
           ValueError: another run adds to the journal.
           KeyboardInterrupt: Ctrl-C, with a message that names the journal.
         """
-        keyed = [(self.key(item), item) for item in items]
+        keyed = list(zip(self.keys(items), items, strict=True))
         journal = Journal() if journal is None else journal
         unanswered = lambda: {key: item for key, item in keyed if not journal.has_answer(key)}
         try:

@@ -11,6 +11,7 @@ import itertools
 import json
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -156,6 +157,18 @@ class Runner(Answering[EvalRequest]):
             parts.append({name: repr(getattr(self.processor, name)) for name in names})
             parts += [item.conversation.text, item.conversation.digests]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    @override
+    def keys(self, items: Sequence[EvalRequest]) -> list[str]:
+        """The key of each request's answer; where samplers draw, equal requests have answers of their own."""
+        keys, before = super().keys(items), Counter[str]()
+        if not self.decoding.sampler.draws:
+            return keys
+        for place, key in enumerate(keys):
+            if before[key]:  # requests are told apart by their order, as lm_eval's repeats
+                keys[place] = hashlib.sha256(f"{key}#{before[key]}".encode()).hexdigest()
+            before[key] += 1
+        return keys
 
     @override
     def _shape(self, item: EvalRequest) -> tuple[Any, ...]:
