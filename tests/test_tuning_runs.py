@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import dllm_jax as dj
-from dllm_jax import policies, samplers
+from dllm_jax import lora, policies, samplers
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.settings import identity_in_memory
 from dllm_jax.eval.tuning import Candidate, exact_match, search
@@ -108,6 +108,8 @@ def test_a_model_in_memory_has_the_identity_of_its_parameters(lm):
     changed = dict(model.params) | {"embed": model.params["embed"].at[3, 4].add(1e-3)}
     assert identity_in_memory(dataclasses.replace(model, params=changed)) != identity_in_memory(model)
     assert identity_in_memory(model.replace_spec(rope_base=5.0)) != identity_in_memory(model)
+    scaled = [lora.attach(model, lora.LoRA(alpha=alpha), jax.random.key(0)) for alpha in (8.0, 16.0, 16.0)]
+    assert identity_in_memory(scaled[1]) == identity_in_memory(scaled[2]) != identity_in_memory(scaled[0])
 
 
 def test_the_page_runs_as_printed(tmp_path, monkeypatch, capsys):

@@ -203,7 +203,7 @@ def answers(
     for start in range(0, len(examples), batch):
         part = slice(start, start + batch)
         questions = [example.messages for example in examples[part]]
-        drawn = {} if keys is None else {"key": keys[part]}
+        drawn: dict[str, Any] = {} if keys is None else {"key": keys[part]}
         out += chat(model, tokenizer, questions, **decoded, **drawn)
     return out
 

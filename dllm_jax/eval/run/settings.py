@@ -21,6 +21,7 @@ from dllm_jax.command_line import from_word
 from dllm_jax.decoding.chat import chat_ids, template_variables, with_defaults
 from dllm_jax.decoding.geometry import check_growth
 from dllm_jax.nn.int8 import Weights
+from dllm_jax.nn.low_rank import adapted
 from dllm_jax.options import NoneMeans, Options, PositiveFloat, PositiveInt, absolute
 from dllm_jax.published import expressions
 from dllm_jax.state.sliding import Blocks, BlockSchedule, positions
@@ -262,6 +263,8 @@ def identity_in_memory(model: dj.Model) -> str:
     """Identity of a model that no file is known of: hash of its shape and parameters, which are all read."""
     # Leaf by leaf, so that no more than one of them is on the host at a time.
     digest = hashlib.sha256(repr(model.spec).encode())
+    # The scale of an update is in no array.
+    digest.update("".join(f"alpha={matrix.alpha} " for matrix in adapted(model.params)).encode())
     for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
         values = np.asarray(jax.device_get(leaf))
         digest.update(f"{jax.tree_util.keystr(path)} {values.dtype} {values.shape}\n".encode())
