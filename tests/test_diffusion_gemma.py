@@ -421,6 +421,25 @@ def test_partial_steps_in_the_canvas_leave_batch_mates_alone_and_compute_less(po
     assert fewer.all() == isinstance(policy, policies.D2Cache | policies.ESDLLM)  # others save in layers
 
 
+@pytest.mark.parametrize("policy", [policies.Policy(), policies.D2Cache(k=3)], ids=repr)
+def test_log_probs_are_of_the_step_that_last_predicted_a_position(policy):
+    """Which may not be the one that ends the canvas: others of it are not computed there."""
+    out = all_steps(policy, logprobs=2, trace=True)
+    kept = jax.tree.map(lambda array: np.asarray(array)[:, -20:], out.logprobs)
+    np.testing.assert_array_equal(kept.top_tokens[..., 0], np.asarray(out.tokens)[:, -20:])
+    np.testing.assert_allclose(kept.log_prob, kept.top_log_probs[..., 0], rtol=1e-6)
+    computed = np.asarray(out.trace.computed) & ~np.asarray(out.trace.causal)[..., None]
+    steps = np.arange(len(computed))[:, None, None]
+    np.testing.assert_array_equal(kept.decoded_at, np.max(np.where(computed, steps, -1), axis=0)[:, -20:])
+    options = {**OPTIONS, "sampler": dataclasses.replace(SAMPLER, certainty=0.0), "policy": policy}
+    for snapshot in dj.stream(tiny(FAMILY), PROMPTS, key=KEYS, logprobs=0, every=3, **options):
+        masked = snapshot.tokens == spec(FAMILY).mask_id
+        assert (np.isnan(snapshot.confidence) | np.isfinite(snapshot.confidence)).all()
+        assert np.isnan(snapshot.confidence[masked]).all()
+        assert (snapshot.logprobs.decoded_at[masked] == -1).all()
+    np.testing.assert_array_equal(snapshot.output.logprobs.decoded_at, out.logprobs.decoded_at)
+
+
 def test_a_causal_pass_stores_no_outputs_and_so_computes_no_last_experts():
     def flops(policy: policies.Policy) -> float:
         request = prepare(tiny(FAMILY), [[5] * 40], key=KEYS[0], length=8, sampler=SAMPLER, policy=policy)

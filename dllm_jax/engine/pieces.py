@@ -72,8 +72,8 @@ def run_piece(
     canvas, record = after.canvas, after.record
     tokens, running = final_tokens(plan, after), jnp.any(canvas.active)
     tokens = jnp.where(running, with_ends(canvas, canvas.tokens), tokens) if together else tokens
-    # No step decoded the end-of-text at a stop and after it.
-    decoded = tokens == canvas.tokens
+    # No step decoded masks, nor the end-of-text at a stop and after it.
+    decoded = (tokens == canvas.tokens) & ~canvas.masked
     confidence = jax.tree.map(lambda scores: jnp.where(decoded, scores, jnp.inf), record.get("confidence"))
     piece = Piece(
         tokens=tokens,

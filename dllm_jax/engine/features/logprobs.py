@@ -27,7 +27,8 @@ class LogProbs(NamedTuple):
       log_prob: Log-probability of each token in the step that unmasked it; 0 where none did (prompt, padding,
         masks that are left, end-of-text filled in after a stop).
       decoded_at: Denoising step that unmasked it, by the sequence's own count from 0; -1 where none did. A
-        token that was remasked or replaced has the last such step.
+        token that was remasked or replaced has the last such step. One of a model without a mask token has
+        the last step that predicted it.
       top_tokens: The k most likely tokens of that step, best first; [MASK] is none of them unless the sampler
         may select it. mask_id where no step unmasked the position.
       top_log_probs: Log-probabilities of `top_tokens`; -inf where fewer than k are allowed, 0 where no step
@@ -59,13 +60,23 @@ class LogProbs(NamedTuple):
           after: Canvas after the step.
           finding: Log-probabilities of the step's candidates, at their positions.
         """
-        changed = changed_by(before, after)
+        changed = changed_by(before, after, finding.decoded_at >= 0)
         added = self.where(changed, finding)
-        return added.where(changed & after.masked, LogProbs.none(after, self.top_tokens.shape[2]))
+        return added.where(changed & undone(after), LogProbs.none(after, self.top_tokens.shape[2]))
 
 
-def changed_by(before: Canvas, after: Canvas) -> Bool[Array, "b l"]:
-    """Positions that a step gave another token, or verified the draft's."""
+def undone(after: Canvas) -> Bool[Array, "b l"]:
+    """Positions of which a step keeps nothing: masks, unless its prediction may become their token."""
+    return after.masked & after.spec.has_mask_token
+
+
+def changed_by(before: Canvas, after: Canvas, predicted: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
+    """Positions that a step gave another token, or verified the draft's.
+
+    A canvas of noise is decoded as a whole, by the outputs of the last steps that predicted its positions.
+    """
+    if not before.spec.has_mask_token:
+        return predicted
     changed = before.tokens != after.tokens
     if before.layout.drafts:
         changed |= (after.decoded_at == before.step[:, None]) & before.active[:, None]
@@ -107,8 +118,10 @@ class Confidences(Recorder):
     def add(self, record: Record, step: StepRecord) -> Float[Array, "b l"]:
         """Takes over the scores of what a step unmasked, and forgets those of what it masked again."""
         confidences: Float[Array, "b l"] = record[self.name]
-        new = jnp.where(step.after.masked, jnp.inf, step.decided.proposal.score)
-        confidences = jnp.where(changed_by(step.before, step.after), new, confidences)
+        score = step.decided.proposal.score
+        new = jnp.where(undone(step.after), jnp.inf, score)
+        changed = changed_by(step.before, step.after, score > -jnp.inf)
+        confidences = jnp.where(changed, new, confidences)
         return moved_with(step.left, confidences, jnp.full_like(confidences, jnp.inf))
 
 
@@ -134,8 +147,9 @@ class TokenLogProbs(Feature):
         """Log-probabilities of the candidates' tokens, on the canvas."""
         sampler = generation.plan.sampler
         logprobs = of_candidates(sampler, seen.candidates, seen.logits, canvas, self.count)
-        place = places(seen.candidates.index, canvas.layout.length)
-        return jax.tree.map(lambda values: gather(values, place), logprobs)
+        place, none = places(seen.candidates.index, canvas.layout.length), LogProbs.none(canvas, self.count)
+        on_canvas = jax.tree.map(lambda values: gather(values, place), logprobs)
+        return none.where(place < seen.candidates.index.shape[1], on_canvas)
 
     def keep(self, entry: LogProbs, before: Canvas, after: Canvas, finding: LogProbs) -> LogProbs:
         """Takes over what a step of the sampler unmasked."""
@@ -148,4 +162,5 @@ class TokenLogProbs(Feature):
     def output(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> LogProbs:
         """The log-probabilities, without those of tokens that no step decoded."""
         recorded: LogProbs = record[self.name]
-        return recorded.where(tokens != canvas.tokens, LogProbs.none(canvas, self.count))
+        no_token = (tokens != canvas.tokens) | canvas.masked
+        return recorded.where(no_token, LogProbs.none(canvas, self.count))
