@@ -98,6 +98,15 @@ def test_seconds_are_shared_by_answers_that_ran_together_without_compilation(lm,
     assert len(calls) == 3, "compiled once"
 
 
+def test_a_special_token_ends_an_answer_whether_or_not_decoding_does(lm, asked):
+    stop = "<|start_header_id|>"
+    encode = lambda text: lm.tokenizer.encode(text, add_special_tokens=False)
+    response = np.asarray([[*encode("21"), lm.tokenizer.convert_tokens_to_ids(stop), *encode("7")]])
+    request = asked[0]._replace(stop=(stop, "x"), length=4)
+    for early in (True, False):
+        assert runner(lm, stop_at_eos=early)._text(request, response) == "21"
+
+
 def test_positions_that_single_layers_computed_count(lm, asked):
     counts = (3, 12, 12.0, 2.5, 0.0, 1, 4)
     stats = Stats(*(np.asarray([value]) for value in (*counts, 2, True)))

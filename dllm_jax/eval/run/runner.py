@@ -182,9 +182,13 @@ class Runner(Answering[EvalRequest]):
 
     def _stops(self, request: EvalRequest) -> dj.StopTexts | None:
         """The stop texts at which a request's decoding ends; None where it goes on to the length."""
-        texts = tuple(filter(None, request.stop))
         early = self.decoding.stop_at_eos and request.conversation is None
-        return dj.StopTexts(self.lm.tokenizer, texts) if texts and early else None
+        return self._cuts(request) if early else None
+
+    def _cuts(self, request: EvalRequest) -> dj.StopTexts | None:
+        """The stop texts at which the request's answer ends, special tokens among them; None without any."""
+        texts = tuple(filter(None, request.stop))
+        return dj.StopTexts(self.lm.tokenizer, texts) if texts else None
 
     @override
     def _answers(self, pairs: list[tuple[str, EvalRequest]], at_once: int) -> Iterator[list[Entry]]:
@@ -296,8 +300,8 @@ class Runner(Answering[EvalRequest]):
         """
         response = response[:, : self.decoding.max_length or request.length]
         if request.conversation is None:
-            (text,) = dj.decode_answers(self.lm.model, self.lm.tokenizer, response, self._stops(request))
-            return cut(text, request.stop)
+            (text,) = dj.decode_answers(self.lm.model, self.lm.tokenizer, response, self._cuts(request))
+            return text
         ids, ends = response[0].tolist(), self.lm.model.spec.ends
         ids = itertools.takewhile(lambda token: token not in ends, ids)
         return cut(decode(self.lm.tokenizer, ids), request.stop)
