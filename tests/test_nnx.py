@@ -32,6 +32,7 @@ FAMILIES = {
     "llada": {},
     "dream": dict(tied=True),
     "sdar": dict(block_size=4, completes_blocks=False),
+    "diffusion-gemma": {},
 }
 
 

@@ -23,7 +23,7 @@ from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.nnx.view import ModelView
 from dllm_jax.options import check_argument
 from dllm_jax.training.batch import Batch, checked
-from dllm_jax.training.loss import cross_entropy, draw
+from dllm_jax.training.loss import cross_entropy, draw, expected_inputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +59,9 @@ class BatchAdapter:
         count = jnp.maximum(jnp.sum(drawn.learnt, axis=1, keepdims=True), 1)
         weights = jnp.where(drawn.masked, 1.0 / (drawn.t * count), 0.0)
         model_inputs = {"tokens": drawn.tokens, "answer": drawn.answer}
-        if drawn.valid is not None:
-            model_inputs["valid"] = drawn.valid
+        model_inputs |= {
+            name: array for name in ("valid", "conditioned") if (array := getattr(drawn, name)) is not None
+        }
         return DiffusionTokenBatch.create(
             model_inputs=model_inputs, target_ids=drawn.answer, loss_weights=weights.astype(jnp.float32)
         )
@@ -73,8 +74,11 @@ def logits_fn(view: ModelView, model_inputs: dict[str, Array]) -> Float[Array, "
       view: Module of the model.
       model_inputs: Those of `BatchAdapter`.
     """
-    inputs = {"valid": None, **model_inputs}
-    return answer_logits(view.model(), inputs["tokens"], inputs["answer"], inputs["valid"])
+    model, inputs = view.model(), {"valid": None, **model_inputs}
+    arrays, soft = (model, inputs["tokens"], inputs["answer"], inputs["valid"]), None
+    if "conditioned" in inputs:
+        soft = expected_inputs(model, answer_logits(*arrays), inputs["conditioned"])
+    return answer_logits(*arrays, soft=soft)
 
 
 def loss_inputs(batch: Any) -> dict[str, Any]:

@@ -238,8 +238,7 @@ def masked_loss(
     arrays = model, batch.tokens, batch.answer, batch.valid, remat, layer_pass, within, embeds
     soft = None
     if batch.conditioned is not None:
-        first = expected(model.params, answer_logits(*arrays))
-        soft = jax.lax.stop_gradient(jnp.where(batch.conditioned[:, None, None], first, 0))
+        soft = expected_inputs(model, answer_logits(*arrays), batch.conditioned)
     logits = answer_logits(*arrays, causally, soft)
     logits, of_clean = jnp.split(logits, 2, axis=1) if causally else (logits, None)
 
@@ -252,6 +251,13 @@ def masked_loss(
         loss += causal_weight * causal_loss(of_clean, batch)
     right = batch.masked & (jnp.argmax(logits, axis=-1) == batch.answer)
     return loss, LossCounts(loss, jnp.sum(right), jnp.sum(batch.masked))
+
+
+def expected_inputs(
+    model: Model, logits: Float[Array, "b r v"], conditioned: Bool[Array, "b"]
+) -> Float[Array, "b r m"]:
+    """Embeddings that a first pass expected, without a gradient; zeros of examples that read none."""
+    return jax.lax.stop_gradient(jnp.where(conditioned[:, None, None], expected(model.params, logits), 0))
 
 
 def causal_loss(logits: Float[Array, "b r v"], batch: Masked) -> Float[Array, ""]:
