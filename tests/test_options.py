@@ -38,7 +38,7 @@ from dllm_jax.options import (
 from dllm_jax.published.expressions import call, policy
 from dllm_jax.traced import Traced
 from dllm_jax.training import TrainConfig
-from tests import refuses
+from tests import DOCS, refuses
 from tests.models import tiny
 from tests.option_cases import OPTIONS
 from tests.policy_cases import daily, short
@@ -361,6 +361,9 @@ def test_arguments_of_other_libraries_are_answered_with_ours():
     refuses(r"argument 'sampler'\. It is one for all requests: generate_many\(", next, many)
     assert "trace" not in inspect.signature(dj.chat).parameters
     assert "progress" not in inspect.signature(dj.stream_chat).parameters
+    page = (DOCS / "coming-from.md").read_text()
+    for asked in ({"max_new_tokens": 32}, {"top_p": 0.9}):
+        assert f"\n{pytest.raises(TypeError, generate, **asked).value}\n" in page
 
 
 def test_every_hint_names_arguments_and_samplers_that_exist():

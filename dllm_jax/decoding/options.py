@@ -215,8 +215,8 @@ def generation_defaults(model: Model, **options: Unpack[GenerateOptions]) -> dic
     Examples:
       >>> model = dj.load(dj.bundled.path("tiny-sdar"))
       >>> options = dj.generation_defaults(model, length=8)
-      >>> options["sampler"], dj.generate(model, [[40, 41]], **options).tokens.shape
-      (Threshold(threshold=0.9), (1, 10))
+      >>> options["sampler"].threshold, dj.generate(model, [[40, 41]], **options).tokens.shape
+      (0.9, (1, 10))
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
     check_options("generation_defaults", options)
