@@ -92,6 +92,17 @@ def test_batch_mates_and_padding_change_nothing():
     check_sampler(sampler, policies=(policies.DualCache(),), checks=asked)
 
 
+def test_text_after_the_response_is_no_part_of_its_answer():
+    def forwards(positions: int, threshold: float) -> list[int]:
+        rule = EarlyCommit(10, positions=positions, early=threshold, middle=threshold, late=threshold)
+        out = generated(sampler=Confidence(early_commit=rule), suffix=[[7, 8, 9]], **SHAPE)
+        return out.stats.nfe.tolist()
+
+    each = [(forwards(2, gap), forwards(5, gap)) for gap in (0.5, 1.0, 1.5, 2.0, 3.0)]
+    assert all(ours == others for ours, others in each)
+    assert len({str(ours) for ours, _ in each}) > 1
+
+
 def test_an_answer_behind_the_response_is_refused():
     with pytest.raises(ValueError, match="answer=12 must be below the response's length, 12"):
         generated(sampler=Confidence(early_commit=EarlyCommit(12)), **SHAPE)

@@ -44,14 +44,15 @@ class EarlyCommit(Options):
         Raises:
           ValueError: the answer begins after the response.
         """
+        in_response = canvas.position < canvas.layout.end  # neither text after it nor what completes a block
         if self.answer is None:
-            return canvas.masked
+            return canvas.masked & in_response
         if self.answer >= canvas.layout.response:
             raise ValueError(
                 f"answer={self.answer} must be below the response's length, {canvas.layout.response}"
             )
         place = canvas.position - canvas.first_block[:, None] - self.answer
-        return canvas.everything & (place >= 0) & (place < self.positions)
+        return canvas.everything & (place >= 0) & (place < self.positions) & in_response
 
     def threshold(self, canvas: Canvas) -> Float[Array, "b"]:
         """That of the coming step, by its number among the scheduled ones, counted from 1."""
