@@ -1,5 +1,6 @@
 """`prefill`: prompts of block-causal models that begin alike are computed once, and answered the same."""
 
+import dataclasses
 import io
 
 import jax
@@ -8,7 +9,7 @@ import pytest
 import rich.console
 
 import dllm_jax as dj
-from dllm_jax import policies, samplers
+from dllm_jax import lora, policies, samplers
 from dllm_jax.demo import chatting
 from dllm_jax.engine.features.prefix import reads_causally
 from dllm_jax.eval.run.runner import EvalRequest, Runner
@@ -157,6 +158,7 @@ def test_requests_that_cannot_reuse_a_prefix_say_why():
     a2d = tiny("sdar", **SPEC, blocks_from="response")
     ask = lambda model=model, **options: dj.generate(model, [[1]], prefix=prefix, length=4, **options)
     half = jax.tree.map(lambda a: a.astype("bfloat16"), model)
+    trained = jax.tree.map(lambda a: a + 0.1, model.params)
     for call, message in (
         (
             lambda: dj.prefill(full, BEGINNING),
@@ -190,6 +192,8 @@ def test_requests_that_cannot_reuse_a_prefix_say_why():
         ),
         (lambda: ask(half), "computed by another model"),
         (lambda: ask(tiny("sdar", block_size=2)), "computed by another model"),
+        (lambda: ask(dataclasses.replace(model, params=trained)), "by other arrays than the model has now"),
+        (lambda: ask(lora.attach(model, lora.LoRA(), jax.random.key(0))), "by other arrays than the model"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

@@ -1,5 +1,6 @@
 """`prefill`: computes what several prompts begin with once, for block-causal models."""
 
+import weakref
 from typing import Any
 
 import jax
@@ -86,7 +87,8 @@ def prefill(
         with uninterrupted():
             kv = compute_prefix(runs, kv, jnp.asarray(new), np.int32(start), np.int32(end), not start)
     stored = StoredPrefix(kv, jnp.asarray(end, jnp.int32), least, causal)
-    return Prefix(tokens, end - start, stored, model.spec)
+    weights = tuple(map(weakref.ref, jax.tree.leaves(model.params)))
+    return Prefix(tokens, end - start, stored, model.spec, weights)
 
 
 def common(ids: tuple[int, ...], other: tuple[int, ...]) -> int:
@@ -103,6 +105,11 @@ def check_prefix(prefix: Any, model: Model, causal: bool):
     if prefix.spec != model.spec or stored.dtype != model.dtype or not form:
         raise ValueError(
             "prefix was computed by another model: its keys and values fit the weights that made them"
+        )
+    if not prefix.is_of(model):
+        raise ValueError(
+            "prefix was computed by other arrays than the model has now: training, adapters or another load "
+            "change its keys and values. Call prefill again"
         )
     if prefix.stored.causal != causal:
         raise ValueError(

@@ -7,6 +7,7 @@ padding moves a prefix on the canvas.
 
 import dataclasses
 import functools
+import weakref
 from typing import ClassVar
 
 import jax
@@ -76,12 +77,20 @@ class Prefix:
       computed_tokens: Number of tokens that `prefill` computed for it.
       stored: Its keys and values; the rest is computed with each prompt.
       spec: Description of the model that computed it.
+      weights: References to its arrays, which it does not keep alive.
     """
 
     tokens: tuple[int, ...]
     computed_tokens: int
     stored: StoredPrefix = dataclasses.field(repr=False)
     spec: ModelSpec = dataclasses.field(repr=False)
+    weights: tuple[weakref.ref[Array], ...] = dataclasses.field(repr=False)
+
+    def is_of(self, model: Model) -> bool:
+        """Whether a model has the arrays that computed the prefix."""
+        leaves = jax.tree.leaves(model.params)
+        pairs = zip(self.weights, leaves, strict=False)
+        return len(self.weights) == len(leaves) and all(known() is leaf for known, leaf in pairs)
 
 
 @functools.partial(jax.jit, static_argnames="whole")
