@@ -17,7 +17,7 @@ import optax
 import pytest
 import tyro
 
-from dllm_jax import locks
+from dllm_jax import locks, lora
 from dllm_jax.command_line import plain_errors
 from dllm_jax.command_line import run as run_command
 from dllm_jax.interrupts import uninterrupted
@@ -272,6 +272,15 @@ def resumed(four_steps, where, **changes):
 )  # fmt: skip
 def test_a_changed_configuration_is_refused_by_name(four_steps, tmp_path, changes, message):
     refuses(message, resumed, four_steps, tmp_path / "a", **changes)
+
+
+def test_adapters_of_another_alpha_are_refused(tmp_path):
+    """Their scale is in no array of a checkpoint."""
+    of = lambda alpha: lora.attach(tiny("llada"), lora.LoRA(alpha=alpha), jax.random.key(0))
+    first = TrainConfig(steps=1, review_every=1, save_every=1)
+    more = dict(directory=tmp_path, trainable=lora.trainable, progress=False)
+    assert len(train(of(8.0), Counting(), first, **more).log) == 1
+    refuses(r"alpha=\[8\.0\] then, \[16\.0\] now", train, of(16.0), Counting(), first, **more)
 
 
 @pytest.mark.parametrize("family", ["llada", "llada-moe", "nemotron", "diffusion-gemma"])

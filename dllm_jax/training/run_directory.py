@@ -21,6 +21,7 @@ from jaxtyping import Array, PyTree
 
 from dllm_jax import locks
 from dllm_jax.nn.keys import THREEFRY
+from dllm_jax.nn.low_rank import adapted
 from dllm_jax.nn.mesh import number_modes
 from dllm_jax.nn.model import Model
 from dllm_jax.options import check_argument, shown
@@ -249,6 +250,7 @@ def record_of(model: Model, setup: Setup, trainable: Trainable | None, replaced:
         "trainable": None if all(label is True for label in named.values()) else named,
         "dtype": "/".join(sorted({str(dtype) for dtype in setup.dtypes})),
         "frozen": int(checksum(frozen)),  # which checkpoints do not hold
+        "alpha": sorted({matrix.alpha for matrix in adapted(params)}) or None,  # which no array holds
     }
     # As it is read again: tuples, also those inside of the spec, are lists.
     return json.loads(json.dumps(record | spec))
