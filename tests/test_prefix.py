@@ -159,6 +159,9 @@ def test_requests_that_cannot_reuse_a_prefix_say_why():
     ask = lambda model=model, **options: dj.generate(model, [[1]], prefix=prefix, length=4, **options)
     half = jax.tree.map(lambda a: a.astype("bfloat16"), model)
     trained = jax.tree.map(lambda a: a + 0.1, model.params)
+    small, large = (lora.attach(model, lora.LoRA(alpha=a), jax.random.key(0)) for a in (8, 16))
+    adapted, arrays = dj.prefill(small, BEGINNING), jax.tree.leaves(small.params)
+    rescaled = dataclasses.replace(large, params=jax.tree.structure(large.params).unflatten(arrays))
     for call, message in (
         (
             lambda: dj.prefill(full, BEGINNING),
@@ -193,7 +196,8 @@ def test_requests_that_cannot_reuse_a_prefix_say_why():
         (lambda: ask(half), "computed by another model"),
         (lambda: ask(tiny("sdar", block_size=2)), "computed by another model"),
         (lambda: ask(dataclasses.replace(model, params=trained)), "by other arrays than the model has now"),
-        (lambda: ask(lora.attach(model, lora.LoRA(), jax.random.key(0))), "by other arrays than the model"),
+        (lambda: ask(small), "by other arrays than the model"),
+        (lambda: dj.prefill(rescaled, BEGINNING, prefix=adapted), "by other arrays than the model"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

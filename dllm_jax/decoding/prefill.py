@@ -87,7 +87,7 @@ def prefill(
         with uninterrupted():
             kv = compute_prefix(runs, kv, jnp.asarray(new), np.int32(start), np.int32(end), not start)
     stored = StoredPrefix(kv, jnp.asarray(end, jnp.int32), least, causal)
-    weights = tuple(map(weakref.ref, jax.tree.leaves(model.params)))
+    weights = jax.tree.map(weakref.ref, model.params)
     return Prefix(tokens, end - start, stored, model.spec, weights)
 
 

@@ -21,7 +21,8 @@ class LogProbs(NamedTuple):
     """Log-probabilities of the tokens that a run unmasked, in nats.
 
     They are those of the distribution that the step drew from: after guidance, constraints, temperature,
-    top-p and top-k; at temperature 0 the model's own. [MASK] counts in it wherever it is allowed.
+    top-p and top-k; at temperature 0, and of `EntropyNoise`, the model's own. [MASK] counts in it wherever it
+    is allowed.
 
     Attributes:
       log_prob: Log-probability of each token in the step that unmasked it; 0 where none did (prompt, padding,

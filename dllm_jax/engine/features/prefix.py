@@ -84,13 +84,15 @@ class Prefix:
     computed_tokens: int
     stored: StoredPrefix = dataclasses.field(repr=False)
     spec: ModelSpec = dataclasses.field(repr=False)
-    weights: tuple[weakref.ref[Array], ...] = dataclasses.field(repr=False)
+    weights: PyTree[weakref.ref[Array]] = dataclasses.field(repr=False)
 
     def is_of(self, model: Model) -> bool:
         """Whether a model has the arrays that computed the prefix."""
-        leaves = jax.tree.leaves(model.params)
-        pairs = zip(self.weights, leaves, strict=False)
-        return len(self.weights) == len(leaves) and all(known() is leaf for known, leaf in pairs)
+        # The structure holds what no array does, such as the scale of adapters.
+        if jax.tree.structure(self.weights) != jax.tree.structure(model.params):
+            return False
+        known = jax.tree.map(lambda weight, leaf: weight() is leaf, self.weights, model.params)
+        return all(jax.tree.leaves(known))
 
 
 @functools.partial(jax.jit, static_argnames="whole")
