@@ -298,9 +298,6 @@ def test_a_sampler_of_noise_takes_its_settings_from_the_checkpoint(tmp_path):
             length=8, sampler=SAMPLER, key=KEYS[0])  # fmt: skip
 
 
-# -- training ---------------------------------------------------------------------------------------------
-
-
 def test_a_smaller_vocabulary_has_no_mask_token_either(tmp_path):
     ids = np.arange(24)[None]
     whole, cut = (dj.load(MODEL, vocab=vocab) for vocab in (None, 90))
@@ -308,6 +305,9 @@ def test_a_smaller_vocabulary_has_no_mask_token_either(tmp_path):
     assert logits.shape[2] == cut.spec.vocab == cut.spec.mask_id == 90
     np.testing.assert_allclose(logits, dj.forward(whole, ids, response=8)[..., :90], atol=1e-4)
     assert dj.load(save_hf(cut, tmp_path / "cut")).spec == cut.spec
+
+
+# -- training ---------------------------------------------------------------------------------------------
 
 
 def test_a_training_pass_predicts_each_canvas_as_denoising_does():

@@ -108,18 +108,16 @@ class Likelihood(Answering[Pair]):
         masks = np.stack([self.masks(pair) for pair in items], axis=1) if drawn else None
         how: dict[str, Any] = dict(cfg_scale=self.cfg_scale, chunk=self.strata, order=self.order)
         nats = log_likelihood(model, prompt, answer, prompt_mask=mask, answer_mask=real, masks=masks, **how)
-        # Guidance is a second pass for each draw.
-        passes = rung if masks is None else len(masks)
-        passes_each = 2 if self.cfg_scale > 0 else 1
-        forwards = np.full(len(items), passes * passes_each)
+        forwards = np.full(len(items), rung if masks is None else len(masks))
         computed = forwards * (np.asarray(mask).sum(axis=1) + real.sum(axis=1))
         greedy = np.zeros(len(items), bool)
         # LLaDA's check: is the answer what exact decoding gives, one token per step?
         if self.greedy_check:
             stats, decoded = self._greedy(items, prompt, mask, rung)
             greedy = ((decoded == answer) | ~real).all(axis=1)
-            forwards = forwards + stats[:, 0] * passes_each
-            computed = computed + stats[:, 1] * passes_each
+            forwards, computed = forwards + stats[:, 0], computed + stats[:, 1]
+        if self.cfg_scale > 0:  # guidance is a second pass
+            forwards, computed = 2 * forwards, 2 * computed
 
         # Without what fills up the batch; padding is not counted among the positions computed.
         seconds, entries = (time.perf_counter() - start) / len(pairs), list[Any]()
