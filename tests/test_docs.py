@@ -381,7 +381,7 @@ def test_every_old_address_leads_to_a_page_and_heading_of_today():
 @pytest.mark.parametrize(("page", "row"), [
     ("background/results.md", "| `EvictPrompt(budget=16)` | 100% | 0% (64) | 0% (64) | 51% | 0% (64) |"),
     ("background/results.md", "| votes of the last masks over the first (MaskKV, Table 8) | 0 | 0 | 6 | 6 |"),
-    ("background/performance.md", "| torch | small | 128 | 1.27 | 1.71 | 1.60 |"),
+    ("background/performance.md", "| torch | Xeon | small | 128 | 1.27 | 1.71 | 1.60 |"),
     ("background/performance.md", "| H200 | `DualCache` | 165 | 30.7 | 5.3 | 1.55 |"),
     ("background/performance.md", "| H200 | `DualCache` | 1.11 | 1.4 | 20 | 16.9 |"),
     ("policies/index.md", "| 100%, 98% (46) | 100%, 100% (52) | 98%, 98% (99) | 39%, 36% (12) |"),

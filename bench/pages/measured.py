@@ -24,22 +24,26 @@ def cpu_speed() -> str:
     return runner.table(("policy", "speed"), "lr", lines)
 
 
-PEERS = "peer_torch_xeon_cpu.json", "peer_bonsai_xeon_cpu.json"
+PEERS = "peer_torch_cpu.json", "peer_torch_xeon_cpu.json", "peer_bonsai_cpu.json"
+BLOCK_PEERS = PEERS[:2]
+SHAPES = {"sdar-small": "SDAR", "fast-dllm-v2-small": "Fast-dLLM v2", "llada2-small": "LLaDA2"}
 
 
 def peers() -> str:
-    """Time of other implementations relative to ours, where both decode the same tokens."""
+    """Time of other implementations of LLaDA relative to ours, where both decode the same tokens, by CPU."""
     lines: dict[tuple[Any, ...], dict[str, str]] = {}
-    for row in (row for file in PEERS for row in _rows(file) if row["of"] != "forward"):
+    for document, row in ((run, row) for file in PEERS for run in _runs(file) for row in run["rows"]):
+        if row["of"] == "forward" or row["shape"] in SHAPES:
+            continue
         same = row["agreeing"] == row["tokens"]
         assert same or row["of"].startswith("bonsai"), "the page says that tokens are the same"
         if same:
             name = "torch" if row["of"] == "generation" else row["of"]
-            cells = lines.setdefault((name, row["shape"], row["prompt"]), {})
+            cells = lines.setdefault((name, _cpu(document), row["shape"], row["prompt"]), {})
             cells[row["policy"].split("(")[0]] = rounded(row["theirs_over_ours"]["median"], 2)
     columns = "exact", "DualCache", "SparseDLLM"
     cells = ([*key, *(found.get(name, "-") for name in columns)] for key, found in lines.items())
-    return runner.table(("peer", "shape", "prompt", *columns), "llrrrr", list(cells))
+    return runner.table(("peer", "CPU", "shape", "prompt", *columns), "lllrrrr", list(cells))
 
 
 def gemma_peers() -> str:
@@ -53,28 +57,24 @@ def gemma_peers() -> str:
     return runner.table(("peer", "prompt", *of), "lrrr", list(cells))
 
 
-BLOCK_PEERS = (
-    "peer_torch_sdar_small_cpu.json", "peer_torch_blocks_small_cpu.json", "peer_torch_llada2_small_cpu.json",
-)  # fmt: skip
-SHAPES = {"sdar-small": "SDAR", "fast-dllm-v2-small": "Fast-dLLM v2", "llada2-small": "LLaDA2"}
-
-
 def block_peers() -> str:
     """Time of transformers relative to ours on block-causal models, one token per step, by CPU.
 
     Several runs of one setting are shown as a range.
     """
     found: dict[tuple[Any, ...], dict[str, list[float]]] = {}
-    for document in (run for file in BLOCK_PEERS for run in _runs(file)):
-        for row in document["rows"]:
-            if row["threshold"] == 1 and (row["shape"] != "llada2-small" or "stores" in document):
-                assert row["agreeing"] == row["tokens"], "the page says that tokens are the same"
-                name = SHAPES[row["shape"]] + ", peer stores blocks" * document.get("stores", False)
-                key = name, row["block"], row["prompt"], document["batch"]
-                cpu = "Xeon" if "Xeon" in document["cpu"] else "EPYC"
-                found.setdefault(key, {}).setdefault(cpu, []).append(row["theirs_over_ours"]["median"])
+    for document, row in ((run, row) for file in BLOCK_PEERS for run in _runs(file) for row in run["rows"]):
+        if row["shape"] in SHAPES and row["threshold"] == 1:
+            assert row["agreeing"] == row["tokens"], "the page says that tokens are the same"
+            name = SHAPES[row["shape"]] + ", peer stores blocks" * document["stores"]
+            key = name, row["block"], row["prompt"], document["batch"]
+            found.setdefault(key, {}).setdefault(_cpu(document), []).append(row["theirs_over_ours"]["median"])
     cells = ([*key, *(_range(of.get(cpu)) for cpu in ("EPYC", "Xeon"))] for key, of in sorted(found.items()))
     return runner.table(("model", "block", "prompt", "batch", "EPYC", "Xeon"), "lrrrrr", list(cells))
+
+
+def _cpu(document: dict[str, Any]) -> str:
+    return "Xeon" if "Xeon" in document["cpu"] else "EPYC"
 
 
 def _runs(file: str) -> list[dict[str, Any]]:

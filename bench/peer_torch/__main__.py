@@ -173,7 +173,7 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
         "weights": f"random, std {GAIN * INIT_STD}, the same in both",
         "specs": {name: dataclasses.asdict(models.shape(name)) for name in options.shape},
         "batch": options.batch, "length": options.length, "block": options.block,
-        "steps": options.steps or options.length, "repeats": options.repeats,
+        "steps": options.steps or options.length, "repeats": options.repeats, "stores": options.stores,
     }  # fmt: skip
     # torch is imported by the first row, which says so where it is missing.
     versions = lambda: {name: sys.modules[name].__version__ for name in ("torch", "transformers")}
