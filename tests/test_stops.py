@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 import dllm_jax as dj
 from dllm_jax import bundled, policies, samplers
-from dllm_jax.decoding.stops import Contents, byte_table, token_contents, token_table
+from dllm_jax.decoding.stops import Contents, added_tokens, byte_table, token_contents, token_table
 from dllm_jax.decoding.stream_chat import undecided
 from dllm_jax.engine.features.stops import BEGIN, FOUND
 from tests import refuses
@@ -225,7 +225,7 @@ def test_bytes_of_tokens_make_up_the_text(make):
     """Parts of characters, spaces that only later tokens have, special tokens in between."""
     tokenizer, rng = make(), np.random.default_rng(1)
     count = len(tokenizer)
-    contents = token_contents(tokenizer, count + 3, len(tokenizer.added_tokens_decoder))
+    contents = token_contents(tokenizer, count + 3, added_tokens(tokenizer))
     assert (
         contents.later[count - 1] == contents.later[-1] == b""
     )  # the special token; none of the tokenizer's
@@ -239,6 +239,21 @@ def test_bytes_of_tokens_make_up_the_text(make):
             state, read = table.follows[state, table.kind[ids[read]]], read + 1
         assert stop.decode(ids) == truth(tokenizer.decode(ids, skip_special_tokens=True), stop.texts)
         assert stop.decode(ids[:read]) == stop.decode(ids)
+
+
+def test_tokens_that_are_added_later_are_seen():
+    """A token of text, and one that becomes special, so that it adds none."""
+    tokenizer = made({word: i for i, word in enumerate(ENOUGH)}, special=("<|x|>",))
+    stop, new = dj.StopTexts(tokenizer, ["é!"]), len(tokenizer)
+    ends = lambda *ids: functools.reduce(lambda state, i: table.follows[state, table.kind[i]], ids, BEGIN)
+    table = stop.table(new + 1)
+    assert ends(new) != FOUND
+    tokenizer.add_tokens(["aé!"])
+    table = stop.table(new + 1)
+    assert ends(new) == FOUND
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|x|>", "aé!"]})
+    table = stop.table(new + 1)
+    assert ends(new) != FOUND
 
 
 def test_stops_that_tokens_do_not_show_are_only_cut():

@@ -18,6 +18,7 @@ from dllm_jax.state.host import AnyArray
 from dllm_jax.state.text import check_members, check_text, decode, special_tokens
 
 PROBES, LONGEST_PROBE = 256, 12  # random texts that show whether a tokenizer joins its tokens
+AddedTokens = tuple[tuple[int, str, bool], ...]
 FEWEST = 8  # states and kinds of a table, which are padded to powers of 2, so that programs are shared
 
 
@@ -73,7 +74,7 @@ class StopTexts:
 
     def table(self, vocab: int) -> StopTable | None:
         """The automaton over a vocabulary of this size; None if the tokens do not say where a stop is."""
-        return _table(self.tokenizer, tuple(self.texts), vocab)
+        return _table(self.tokenizer, tuple(self.texts), vocab, added_tokens(self.tokenizer))
 
     def decode(self, ids: Sequence[int] | Int[np.ndarray, "r"]) -> str:
         """The text of token ids without special tokens, up to the first stop."""
@@ -110,6 +111,11 @@ def spelling(tokenizer: Any, texts: Sequence[str]) -> list[str]:
     return [text for text in texts if any(token in text for token in special_tokens(tokenizer))]
 
 
+def added_tokens(tokenizer: Any) -> AddedTokens:
+    """Ids and texts of the added tokens, and whether each is special: a tokenizer may get more of them."""
+    return tuple((i, str(token), token.special) for i, token in tokenizer.added_tokens_decoder.items())
+
+
 # -- tokens as bytes -----------------------------------------------------------------------------------
 
 
@@ -128,20 +134,19 @@ class Contents(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8)
-def token_contents(tokenizer: Any, vocab: int, added: int) -> Contents | None:
+def token_contents(tokenizer: Any, vocab: int, added: AddedTokens) -> Contents | None:
     """The bytes of the tokens with ids below `vocab`, special tokens adding none.
 
     Args:
       tokenizer: Tokenizer of the checkpoint.
       vocab: Number of ids.
-      added: Number of added tokens, which a tokenizer may get more of.
+      added: Added tokens (`added_tokens`).
 
     Returns:
       the bytes; None if the tokenizer does more than to join its tokens.
     """
     count = min(vocab, len(tokenizer)) if hasattr(tokenizer, "__len__") else vocab
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    silent = frozenset({*special, *range(count, vocab)})
+    silent = frozenset({*(i for i, _, special in added if special), *range(count, vocab)})
     for read in (_byte_level, _in_context):
         if (parts := read(tokenizer, count)) is None:
             continue
@@ -226,15 +231,14 @@ def _joins(tokenizer: Any, contents: Contents, count: int) -> bool:
 
 
 @functools.lru_cache(maxsize=32)
-def _table(tokenizer: Any, texts: tuple[str, ...], vocab: int) -> StopTable | None:
-    contents = token_contents(tokenizer, vocab, len(tokenizer.added_tokens_decoder))
+def _table(tokenizer: Any, texts: tuple[str, ...], vocab: int, added: AddedTokens) -> StopTable | None:
+    contents = token_contents(tokenizer, vocab, added)
     if contents is None:
         return None
 
     # A special token adds no text, unless a stop spells it.
     wanted = " ".join(spelling(tokenizer, texts))
-    added = {i: str(token).encode() for i, token in tokenizer.added_tokens_decoder.items()}
-    spelled = {i: text for i, text in added.items() if i < vocab and text and text.decode() in wanted}
+    spelled = {i: text.encode() for i, text, _ in added if i < vocab and text and text in wanted}
 
     def read(each: tuple[bytes, ...]) -> tuple[bytes, ...]:
         return tuple(spelled.get(i, content) for i, content in enumerate(each))
