@@ -18,6 +18,8 @@ from dllm_jax.eval.results.schema import Entry
 from dllm_jax.eval.run.files import as_json
 from dllm_jax.options import check_argument, local_path, shown
 
+BEGINNING = b'{"origin": '  # of every journal
+
 
 class JournalRequest(NamedTuple):
     """An item that a journal was asked about.
@@ -187,8 +189,8 @@ class Journal:
         """Takes the entries of a file; every finished line must be one."""
         self._whole = 0
         for number, line in enumerate(content.splitlines(keepends=True), start=1):
-            # Only the last line can be unfinished; `add` cuts it off.
-            if not line.endswith(b"\n"):
+            # Only the last line can be unfinished; `add` cuts it off. One of another file is not ours to cut.
+            if not line.endswith(b"\n") and (number > 1 or line.startswith(BEGINNING[: len(line)])):
                 return
             value: Any = None  # which is refused below
             with contextlib.suppress(ValueError, RecursionError):
