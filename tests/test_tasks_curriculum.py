@@ -67,6 +67,16 @@ def test_answers_end_with_end_of_turn_and_are_padded_with_end_of_text(read):
     np.testing.assert_array_equal(
         blocks.answer, np.pad(expected, ((0, 0), (0, 3)), constant_values=SPEC.eos_id)
     )
+    # Decoding completes no block that is counted from the response, nor any of Stable-DiffCoder.
+    for changes in ({"blocks_from": "response"}, {"completes_blocks": False}):
+        cut = encode_batch(read, [("abc", "xy"), ("a", "x")], 3, dataclasses.replace(blockwise, **changes))
+        assert (cut.answer.shape, cut.answer_mask) == ((2, 3), None)
+
+
+def test_special_tokens_that_an_answer_spells_are_plain_text(read):
+    (ids,) = encode_batch(read, [("a", "x<|eot_id|>y")], 16, SPEC).answer.tolist()
+    assert ids.index(SPEC.eot_id) == len("x<|eot_id|>y")
+    assert read.decode(ids, skip_special_tokens=True) == "x<|eot_id|>y"
 
 
 def curriculum(read, bar=0.9, weights=(1.0, 1.0, 1.0), spec=SPEC, **options) -> Curriculum:

@@ -20,6 +20,7 @@ from dllm_jax.options import (
     check_argument,
     shown,
 )
+from dllm_jax.state.text import encode_plain
 from dllm_jax.tasks.base import Example, Task, accuracy, examples, prompt_arrays
 from dllm_jax.training.batch import T_MIN, Batch, Memory, Source
 
@@ -145,7 +146,8 @@ def encode_batch(
 
     Prompts are those that `dllm_jax.chat` asks with the same `template`.
 
-    For block-causal models end-of-text goes on to the end of a block, wherever that is: `answer_mask` says.
+    Where decoding completes the last block, end-of-text goes on to its end, wherever that is: `answer_mask`
+    says. Special tokens that an answer spells are plain text.
 
     Args:
       tokenizer: Tokenizer of transformers with a chat template; a processor for examples with images.
@@ -176,17 +178,16 @@ def encode_batch(
     else:
         prompt, mask = prompt_arrays(tokenizer, examples, spec, template)
     # An answer, its end of turn, and end of text up to the length: where to stop is learnt too.
-    size = spec.context.size or 1
-    whole = -(-length // size) * size if not spec.has_mask_token else length + size - 1
-    answers = np.full((len(examples), whole), spec.eos_id, np.int32)
+    size = spec.context.size if spec.context.completed else 1
+    answers = np.full((len(examples), length + size - 1), spec.eos_id, np.int32)
     for answer, example in zip(answers, examples, strict=True):
-        ids = [*tokenizer.encode(example.answer, add_special_tokens=False), end]
+        ids = [*encode_plain(tokenizer, example.answer), end]
         if len(ids) > length:
             raise ValueError(f"length={length}: {shown(example.answer)} needs {len(ids)} tokens with its end")
         answer[: len(ids)] = ids
-    # A block-causal model decodes whole blocks, so end of text goes on to the end of each answer's last one.
+    # Where whole blocks are decoded, end of text goes on to the end of each answer's last one.
     end_of_block = -(-(mask.sum(axis=1) + length) // size) * size - mask.sum(axis=1)
-    learnt = (np.arange(whole) < end_of_block[:, None]) | (not spec.has_mask_token)
+    learnt = np.arange(length + size - 1) < end_of_block[:, None]
     # Without padding there is nothing to mask.
     known, learnt = (None if real.all() else jnp.asarray(real) for real in (mask, learnt))
     return Batch(jnp.asarray(prompt), jnp.asarray(answers), known, learnt, images=images)
