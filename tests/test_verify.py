@@ -1,12 +1,18 @@
 """`verify`: bit-exact tensors, logits within tolerance, and what counts as different."""
 
+import shutil
+from pathlib import Path
+
 import numpy as np
-from safetensors.numpy import load_file
+import pytest
+from safetensors.numpy import load_file, save_file
 
 from convert.verify import Tolerance, compare_logits, verify
 from dllm_jax.checkpoint import convert
 from tests import refuses
 from tests.checkpoints import save_sharded, tiny, write_hf
+
+MODELS = Path(__file__).parent / "goldens" / "models"
 
 
 def test_a_conversion_is_identical(tmp_path):
@@ -31,6 +37,30 @@ def test_one_changed_weight_is_found(tmp_path):
     assert not verify(a, b, tokens=0).ok
     assert "blocks.1.ff_out.weight" in str(found)
     assert "29 of 30 bit-equal" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("model", "part"),
+    [
+        ("llada-v-tiny", "vision_model.embeddings.patch_embedding.bias"),
+        ("diffusion-gemma-tiny", "self_conditioning.down_proj.weight"),
+        ("diffusion-gemma-tiny", "encoder.vision_tower"),
+        ("llada-moe-tiny-dense0", "embed_tokens"),
+    ],
+)
+def test_weights_that_logits_of_a_text_do_not_show_must_be_near(tmp_path, model, part):
+    """Of a tower, of another pass, of tokens that the text does not have."""
+    found = []
+    for change in (3, 1e-6):
+        shutil.copytree(MODELS / model, other := tmp_path / f"{change}")
+        (file,) = (f for f in other.glob("*.safetensors") if any(part in name for name in load_file(f)))
+        tensors = load_file(file)
+        name = next(name for name in tensors if part in name)
+        tensors[name].reshape(-1)[-1] += change
+        save_file(tensors, file, metadata={"format": "pt"})
+        found.append(verify(MODELS / model, other, tokens=2, tolerance=Tolerance(top_k=1)))
+    assert [(len(each.differing), each.ok) for each in found] == [(1, False), (1, True)]
+    assert part in found[0].differing[0].name
 
 
 def test_a_changed_sign_of_zero_is_found(tmp_path):

@@ -20,10 +20,13 @@ from dllm_jax.checkpoint.source import locate, open_checkpoint, read_checkpoint
 from dllm_jax.decoding.full_pass import forward
 from dllm_jax.nn.int8 import HostArray, Int8Matrix, dequantize
 from dllm_jax.nn.model import Model
-from dllm_jax.nn.sharding import OUTPUTS
+from dllm_jax.nn.sharding import OUTPUTS, VISION
 
 PIECE = 1024  # entries of a tensor's first axis compared at once, to bound memory
 TENSORS_SHOWN = 20  # those that differ most
+# Logits of a text read rows of its tokens, experts that these choose, and one of Gemma's passes.
+PARTLY_READ = {"embed", "expert_gate", "expert_up", "expert_down", "scalar", "causal_scalar", *VISION}
+PARTLY_READ |= {"soft_norm", "soft_gate", "soft_up", "soft_down"}
 SHAPES = (
     *("family", "layers", "width", "heads", "kv_heads", "head_dim", "mlp_width"),
     *("vocab", "qkv_bias", "tied", "vision"),
@@ -35,7 +38,7 @@ class Tolerance:
     """Tolerances within which logits count as equal.
 
     Attributes:
-      max_abs: Largest accepted difference of a logit.
+      max_abs: Largest accepted difference of a logit, and of a weight that logits of a text do not show.
       kl: Largest accepted mean KL divergence of B's distribution from A's, in nats per position.
       agreement: Smallest accepted mean share of A's top k tokens among B's top k.
       top_k: Number k of top tokens.
@@ -48,12 +51,21 @@ class Tolerance:
 
 
 class TensorDifference(NamedTuple):
-    """A tensor whose bits differ: its checkpoint name, both dtypes and the largest difference in value."""
+    """A tensor whose bits differ.
+
+    Attributes:
+      name: Its name in the checkpoint.
+      dtype_a: Dtype in A, "absent" if it is not there.
+      dtype_b: Dtype in B, "absent" if it is not there.
+      max_abs: Largest difference in value.
+      shows: Whether logits of a text depend on all of it.
+    """
 
     name: str
     dtype_a: str
     dtype_b: str
     max_abs: float
+    shows: bool = True
 
 
 class LogitDifference(NamedTuple):
@@ -94,8 +106,9 @@ class CheckpointComparison(NamedTuple):
     @property
     def ok(self) -> bool:
         """Whether they are identical, or have the same spec and logits within the tolerance."""
-        # Logits of one sequence do not make up for another spec, which may show elsewhere.
+        # Logits of one sequence do not make up for another spec, nor for weights that may show elsewhere.
         close = self.logits is not None and self.logits.within(self.tolerance)
+        close &= all(t.shows or t.max_abs <= self.tolerance.max_abs for t in self.differing)
         return self.identical or (self.tensors > 0 and not self.spec and close)
 
     def __str__(self) -> str:
@@ -175,8 +188,22 @@ def compare_tensors(a: Source, b: Source) -> tuple[int, tuple[TensorDifference, 
                 # An int8 matrix counts as the numbers that it stands for.
                 numbers = lambda array, at, leaf=entry.leaf: _floats(array, leaf, at).astype(np.float32)
                 far = max(float(np.max(np.abs(numbers(x, at) - numbers(y, at)))) for at in _pieces(x))
-                differing.append(TensorDifference(entry.name, str(x.dtype), str(y.dtype), far))
-    return count, tuple(differing)
+                kinds = str(x.dtype), str(y.dtype)
+                differing.append(TensorDifference(entry.name, *kinds, far, entry.leaf not in PARTLY_READ))
+    for name in (carried := {**a.carried, **b.carried}):
+        pair = [source.carried[name].whole() if name in source.carried else None for source in (a, b)]
+        if (difference := _of_carried(name, *pair)) is not None:
+            differing.append(difference)
+    return count + len(carried), tuple(differing)
+
+
+def _of_carried(name: str, x: np.ndarray | None, y: np.ndarray | None) -> TensorDifference | None:
+    """The difference of a tensor that no parameter is made of; None without any."""
+    if x is None or y is None or x.shape != y.shape:
+        kinds = ("absent" if array is None else str(array.dtype) for array in (x, y))
+        return TensorDifference(name, *kinds, np.inf, False)
+    far = float(np.max(np.abs(x.astype(np.float32) - y.astype(np.float32)), initial=0))
+    return None if same_bits(x, y) else TensorDifference(name, str(x.dtype), str(y.dtype), far, False)
 
 
 def compare_logits(a: Float[np.ndarray, "l v"], b: Float[np.ndarray, "l v"], top_k: int) -> LogitDifference:
