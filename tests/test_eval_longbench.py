@@ -6,16 +6,26 @@ The recorded scores of the authors' code are in tests/goldens.
 import functools
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import dllm_jax as dj
 from dllm_jax.eval.benchmarks import needle
-from dllm_jax.eval.benchmarks.longbench import TASKS, LongBenchPrompts, Sample, metrics, samples_in, truncate
+from dllm_jax.eval.benchmarks.longbench import (
+    TASKS,
+    LongBenchPrompts,
+    Sample,
+    longbench_requests,
+    metrics,
+    samples_in,
+    truncate,
+)
 from dllm_jax.eval.cli import commands as cli
 from dllm_jax.eval.cli.tune import read_jsonl
 from dllm_jax.eval.results import record
+from dllm_jax.eval.run.runner import Runner
 from dllm_jax.eval.run.settings import Decoding
 from dllm_jax.eviction.layers import load_profile
 from dllm_jax.published import preset
@@ -174,6 +184,19 @@ def test_samples_that_could_not_be_scored_are_refused_before_decoding(tmp_path):
     ):
         with pytest.raises(ValueError, match=reason):
             cli.run_longbench(tmp_path, cli.EvalOptions(out=tmp_path / "out"), tasks=(task,))
+    for limit in (0, -1):  # of which the latter would leave the last sample out
+        with pytest.raises(ValueError, match=f"limit={limit} must be"):
+            cli.run_longbench(tmp_path, cli.EvalOptions(out=tmp_path / "out"), limit=limit)
+
+
+def test_answers_of_samsum_may_begin_with_a_newline(tmp_path, lm):
+    """The authors decode no newline first, and the first line counts that is not empty."""
+    templates = LongBenchPrompts({"samsum": "{context}{input}"}, "")
+    write(tmp_path / "samsum.jsonl", {**ROW, "answers": ["a b"]})
+    runner = Runner(lm, Decoding(block=4))
+    (request,) = longbench_requests(runner, tmp_path, templates, [TASKS["samsum"]])
+    ids = lm.tokenizer.encode("\na b\nDialogue:", add_special_tokens=False)
+    assert request.score(runner._text(request, np.asarray([ids]))) == pytest.approx(1)
 
 
 def test_sixteen_tasks_with_their_published_lengths():

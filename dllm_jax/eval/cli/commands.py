@@ -66,7 +66,7 @@ def run_longbench(
       answer_length: Number of tokens to generate for every task. Default: the published ones.
     """
     # Answers have their task's length: --length alone says nothing, and is refused with what it may mean.
-    given = options.decoding
+    given, limit = options.decoding, check_argument("limit", limit, PositiveInt | None)
     if given.length is not None and answer_length is not None:
         raise ValueError(f"--length {given.length} and --answer-length {answer_length}: give one of them")
     if given.length is not None and given.steps is None:
