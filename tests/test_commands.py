@@ -80,6 +80,7 @@ def test_lines_without_a_prompt_are_refused_with_their_number(asked, line, messa
 def test_a_line_that_the_template_refuses_and_json_in_a_text_file_are_named(asked):
     wrong = json.dumps({"messages": [{"role": "user"}]})
     refuses(r"asked\.jsonl:1: messages hold", answering.answer, asked(wrong))
+    refuses(r"asked\.jsonl holds no prompts", answering.answer, asked("\n"))
     line = json.dumps({"prompt": "T=211;T="})
     refuses(
         r"asked\.txt:1 is a JSON object .* Name the file asked\.jsonl",
@@ -146,6 +147,10 @@ def test_answers_are_those_of_a_checkpoints_content(asked, tmp_path):
         (["convert", "a", "b", "--load_in_8bit"], "Did you mean --weights int8?"),
         (["eval", "tasks", "--block_length", "4"], "Did you mean --block 4?"),
         (["chat", "tiny-lada"], "Did you mean tiny-llada?"),
+        (
+            ["generate", "a.jsonl", "tiny-llada"],
+            "must be a file such as answers.jsonl. .* --model tiny-llada",
+        ),
         (["check", "--trust_remote_code"], "no code of the checkpoint is executed"),
     ],
 )

@@ -33,9 +33,18 @@ class GenerateArguments(DecodingArguments):
     questions: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="QUESTIONS")]
     """Text file with a prompt on each line; or a .jsonl file of objects with "prompt" or "messages"."""
     answers: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ANSWERS")]
-    """JSON Lines file of the answers."""
+    """JSON Lines file of the answers (.jsonl)."""
     slots: PositiveInt = 8
     """Number of sequences that decode together."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        # A model's name in this place would be the name of a new file.
+        if self.answers.suffix.lower() not in JSON_LINES and not self.answers.is_file():
+            raise ValueError(
+                f"ANSWERS={str(self.answers)!r} must be a file such as answers.jsonl. A model is an option: "
+                f"--model {self.answers}"
+            )
 
 
 class Question(NamedTuple):
@@ -73,7 +82,8 @@ def main(asked: Annotated[GenerateArguments, tyro.conf.arg(name="")]) -> int:
 def answer(asked: GenerateArguments) -> int:
     """Appends answers and failures to the journal; returns the number of failures."""
     asked.given()  # refused before anything is read
-    questions = list(read_questions(asked.questions))
+    if not (questions := list(read_questions(asked.questions))):
+        raise ValueError(f"{asked.questions} holds no prompts")
     lm = asked.open()
     options, failures = asked.options(lm), dict[int, Exception]()
     settings = settings_of(asked, lm, options)
