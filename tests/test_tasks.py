@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 
+from dllm_jax.eval.tuning.search import exact_match
 from dllm_jax.tasks import (
     Chain,
     Example,
@@ -130,8 +131,9 @@ def test_each_task_is_drawn_as_its_settings_say():
 
 
 def test_exact_ignores_white_space_around_an_answer_only():
-    wanted = [Example("", "ab")] * 3
-    assert exact(["ab ", "a b", "abc"], wanted) == [True, False, False]
+    wanted = [Example("", "ab"), *[Example("", "ab\n")] * 2]
+    assert exact(["ab ", "a b", "ab"], wanted) == [True, False, True]
+    assert [exact_match(" ab", each) for each in wanted] == [True, True, True]
     with pytest.raises(ValueError, match="1 answers for 3 examples"):
         exact(["ab"], wanted)
 

@@ -148,7 +148,8 @@ def exact(answers: list[str], wanted: list[Example]) -> list[bool]:
     """
     if len(answers) != len(wanted):
         raise ValueError(f"{len(answers)} answers for {len(wanted)} examples")
-    return [answer.strip() == example.answer for answer, example in zip(answers, wanted, strict=True)]
+    pairs = zip(answers, wanted, strict=True)
+    return [answer.strip() == example.answer.strip() for answer, example in pairs]
 
 
 def prompt_arrays(

@@ -44,7 +44,7 @@ def synthetic_request(
 ) -> EvalRequest:
     """An example as a request, scored 1 where the answer is exactly right, else 0."""
     ids = tuple(runner.lm.chat_ids(example.prompt))
-    score = lambda answer: float(answer.strip() == example.answer)
+    score = lambda answer: float(answer.strip() == example.answer.strip())
     return EvalRequest(id, ids, length, group=group, references=(example.answer,), score=score, cell=cell)
 
 

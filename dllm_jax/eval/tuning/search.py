@@ -50,6 +50,7 @@ from dllm_jax.options import (
 )
 from dllm_jax.options.hints import warn_renamed
 from dllm_jax.state.sliding import Blocks, positions
+from dllm_jax.state.text import encode_plain
 
 FORMER = {"first": "first_round", "batch": "slots"}  # names of arguments of `tune`
 TURNS = 2  # timed runs of each setting in a round
@@ -63,7 +64,7 @@ Score = Callable[[str, Any], float]
 
 def exact_match(answer: str, question: Any) -> bool:
     """Whether an answer is the right one, surrounding white space aside."""
-    return answer.strip() == question.answer
+    return answer.strip() == question.answer.strip()
 
 
 def _named(default: str) -> Any:
@@ -400,7 +401,7 @@ def exact_decoding(
     length, (natural, _) = decoding.length, blocks_of(None, spec, sampler=decoding.sampler)
     block = decoding.block or natural
     if length is None:
-        longest = max(len(tokenizer(q.answer, add_special_tokens=False)["input_ids"]) for q in questions)
+        longest = max(len(encode_plain(tokenizer, q.answer)) for q in questions)
         length = rounded_up(longest + 1, positions(block or 4))
     block = block or default_block(length)
     # Of the last of a model's own blocks all positions are decoded.
