@@ -206,6 +206,10 @@ def test_the_index_decides_which_file_a_tensor_comes_from(tmp_path):
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert (np.asarray(dj.load(path).params["norm"]) == 3).all()
 
+    shutil.copyfile(path / "overlay.safetensors", path / "model.safetensors")
+    with pytest.warns(UserWarning, match="which names .*: these are read, where transformers reads model"):
+        dj.load(path)
+
     # A stale index next to a whole file says which of the two is asked for.
     (path / "overlay.safetensors").rename(path / "model.safetensors")
     asked = r"overlay\.safetensors does not exist, which .*index\.json asks for; model\.safetensors is there"

@@ -16,7 +16,8 @@ import numpy as np
 from dllm_jax.checkpoint.config import Config, read_model_config
 from dllm_jax.checkpoint.dtypes import SAFETENSORS, same_bits
 from dllm_jax.checkpoint.families import config_to_spec, family_of, units_of
-from dllm_jax.checkpoint.files import has_entry, what_else
+from dllm_jax.checkpoint.files import INDEX, has_entry, what_else
+from dllm_jax.checkpoint.files import named as named_files
 from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.table import (
     FUSED_PARTS,
@@ -31,7 +32,7 @@ from dllm_jax.checkpoint.names.table import (
 )
 from dllm_jax.checkpoint.quantized import dequantized, described
 from dllm_jax.checkpoint.sharded import Ranges, Source, Stored, StoredParameter
-from dllm_jax.checkpoint.tensors import ADAPTER, Tensor, carried, check_dtypes, tensors_in
+from dllm_jax.checkpoint.tensors import ADAPTER, WHOLE, Tensor, carried, check_dtypes, read_index, tensors_in
 from dllm_jax.nn.sharding import WIDE, shape
 from dllm_jax.nn.spec import ModelSpec
 
@@ -62,6 +63,12 @@ def open_hf(path: Path, family: Family | None = None) -> Source:
     if has_entry(path, ADAPTER):
         warnings.warn(
             f"{path}: {ADAPTER} is a LoRA adapter, which load does not apply; lora.load(model, path) does",
+            stacklevel=2,
+        )
+    if has_entry(path, WHOLE) and WHOLE not in (files := {*read_index(path).values()} or {WHOLE}):
+        warnings.warn(
+            f"{path} holds {WHOLE} beside {INDEX}, which names {named_files(sorted(files), 2)}: these are "
+            f"read, where transformers reads {WHOLE}. Remove what is not meant",
             stacklevel=2,
         )
     head = next((entry.name for entry in names if entry.leaf == "head" and entry.name in stored), None)

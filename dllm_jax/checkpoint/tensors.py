@@ -17,7 +17,7 @@ from dllm_jax.checkpoint.config import read_config
 from dllm_jax.checkpoint.files import INDEX, file_inside, has_entry, listed, taken_for_another, what_else
 from dllm_jax.checkpoint.sharded import Ranges
 
-ADAPTER = "adapter_model.safetensors"
+ADAPTER, WHOLE = "adapter_model.safetensors", "model.safetensors"
 # Which safetensors does not read as NumPy arrays, by their names there.
 FLOAT8 = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2)}
 
@@ -100,8 +100,7 @@ def _file_of_index(path: Path, name: str) -> Path:
     try:
         return file_inside(path, name)
     except FileNotFoundError as error:
-        whole = path / "model.safetensors"
-        hint = f"; {whole.name} is there: remove the index to read it" if whole.is_file() else ""
+        hint = f"; {WHOLE} is there: remove the index to read it" if (path / WHOLE).is_file() else ""
         raise FileNotFoundError(f"{error}, which {INDEX} asks for{hint}") from None
 
 
