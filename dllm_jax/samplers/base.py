@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, final
+from typing import Annotated, Any, ClassVar, Literal, final
 
 import jax.numpy as jnp
 from annotated_types import Interval, MinLen
@@ -240,6 +240,15 @@ class Sampler(Options, abc.ABC):
     def whole_blocks(self) -> bool:
         """Whether a response must have whole blocks, and equally many steps in each, as LLaDA's schedule."""
         return True
+
+    @property
+    def selector(self) -> "Sampler":
+        """The sampler that selects the tokens: this one, unless it drafts for another."""
+        return self
+
+    def with_selector(self, **options: Any) -> "Sampler":
+        """Returns the sampler with other options of the one that selects the tokens."""
+        return dataclasses.replace(self, **options)
 
     @property
     @final

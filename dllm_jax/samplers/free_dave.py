@@ -1,7 +1,7 @@
 """Drafts of several steps that one forward pass verifies: FreeDave (arXiv:2510.00294)."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from jaxtyping import Array, Bool
 from typing_extensions import override
@@ -120,6 +120,15 @@ class FreeDave(Sampler):
     @override
     def max_steps(self, layout: Layout) -> int:
         return self.sampler.max_steps(layout)
+
+    @property
+    @override
+    def selector(self) -> Sampler:
+        return self.sampler
+
+    @override
+    def with_selector(self, **options: Any) -> Sampler:
+        return dataclasses.replace(self, sampler=dataclasses.replace(self.sampler, **options))
 
     @property
     @override

@@ -29,7 +29,6 @@ from dllm_jax.eval.run.answering import NOT_FINITE, Answering, failure
 from dllm_jax.eval.run.settings import rounded_up
 from dllm_jax.nn.keys import seeded
 from dllm_jax.options import shown
-from dllm_jax.samplers import FreeDave
 from dllm_jax.state.text import decode
 from dllm_jax.vision.prompt import END, IMAGE
 
@@ -110,11 +109,8 @@ class Runner(Answering[EvalRequest]):
             family = self.lm.model.spec.family
             raise ValueError(f"{self.lm.name} ({family}) has no vision tower: give a LLaDA-V checkpoint")
         sampler = self.decoding.sampler
-        drafts = isinstance(sampler, FreeDave)
-        decides = sampler.sampler if drafts else sampler
-        both = dict.fromkeys((*(decides.suppress_tokens or ()), *processor.suppress_tokens))
-        decides = dataclasses.replace(decides, suppress_tokens=tuple(both) or None)
-        sampler = dataclasses.replace(sampler, sampler=decides) if drafts else decides
+        both = dict.fromkeys((*(sampler.selector.suppress_tokens or ()), *processor.suppress_tokens))
+        sampler = sampler.with_selector(suppress_tokens=tuple(both) or None)
         decoding = dataclasses.replace(self.decoding, sampler=sampler)
         return dataclasses.replace(self, decoding=decoding, processor=processor, compiled=set())
 

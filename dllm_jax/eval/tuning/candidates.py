@@ -16,7 +16,7 @@ from dllm_jax.nn.keys import seeded
 from dllm_jax.nn.model import Model
 from dllm_jax.options import NoneMeans, Options, PositiveInt, shown
 from dllm_jax.published.expressions import call
-from dllm_jax.samplers import CertaintyPrior, Factor, FreeDave, RandomOrder, Sampler, Threshold
+from dllm_jax.samplers import CertaintyPrior, Factor, RandomOrder, Sampler, Threshold
 from dllm_jax.state.sliding import AdaBlock, Blocks, BlockSchedule, Sliding, positions
 
 # Walked with `Threshold` too, and in one block too.
@@ -120,7 +120,7 @@ def candidates_of(kind: type[p.Policy], exact: Decoding, prompt: int) -> list[Ca
     length, steps = exact.length or 0, exact.steps or 0
     block = min(positions(exact.block or length), length)
     # Samplers of another kind draw tokens as the exact decoder's does, drafted or not.
-    decides = exact.sampler.sampler if isinstance(exact.sampler, FreeDave) else exact.sampler
+    decides = exact.sampler.selector
     shared = {field.name: getattr(decides, field.name) for field in dataclasses.fields(Sampler)}
 
     # Budgets: an eighth, a quarter and a half of the prompt. Refreshes every two, four and eight steps of a
