@@ -48,7 +48,7 @@ class RecordComparison(NamedTuple):
 
     Attributes:
       scores: per group, then the average if there are several groups.
-      same: fraction of pairs with equal answers.
+      same: fraction of pairs with equal answers; a request that failed has none.
       unpaired: requests in only one of the two, or of the same name but with different questions.
       costs: Mean costs (A, B) by name, over the pairs in which neither request failed.
       settings: Settings (A, B) that differ, by name.
@@ -100,7 +100,7 @@ def compare_records(
     mean = lambda name, side: float(np.mean([pair[side][name] for pair in good]))
     return RecordComparison(
         scores=_differences(pairs, confidence, draws, seed),
-        same=float(np.mean([x["answer"] == y["answer"] for x, y in pairs])),
+        same=sum(x["answer"] == y["answer"] for x, y in good) / len(pairs),
         unpaired=len(mine) + len(theirs) - 2 * len(pairs),
         costs={name: (mean(name, 0), mean(name, 1)) for name in (COSTS if good else ())},
         settings=differ,
