@@ -157,6 +157,14 @@ def test_every_policy_and_sampler_is_in_the_table():
     kinds = {kind for kind in vars(samplers).values() if isinstance(kind, type)}
     asked = {kind for kind in kinds if issubclass(kind, samplers.Sampler) and not inspect.isabstract(kind)}
     assert {type(sampler) for sampler in combinations.SAMPLERS} == asked
+    # What a policy's row refuses, no sampler's row promises.
+    rows = [line[2:-2].split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    promised = {sampler: policies for sampler, *_, policies in (row for row in rows if len(row) == 4)}
+    pairs = [(row[0], name) for row in rows if len(row) == 3 for name in re.findall(r"(`\w+`) \(", row[2])]
+    assert ("`FOCUS`", "`Edit`") in pairs
+    for policy, sampler in pairs:
+        cell = promised.get(sampler, f"all but {policy}")
+        assert (policy in re.findall(r"`\w+`", cell)) == cell.startswith("all"), policy
 
 
 def test_docstrings_of_samplers_name_the_policies_of_the_table():

@@ -6,6 +6,7 @@ prints the tables of docs/compatibility.md.
 """
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -129,13 +130,19 @@ def tables() -> str:
 
 
 def _policies(sampler: samplers.Sampler, by_place: dict[str, int]) -> str:
-    """Lists the policies that a sampler works with where it works first, of those that `Confidence` does."""
-    place = next(place for place, reason in by_place.items() if not reason)
-    works = lambda of: [_name(p) for p in POLICIES if not Combination(p, of, place).refusal()]
-    asked, usual = works(sampler), works(samplers.Confidence())
-    without = [name for name in usual if name not in asked]
+    """Lists the policies that a sampler works with, of those and where `Confidence` does first."""
+    places = [place for place, reason in by_place.items() if not reason]
+    usual = {p: place for p in POLICIES for place in [*filter(functools.partial(_usual, p), places)][:1]}
+    asked = [_name(p) for p, place in usual.items() if not Combination(p, sampler, place).refusal()]
+    without = [name for name in map(_name, usual) if name not in asked]
     few = len(asked) < len(without)
     return ", ".join(asked) if few else f"all but {', '.join(without)}" if without else "all"
+
+
+@functools.cache
+def _usual(policy: policies.Policy, place: str) -> bool:
+    """Whether a policy works with `Confidence` in a place."""
+    return not Combination(policy, samplers.Confidence(), place).refusal()
 
 
 def _name(of: policies.Policy | samplers.Sampler) -> str:
