@@ -181,6 +181,11 @@ def test_a_family_from_outside_reads_and_writes_checkpoints(tmp_path, monkeypatc
     ):
         refuses(message, dj.load, of, family=given)
     refuses("pass the family that the model was read with", dj.save_hf, model, "more")
+    again = dataclasses.replace(mine, name="sdar")
+    refuses("family='sdar' must have a name of its own", dj.load, path, family=again)
+    rows = re.findall(r"^\| (.*`.*)", (DOCS / "adding-a-family.md").read_text(), re.MULTILINE)[1:]
+    named = set(re.findall(r"`([a-z_]+)`", " ".join(rows)))
+    assert {"adjusted", "template"} <= named <= {field.name for field in dataclasses.fields(type(mine))}
 
 
 @pytest.mark.parametrize("page", ["models.md", "how-to/loading.md", "how-to/generating.md"])

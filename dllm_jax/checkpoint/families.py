@@ -66,6 +66,8 @@ def config_to_spec(config: Config, family: Family | None = None) -> ModelSpec:
     check_argument("family", family, Family | None, f", such as {EXAMPLE}")
     if family is None:
         refuse_config(config)
+    elif FAMILIES.get(family.name, family) != family:
+        raise ValueError(f"family={family.name!r} must have a name of its own, as the library has this one")
     known = FAMILIES.values() if family is None else (family,)
     types = tuple(dict.fromkeys(layout.model_type for layout in known))
     config.check((Requirement("model_type", types, needed=True),))
