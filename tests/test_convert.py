@@ -91,6 +91,8 @@ def test_save_hf_of_a_model_in_memory(tmp_path):
     assert weights(tmp_path / "bare") == weights(tmp_path / "kept") == weights(source)
     assert dj.load(tmp_path / "bare").spec == dj.load(tmp_path / "kept").spec == model.spec
     assert (tmp_path / "kept" / "tokenizer.json").is_file()
+    half = jax.tree.map(lambda array: array.astype(jnp.float16), model)
+    refuses("holds float16, must be .* Cast all parameters", save_hf, half, tmp_path / "half", like=source)
 
 
 @pytest.mark.parametrize("converted", [False, True])

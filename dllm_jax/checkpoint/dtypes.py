@@ -64,8 +64,8 @@ def choose(dtype: Any, stored: Iterable[np.dtype], where: str, matrices: np.dtyp
     listed = ", ".join(map(str, kinds))
     if matrices is None:
         raise ValueError(
-            f"{where} stores {listed}; to keep the stored dtype it must be float32 or bfloat16 throughout. "
-            "Ask for one of them: dtype='float32' or dtype='bfloat16'"
+            f"{where} holds {listed}, must be float32 or bfloat16 throughout. Cast all parameters: "
+            "jax.tree.map(lambda array: array.astype(jnp.bfloat16), model)"
         )
     chosen = matrices if matrices in SUPPORTED else np.dtype(jnp.bfloat16)
     why = f"that of the matrices is {matrices}" if len(kinds) > 1 else "no model runs in it"
