@@ -23,6 +23,7 @@ from bench.shared.measure import Grid, Run
 from dllm_jax.check import timing
 from dllm_jax.check.weights import default_dtype, random_model
 from dllm_jax.command_line import run
+from dllm_jax.eval.run.settings import Checkpoint
 from dllm_jax.provenance import measured_on
 from dllm_jax.roofline import Hardware
 
@@ -33,7 +34,7 @@ class Options:
 
     Attributes:
       shape: Model shape of the random weights, a key of `bench.shared.models.SHAPES`.
-      model: Checkpoint to use instead: a directory or hub id.
+      model: Checkpoint to use instead: bundled model, directory or hub id.
       dtype: Dtype of the weights. Default: bfloat16 on accelerators, float32 on CPUs.
       grid: the generations; the exact decoder is always among them.
       threshold: Threshold of parallel decoding. Default: a fixed number of tokens per step.
@@ -110,7 +111,7 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     """Measures the grid."""
     dtype = options.dtype or default_dtype(jax.devices()[0].platform)
     if options.model:
-        model = dj.load(options.model, dtype=dtype)
+        model = dj.load(Checkpoint(options.model).path, dtype=dtype)
     else:
         model = random_model(models.shape(options.shape), dtype)
     small = options.shape == "tiny" and not options.model
