@@ -43,7 +43,7 @@ def convert(
     Args:
       source: a Hugging Face directory or hub id.
       destination: directory to write.
-      dtype: float32 or bfloat16; None keeps the stored one.
+      dtype: float32 or bfloat16; None keeps the stored one as `load` does.
       rope_factor: multiplies the rotary base and the limit on positions for good (NTK scaling).
       overwrite: replace an existing checkpoint; it stays until the new one is complete.
       check_finite: refuse weights with NaN or infinity.

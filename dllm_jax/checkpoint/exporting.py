@@ -55,7 +55,9 @@ def export(
     show_progress: bool = False,
     family: Family | None = None,
 ) -> Path:
-    """Writes a converted checkpoint back as a Hugging Face directory, every tensor bit for bit.
+    """Writes a converted checkpoint back as a Hugging Face directory.
+
+    Tensors that the conversion left in their dtype, float32 or bfloat16, come back bit for bit.
 
     config.json, tokenizer and other small files come back as they were kept; where the spec was changed
     (rope_factor, dtype) config.json says so.

@@ -1,4 +1,4 @@
-"""Writes a converted checkpoint back as a Hugging Face directory, every tensor bit for bit."""
+"""Writes a converted checkpoint back as a Hugging Face directory."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +15,9 @@ def main(
     overwrite: bool = False,
     shard_gb: float = 2.0,
 ):
-    """Writes a converted checkpoint back as a Hugging Face directory, every tensor bit for bit.
+    """Writes a converted checkpoint back as a Hugging Face directory.
+
+    Tensors that the conversion left in their dtype, float32 or bfloat16, come back bit for bit.
 
     Args:
       source: Directory written by `convert`.

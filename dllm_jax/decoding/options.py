@@ -198,9 +198,10 @@ def generation_defaults(model: Model, **options: Unpack[GenerateOptions]) -> dic
 
     They are the settings in the checkpoint's generation_config.json (docs/how-to/loading.md), or else
     length=128, block=32, `DualCache()` and `Threshold(0.9)`; models with blocks have their own.
-    Settings for answers that find their own length count while nothing is given that fixes it: length, block,
-    steps, sampler, suffix, allow or constraints. A sampler that needs exact keys and values gets `Policy()`.
-    Models without a mask token get `Policy()` and `EntropyNoise()`, which draws: pass a key.
+    Settings for answers that find their own length count under policies that support it, while nothing is
+    given that fixes it: length, max_length=None, block, steps, sampler, suffix, allow or constraints. A
+    sampler that needs exact keys and values gets `Policy()`. Models without a mask token get `Policy()` and
+    `EntropyNoise()`, which draws: pass a key.
 
     `chat`, `stream_chat`, `dllm-jax chat` and `dllm-jax generate` decode with them. `generate` does so if it
     is passed them: without options it decodes exactly.

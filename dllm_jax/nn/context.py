@@ -50,7 +50,7 @@ class Context:
 
     @property
     def begun(self) -> int:
-        """Number of positions in front of `Canvas.stored` that are not final, as their block has begun."""
+        """Number of positions before `BlockCausalCanvas.stored` that are not final: their block has begun."""
         return self.size
 
     def start(

@@ -201,7 +201,7 @@ class ModelSpec(Options):
     """Static description of a decoder as LLaDA, Dream or SDAR have it; hashable, a static jit argument.
 
     Attributes:
-      family: Checkpoint layout, a key of `dllm_jax.checkpoint.families.FAMILIES`.
+      family: Name of the checkpoint layout, a key of `dllm_jax.checkpoint.FAMILIES` or your own `Family`'s.
       layers: Number of decoder layers `n` (`num_hidden_layers`).
       width: Model width `m` (`hidden_size`).
       heads: Number of query heads `h` (`num_attention_heads`).
@@ -238,8 +238,8 @@ class ModelSpec(Options):
         of itself. A causal pass stores each of them, and its last output predicts the next block's first
         token. `block_size` is then the default of `generate(block=)`.
       completes_blocks: Whether masks that are not returned complete the last block of an answer (SDAR), or
-        the canvas ends with the answer, so that its last block may be shorter (Stable-DiffCoder). Blocks
-        that are counted from the response are never completed.
+        the canvas ends with the answer, so that its last block may be shorter (Stable-DiffCoder). Of
+        blocks that are counted from the response, `infill` completes the last one.
       gemma: Gemma 4's layers of two kinds, with a denoiser of uniform noise (DiffusionGemma); None without.
     """
 

@@ -183,7 +183,7 @@ class DLLMCache(Policy):
     def layer(
         self, layer: Layer, x: Float[Array, "b q m"], cache: LayerCache, rows: Rows, canvas: Canvas
     ) -> tuple[Float[Array, "b q m"], LayerCache]:
-        """New values, keys and branch outputs of the stale positions, cached branch outputs of the others."""
+        """New values (`renew`), new keys and branch outputs of the stale positions, cached ones elsewhere."""
         tail = rows.last(cache.read().mlp.shape[1])
 
         # What changed is asked before this step's values take the place of the last one's.

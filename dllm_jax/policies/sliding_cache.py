@@ -34,8 +34,8 @@ class SlidingCache(Policy):
       left out, because it unmasks tokens that it should not.
 
     Attributes:
-      window: Number of tokens before the block that are recomputed with it. 0 is `DualCache` with fixed
-        blocks.
+      window: Minimum number of tokens before the block that are recomputed with it. 0 is `DualCache` with
+        fixed blocks.
     """
 
     window: NonNegativeInt = 24

@@ -83,7 +83,7 @@ def read_arguments(given: Mapping[str, Any]) -> HarnessArguments:
 
     Raises:
       ValueError: an unknown or missing argument, a batch size that is no number, a device that jax does
-        not use, or a value that `Arguments`, `Checkpoint`, `Decoding` or the preset refuses.
+        not use, or a value that `HarnessArguments`, `Checkpoint`, `Decoding` or the preset refuses.
     """
     # The fields of three classes stand side by side on lm_eval's command line.
     given = _with_template(given)
