@@ -64,16 +64,21 @@ def test_prompts_that_begin_alike_are_answered_as_whole_ones(changes, policy, fo
 @pytest.mark.parametrize(("model", "policy", "sampler", "length", "reused"), [
     (tiny("sdar", **SPEC), P.MAGE(2), S.Threshold(0.1), 9, [8, 8, 8]),
     (tiny("sdar", **SPEC), P.MAGE(2), S.Threshold(0.1), 1, [8, 8, 8, 4]),
+    (tiny("sdar", **SPEC, completes_blocks=False), P.MAGE(2), S.Threshold(0.1), 1, [4, 4]),
     (tiny("sdar", **SPEC), P.FOCUS(), S.Threshold(0.1), 9, [8, 8, 8]),
     (tiny("sdar", **SPEC), P.Policy(), S.Autoregressive(), 9, [11, 11, 11]),
     (tiny("sdar", **SPEC), P.Policy(), S.S2D2(on=None), 9, [8, 8, 8]),
     (tiny("nemotron"), P.Policy(), S.SelfSpeculation(block=4), 9, [11, 10, 11]),
-], ids=["MAGE", "MAGE-one-token", "FOCUS", "Autoregressive", "S2D2", "SelfSpeculation"])  # fmt: skip
+], ids=[
+    "MAGE", "MAGE-one-token", "MAGE-cut-short", "FOCUS", "Autoregressive", "S2D2", "SelfSpeculation",
+])  # fmt: skip
 def test_a_final_prefix_is_reused_under_every_policy(model, policy, sampler, length, reused):
     options = dict(length=length, policy=policy, sampler=sampler)
     beginning, rests = BEGINNING, RESTS
     if len(reused) == 4:  # the first step of the last prompt has only its block to compute
         beginning, rests = BEGINNING[:8], [[1, 2], [*BEGINNING[:4]], [3] * 5, []]
+    if len(reused) == 2:  # what is left of prompts and answers fits in a block
+        beginning, rests, options = BEGINNING[:8], [[1, 2], [3]], options | dict(widths=(4, 8))
     prefix = dj.prefill(model, beginning, causal=reads_causally(model.spec, sampler))
     ours = dj.generate(model, rests, prefix=prefix, **options)
     whole = dj.generate(model, [beginning + rest for rest in rests], **options)

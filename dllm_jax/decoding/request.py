@@ -245,7 +245,7 @@ def widths_of(case: CheckedRequest) -> tuple[int, ...]:
     asked, policy, layout, spec = case.asked, case.policy, case.layout, case.model.spec
     widths = set(step_widths(policy, spec, layout, asked.widths))
     if asked.prefix is not None and asked.widths is None:
-        widths.add(asked.prefix.stored.first_width(policy, spec, layout))
+        widths.add(asked.prefix.stored.first_width(spec, layout))
     if asked.drafting is not None:
         widths |= drafting_widths(policy, spec, layout, asked.drafting)
     if asked.widths is None:

@@ -54,12 +54,12 @@ class StoredPrefix:
     least: int = dataclasses.field(metadata={"static": True})
     causal: bool = dataclasses.field(metadata={"static": True})
 
-    def first_width(self, policy: Policy, spec: ModelSpec, layout: Layout) -> int:
+    def first_width(self, spec: ModelSpec, layout: Layout) -> int:
         """Upper bound of the positions that a first step computes of a sequence."""
         spec = layout.fitted(spec)
         size = spec.context.unit
         least = self.least // size * size
-        least = max(least - size, 0) if _computes_last(policy, spec, layout) else least
+        least = max(least - size, 0) if _computes_last(spec) else least
         return max((layout.prompt if spec.context.has_causal_passes else layout.length) - least, 1)
 
     @property
@@ -204,14 +204,9 @@ def model_refusal(model: Model, causal: bool) -> str | None:
     return None
 
 
-def _computes_last(policy: Policy, spec: ModelSpec, layout: Layout) -> bool:
-    """Whether a first step computes the last position of the prompt, even if the prefix holds it.
-
-    It may predict the first token of the response. A layer of one's own tells a step that enters a block by
-    the width: it takes more than one.
-    """
-    one_block = not policy.only_sets and layout.response <= spec.context.size
-    return spec.shifted or spec.context.has_causal_passes or one_block
+def _computes_last(spec: ModelSpec) -> bool:
+    """Whether a first step computes the last position of the prompt, which predicts what follows it."""
+    return spec.shifted or spec.context.has_causal_passes
 
 
 @jax.tree_util.register_dataclass
@@ -251,10 +246,12 @@ def reuse(
     """The cache with the prefix's keys and values in every sequence, and the canvas that knows of them."""
     spec, size = canvas.spec, canvas.spec.context.unit
     count = jnp.broadcast_to(stored.count, canvas.step.shape) // size * size
-    if _computes_last(policy, spec, canvas.layout):
-        prompt = jnp.sum(canvas.prompt, axis=1, dtype=jnp.int32)
-        count = jnp.minimum(count, jnp.maximum(prompt - 1, 0) // size * size)
-    first = jnp.argmax(canvas.valid, axis=1).astype(jnp.int32)
+    first, most = jnp.argmax(canvas.valid, axis=1).astype(jnp.int32), canvas.layout.length
+    if _computes_last(spec):
+        most = jnp.sum(canvas.prompt, axis=1, dtype=jnp.int32) - 1
+    if not policy.only_sets:  # whose layers tell a step that enters a block by its width: more than a block
+        most = jnp.minimum(most, canvas.layout.length - first - size - 1)
+    count = jnp.minimum(count, jnp.maximum(most, 0) // size * size)
     slot = jnp.arange(stored.slots, dtype=jnp.int32)
     position = jnp.where(slot < count[:, None], first[:, None] + slot, canvas.layout.length)
 
