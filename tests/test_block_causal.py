@@ -401,6 +401,24 @@ def test_templates_may_skip_blocks():
     assert_close_scores(ours, exact, atol=1e-5)
 
 
+class Uncomputed(policies.FOCUS):
+    """Begins with pairs that show where they are read."""
+
+    def init(self, *args):
+        cache = super().init(*args)
+        return cache._replace(layers=jax.tree.map(lambda a: a + jnp.nan, cache.layers))
+
+
+def test_masks_that_left_in_front_of_given_tokens_are_not_read():
+    """A template's tokens stay, and with them all that is read up to them."""
+    model = tiny("sdar", layers=3)
+    template = random_tokens(model.spec, 2, 12)
+    template[:, :7] = model.spec.mask_id
+    out = dj.infill(model, template, policy=Uncomputed(1.0), sampler=SURE, widths=WIDE, nonfinite="ignore")
+    assert out.stats.finite.all()
+    assert (out.stats.widened_tokens < 0).any(), "masks leave later steps"
+
+
 def test_autoregressive_decoding_takes_no_evicted_pairs():
     with pytest.raises(ValueError, match=r"policy=EvictPrompt\(\) is not supported by Autoregressive"):
         dj.generate(tiny("sdar"), [[1]], length=4, policy=_rolling(), sampler=samplers.Autoregressive())

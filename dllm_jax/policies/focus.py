@@ -202,9 +202,10 @@ def leaving(focus: Focus, canvas: Canvas, alpha: float) -> Bool[Array, "b l"]:
     chosen = jnp.where(enough, outliers, largest) | (count <= most)
     chosen = spread(chosen & real, places(index, canvas.layout.length), False)
 
-    # Their left neighbors, and masks left of them that never stayed: so all that is read was computed.
+    # Their left neighbors, and masks left of all that stays that never did: so all that is read was computed.
     stays = chosen | (masks & jnp.pad(chosen[:, 1:], ((0, 0), (0, 1))))
-    rightmost = jnp.max(jnp.where(stays, canvas.position, -1), axis=1, keepdims=True)
+    stay_anyway = focus.stays & canvas.block & ~masks  # tokens, and what follows a stop
+    rightmost = jnp.max(jnp.where(stays | stay_anyway, canvas.position, -1), axis=1, keepdims=True)
     new = (canvas.position > focus.progress[:, None]) & (canvas.position < rightmost)
     return masks & ~stays & ~new
 
