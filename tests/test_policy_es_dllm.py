@@ -50,6 +50,18 @@ def test_later_layers_run_as_many_rows_as_go_on_and_decode_the_same():
     assert (both.stats.widened_tokens < 0).all(), "rows that left are not computed"
 
 
+def test_rows_are_compared_as_interventions_leave_them():
+    """Of values that an intervention keeps alike nothing has changed: the first rows go on."""
+    policy = ESDLLM(64, 64, alpha=0.0, ratios=(1.0, 0.5), depths=(0.0, 0.5), compare="value")
+    patch = dj.Intervention.patch("v", np.arange(8, dtype=np.float32), layers=1)
+    options = dict(lengths=(9, 9), length=12, block=12, sampler=Confidence())
+    trace = generated(policy=policy, interventions=patch, **options).trace
+    scored, masked = np.isfinite(trace.score)[1:, 0, 9:], np.asarray(trace.tokens)[1:-1, 0, 9:] == 59
+    for goes_on, masks in zip(scored, masked, strict=True):
+        assert goes_on[masks.argmax()] or not masks.any()
+        assert (np.flatnonzero(goes_on) == np.flatnonzero(masks)[: goes_on.sum()]).all()
+
+
 class Copying(ESDLLM):
     """Copies pairs also where none is renewed before the block ends."""
 

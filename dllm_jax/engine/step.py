@@ -292,9 +292,10 @@ class StepLayers:
         return ordered(when(more, through, ordered((x, cache)), name=REFRESH))
 
     def at(self, index: int) -> Layer:
-        """One layer, by itself."""
-        model = self.generation.model
-        return layer_at(self.params, model.spec, self.rope, index, model.kernels)
+        """One layer, by itself, with interventions."""
+        model, canvas, changes = self.generation.model, self.canvas, self.generation.plan.interventions
+        layer = layer_at(self.params, model.spec, self.rope, index, model.kernels)
+        return intervened(layer, changes, jnp.broadcast_to(canvas.position, canvas.tokens.shape), canvas.step)
 
     def _view(self, cache: Cache, index: LayerIndex) -> LayerCache:
         return LayerCache.of(cache, index, self.generation.model.kernels, self.readable)

@@ -413,6 +413,7 @@ def compared(
     """
     if compare == "hidden" or layer is None:
         return x, cache.shared.slots(rows).take(cache.shared.stored[number])
+    layer = layer.at(rows.index)
     q, k = layer.qk(x, rows.positions)
     if compare == "query":
         return q, cache.shared.slots(rows).take(cache.shared.stored[number])
