@@ -223,6 +223,8 @@ def test_explain_tells_what_each_policy_calls_once(policy, called):
     rows = explained(tiny("llada"), policy=policy()).rows
     assert {row.operation for row in rows} == called
     assert len(set(rows)) == len(rows)
+    if policy is dj.policies.DLLMCache:  # of the response, a refresh runs all, and an update a quarter
+        assert {row.positions for row in rows} == {16, 8, 2}
 
 
 def test_explain_looks_at_the_masks_of_each_step():

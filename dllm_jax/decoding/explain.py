@@ -14,7 +14,7 @@ from dllm_jax.decoding.compare import text_table
 from dllm_jax.engine.beginning import empty_cache
 from dllm_jax.engine.generation import Generation, Inputs, Plan
 from dllm_jax.engine.step import computed_rows, network
-from dllm_jax.engine.widths import Variant, step_widths
+from dllm_jax.engine.widths import Variant, phase_names, step_widths
 from dllm_jax.nn.kernels import Kernels
 from dllm_jax.nn.layer import embed
 from dllm_jax.nn.mesh import number_modes, over_mesh
@@ -126,9 +126,10 @@ def explain_kernels(model: Model, batch: int, layout: Layout, policy: Policy | N
     check_argument("policy", policy, Policy | None, ", such as dj.policies.DualCache()")
     policy = for_model(Policy() if policy is None else policy, model.spec)
 
-    # A partial step of each width and the full one: what a kernel supports depends on shapes.
-    widths = (*step_widths(policy, model.spec, layout), None)
-    calls = [call for width in widths for call in _calls(model, batch, layout, policy, width)]
+    # A partial step of each width and phase, and the full one: what a kernel supports depends on shapes.
+    widths = step_widths(policy, model.spec, layout)
+    variants = *(Variant(width, phase) for width in widths for phase in phase_names(policy)), Variant(None)
+    calls = [call for variant in variants for call in _calls(model, batch, layout, policy, variant)]
 
     # Layers call the same: equal choices are one row, in the order of the first of them.
     rows = dict.fromkeys(
@@ -157,13 +158,12 @@ def _vocabulary(model: Model) -> tuple[tuple[str, str], ...]:
     return ("embedding", embedding), ("head", said(head, "a step reads all of it"))
 
 
-def _calls(model: Model, batch: int, layout: Layout, policy: Policy, width: int | None) -> list[Call]:
-    """Records the operations that the layers call in a step over `width` rows, or the whole canvas (None)."""
+def _calls(model: Model, batch: int, layout: Layout, policy: Policy, variant: Variant) -> list[Call]:
+    """Records the operations that the layers call in a kind of steps."""
     calls: list[Call] = []
 
     def layers(model: Model, tokens: Int[Array, "b l"], valid: Bool[Array, "b l"]) -> Any:
         canvas = new_canvas(tokens, valid, model.spec, layout)
-        variant = Variant(width, policy.phases[-1].name if width else "")
         rows = computed_rows(canvas.everything, variant, canvas, policy)
         cache = empty_cache(model, policy, layout, batch)
         cache = policy.before_first_step(cache, canvas, model, embed(model.params, tokens))
