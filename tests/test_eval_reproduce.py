@@ -197,6 +197,9 @@ def test_cells_are_measured_beside_what_is_printed_and_resumed(data, tmp_path, m
     monkeypatch.setattr("dllm_jax.generate_many", None)
     assert reproduce(table, model, cells, asked, Checkpoint()) == 0
     assert cells_in(out) == [*found]
+    alone = {key: cell for key, cell in cells.items() if "exact" in key}
+    assert reproduce(table, model, alone, asked, Checkpoint()) == 0
+    assert cells_in(out) == [*found]  # the other cell stays
     with pytest.raises(ValueError, match="choose another --out"):
         reproduce(table, model, cells, TableRequest(data=data, out=out, limit=1), Checkpoint())
 

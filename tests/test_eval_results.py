@@ -154,6 +154,9 @@ def test_requests_are_paired_and_tasks_are_averaged():
     assert 0.5 == found[-1].low == found[-1].high  # of the tasks' resamples, each of which is certain
     found = compare_records(scored({"t": [1, 1, 1]}), scored({"t": [1, 0], "u": [1]}))
     assert (found.scores[0].count, found.unpaired, found.same) == (2, 2, 0.5)
+    lost = scored({"t": [1, 0]})
+    lost["requests"][0] |= {"answer": None, "error": "died"}  # in both: no equal answers
+    assert compare_records(lost, lost).same == 0.5
 
 
 def test_requests_of_equal_name_but_another_question_have_no_partner():

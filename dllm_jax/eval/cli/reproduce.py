@@ -112,17 +112,20 @@ def reproduce(
     document = {"kind": "reproduce", "table": table.source, "rows_of": model}
     document |= {"settings": {name: getattr(asked, name) for name in ("limit", "truncate_to", "batch")}}
     document |= {name: about[name] for name in ("model", "device", "versions", "date")}
+    known = dict[tuple[str, str], dict[str, Any]]()
     if path.exists():
-        # Its cells would be mixed with those of another question, or of another model.
+        # Its cells stay, and must not be mixed with those of another question, or of another model.
         old, of = read_json(path), lambda content: (content["settings"], content["model"]["identity"])
         if of(old) != of(document):
             raise ValueError(f"{path} is of {of(old)}, this is {of(document)}; choose another --out")
+        known = {(row["task"], row["method"]): row for row in old["cells"]}
 
     measured, rows = dict[tuple[str, str], dict[str, Any]](), list[dict[str, Any]]()
     for key, cell in cells.items():
         measured[key] = session.measure(cell)
         rows = [_row(cells[done], result, measured) for done, result in measured.items()]
-        write_json(path, document | {"cells": rows})
+        known |= {(row["task"], row["method"]): row for row in rows}
+        write_json(path, document | {"cells": [*known.values()]})
         show.line(f"{', '.join(key)}: {show.percent(measured[key]['accuracy'])}")
     printed = f"; printed speeds are of {table.hardware}" * bool(table.hardware)
     show.line(f"{table.source}: {model}{printed}")
