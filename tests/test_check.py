@@ -22,6 +22,7 @@ from pallas_kernels.attention import xla
 from pallas_kernels.choice import Entry
 from pallas_kernels.operands import FAMILIES
 from pallas_kernels.topk_evict import OPERATION as TOPK
+from tests import refuses
 from tests.models import EXHAUSTIVE, spec
 
 ROOF = Hardware("test", 1e12, 1e11, 1e12, "", 1e12)
@@ -363,6 +364,7 @@ def test_a_part_that_fails_is_reported_and_the_rest_goes_on(tmp_path, monkeypatc
     assert report["jax"] == jax.__version__
     assert "1 of 3 comparisons are wrong" in capsys.readouterr().out
     assert command.run_checks(command.CheckArguments(parts=("operations",)), console) == 0
+    refuses("would drop what was recorded", command.CheckArguments, record=True, parts=("speed",))
 
 
 def test_peers_are_timed_in_a_process_of_their_own(monkeypatch):

@@ -30,7 +30,7 @@ from dllm_jax.training import (
     prepare,
     train,
 )
-from dllm_jax.training.run_directory import record_of
+from dllm_jax.training.run_directory import RunDirectory, record_of
 from tests import refuses
 from tests.campaigns.kills import Counting
 from tests.models import cast, separate, tiny
@@ -63,6 +63,16 @@ def test_a_finished_run_is_returned_as_it_is_with_its_log(tmp_path):
         assert again.log == first.log == entries == read()
     with pytest.raises(ValueError, match="already holds step 10"):
         train(tiny("llada"), Counting(), TrainConfig(steps=5, warmup=0), directory=tmp_path, progress=False)
+
+
+def test_a_log_of_others_is_not_replaced(tmp_path):
+    file, run = tmp_path / "log.jsonl", lambda: RunDirectory(tmp_path, {}).__exit__()
+    for content in ("", '{"st', '\ufeff{"step": 2, "loss"'):
+        file.write_text(content, encoding="utf-8")
+        run()
+    file.write_text('{"loss": 1.0}\n')
+    refuses(r"log\.jsonl that is none of a run, .* Choose another directory", run)
+    assert file.read_text() == '{"loss": 1.0}\n'
 
 
 def test_fine_tuning_learns_a_batch_and_leaves_the_model_alone():

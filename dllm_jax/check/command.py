@@ -46,6 +46,14 @@ class CheckArguments(Options):
     parts: Annotated[tuple[CheckPart, ...], tyro.conf.arg(metavar="PART...")] = get_args(CheckPart)
     """Parts of the report to run."""
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.record and "operations" not in self.parts:
+            raise ValueError(
+                f"record=True with parts={self.parts} would drop what was recorded: the part operations "
+                "measures it. Add it, or leave --record out."
+            )
+
 
 def main(arguments: Annotated[CheckArguments, tyro.conf.arg(name="")]) -> int:
     """Checks correctness and speed of dllm_jax on this machine's device, and finds the fastest kernels.

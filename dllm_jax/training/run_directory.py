@@ -3,6 +3,7 @@
 A checkpoint holds the run's configuration, a `Record`, with which that of a resumed run is compared.
 """
 
+import codecs
 import contextlib
 import dataclasses
 import hashlib
@@ -35,6 +36,7 @@ RunRecord = dict[str, Any]
 LogEntry = dict[str, Any]
 STATE, SOURCE, CONFIGURATION, LOG = "state", "source", "configuration", "log"
 LOG_FILE = "log.jsonl"
+BEGINNING = b'{"step": '  # of a log
 KEPT = 2  # checkpoints
 # Options that change no step that was done, but for rounding. "steps" and "decay" are compared by the rates
 # that they gave.
@@ -83,7 +85,7 @@ class RunDirectory:
     back when that process ends, however it ends.
 
     Raises:
-      ValueError: another run trains in the directory.
+      ValueError: another run trains in the directory, or its `log.jsonl` is none of a run.
       OSError: the directory or the log cannot be made.
     """
 
@@ -212,6 +214,13 @@ def _claim(log: Path, stack: contextlib.ExitStack):
                 f"directory={shown(str(log.parent))} is in use: another run trains in it. Wait until it has "
                 "ended, or choose another directory."
             ) from None
+        with log.open("rb") as file:
+            start = file.read(len(BEGINNING) + 3).removeprefix(codecs.BOM_UTF8)[: len(BEGINNING)]
+            if not BEGINNING.startswith(start):
+                raise ValueError(
+                    f"directory={shown(str(log.parent))} has a {log.name} that is none of a run, which would "
+                    f"replace it: it begins with {start!r}. Choose another directory."
+                )
 
     by_the_first(hold, f"{log.parent} was not claimed")
 
