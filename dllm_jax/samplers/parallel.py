@@ -129,7 +129,7 @@ class LocalLeap(UntilDone):
 
     Equals `Threshold(threshold)` when: radius=0, or relaxed=threshold.
 
-    Differences: [MASK] is never chosen; the released code repeats a step that chooses nothing else for ever.
+    Differences: By default [MASK] is not chosen; the released code repeats a step that chooses only that.
       Each sequence goes on to its next block alone.
 
     Attributes:

@@ -19,7 +19,7 @@ class Layout(Options):
       block: Block length. Blocks are decoded from left to right (semi-autoregressive); block == response is
         non-autoregressive. With `sliding`, that of the sliding block.
       steps: Number of denoising steps, for samplers with a fixed schedule.
-      padded: Whether some sequences have left padding, so that attention needs a mask.
+      padded: Whether some sequences have left padding, or answers may grow, so that attention needs a mask.
       suffix: Number of positions at the end of the response that hold given text.
       tail: Number of positions at the end of the response that only complete the last block of a block-causal
         model. They are not returned.

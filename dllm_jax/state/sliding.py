@@ -38,8 +38,8 @@ class AdaBlock(Options):
 
     Equals fixed blocks when: threshold is above 1.
 
-    Differences: [MASK] is never chosen. On Dream, `DualCache` predicts the first position of a block as any
-      other; the reference implementation unmasks it first, unconditionally.
+    Differences: By default [MASK] is not chosen. On Dream, `DualCache` predicts the first position of a block
+      as any other; the reference implementation unmasks it first, unconditionally.
 
     Attributes:
       block: Length of a block without a delimiter; the last one may be shorter.
