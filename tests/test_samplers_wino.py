@@ -7,6 +7,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import policies
+from dllm_jax.engine.block_schedule import final
 from dllm_jax.nn.layer import embed, unembed, walk
 from dllm_jax.nn.rope import rope_table
 from dllm_jax.samplers import WINO, Threshold
@@ -15,7 +16,7 @@ from dllm_jax.testing.checks import Subject
 from dllm_jax.testing.runs import assert_same_run, partial_steps
 from pallas_kernels.attention.xla import attention
 from tests import numpy_sampler as plain
-from tests.models import EXHAUSTIVE, prompts, tiny
+from tests.models import EXHAUSTIVE, canvas, prompts, tiny
 from tests.policy_cases import EVERY, daily, short
 
 LENGTH, BLOCK = 12, 6
@@ -197,3 +198,9 @@ def test_policies_with_other_layers_are_refused_by_name(policy):
 def test_a_shifted_head_is_refused_by_name():
     with pytest.raises(ValueError, match=r"WINO does not support shifted output heads \(dream\)"):
         dj.generate(tiny("dream"), [[1, 2]], length=4, sampler=WINO())
+
+
+def test_tokens_of_a_block_that_a_step_leaves_alone_may_still_be_taken_back():
+    """So no stop ends an answer there, while batch mates take steps."""
+    left_out = canvas([[False, True]] * 2, active=np.array([False, True]))
+    assert final(left_out, WINO()).tolist() == [False, False]

@@ -138,7 +138,11 @@ def final(canvas: Canvas, sampler: Sampler) -> Bool[Array, "b"] | bool:
     """Whether decoded tokens stay: those that may be revoked or edited do when their block is finished."""
     if canvas.layout.drafts:
         return ~canvas.drafted
-    return _without_edits(sampler.finished(canvas), canvas) if sampler.revises else True
+    if not sampler.revises:
+        return True
+    # A sequence that the step leaves out may not have finished its block either.
+    everyone = dataclasses.replace(canvas, active=jnp.ones_like(canvas.active))
+    return _without_edits(sampler.finished(everyone), canvas)
 
 
 def _without_edits(finished: Bool[Array, "b"], canvas: Canvas) -> Bool[Array, "b"]:
