@@ -9,7 +9,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import policies
-from dllm_jax.samplers import KLASS, WINO, Confidence, EarlyCommit, Threshold
+from dllm_jax.samplers import KLASS, WINO, Confidence, EarlyCommit, Edit, Threshold
 from dllm_jax.testing import check_sampler, checks
 from dllm_jax.testing.runs import assert_same_run, of_sequence
 from tests.models import families, generated, prompts, tiny
@@ -101,6 +101,16 @@ def test_text_after_the_response_is_no_part_of_its_answer():
     each = [(forwards(2, gap), forwards(5, gap)) for gap in (0.5, 1.0, 1.5, 2.0, 3.0)]
     assert all(ours == others for ours, others in each)
     assert len({str(ours) for ours, _ in each}) > 1
+
+
+def test_a_commitment_to_an_answer_that_is_edited_ends_at_its_stop():
+    rule = EarlyCommit(early=0, middle=0, late=0)
+    options = dict(sampler=Edit(0.3, 0.2, early_commit=rule), length=12, block=12)
+    plain = np.asarray(generated(**options).tokens)[:, 9:]
+    stopped = np.asarray(generated(stop=[[int(plain[0, 4])]], **options).tokens)[:, 9:]
+    for answer, whole in zip(stopped, plain, strict=True):
+        before = np.cumsum(whole == plain[0, 4]) == 0
+        np.testing.assert_array_equal(answer, np.where(before, whole, tiny("llada").spec.eos_id))
 
 
 def test_an_answer_behind_the_response_is_refused():

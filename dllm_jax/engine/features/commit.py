@@ -39,11 +39,12 @@ class EarlyCommitment(Feature):
     def after_decision(
         self, decision: Decision, score: Float[Array, "b c"], finding: Bool[Array, "b"]
     ) -> Decision:
-        """The decision, in which sequences that commit unmask everything, and remask nothing."""
+        """The decision, in which sequences that commit unmask everything, and revise nothing more."""
         commits = finding[:, None]
         revoked = jax.tree.map(lambda revoked: revoked & ~commits, decision.revoked)
+        keeps_block = jax.tree.map(lambda stays: stays & ~finding, decision.keeps_block)
         chosen = decision.chosen | (commits & (score > -jnp.inf))
-        return decision._replace(chosen=chosen, revoked=revoked)
+        return decision._replace(chosen=chosen, revoked=revoked, keeps_block=keeps_block)
 
     @override
     def after_writing(self, canvas: Canvas, finding: Bool[Array, "b"]) -> Canvas:
