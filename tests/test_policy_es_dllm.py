@@ -153,6 +153,8 @@ def waits(
     """Which candidates of a response of two blocks of three `delay_eos` delays, and their scores."""
     model = tiny("llada")
     canvas = begun(jnp.asarray([tokens]), np.ones((1, len(tokens)), bool), model.spec, layout)
+    decoded = ~canvas.masked & (canvas.position > 0) & (canvas.position < layout.end)
+    canvas = dataclasses.replace(canvas, decoded_at=jnp.where(decoded, 0, -1))
     index = jnp.arange(1, 4)[None]
     score = jnp.where(jnp.asarray([tokens])[:, 1:4] == model.spec.mask_id, 0.5, -jnp.inf)
     candidates = Candidates(index, jnp.asarray([proposed]), score, jnp.zeros((1, 3, 0)))
@@ -161,13 +163,15 @@ def waits(
 
 
 def test_an_end_waits_for_the_mask_in_front_of_it():
-    """In the same block, and while the response has no end: one in the prompt or suffix does not count."""
+    """In the same block, and while the response has no end: one that was given does not count."""
     mask, eos = tiny("llada").spec.mask_id, tiny("llada").spec.eos_id
     assert waits([eos, *[mask] * 6], [eos, 7, eos]) == ([False, False, True], [0.5, 0.5, 0.0])
     assert waits([5, mask, 6, *[mask] * 4], [eos] * 3)[0] == [False, False, False]
     assert waits([5, *[mask] * 5, eos], [eos] * 3)[0] == [False, False, False]
     suffix = dj.Layout(1, 6, 5, 5, suffix=1)
     assert waits([5, *[mask] * 5, eos], [eos] * 3, layout=suffix)[0] == [False, True, True]
+    template = dj.Layout(0, 7, 7, 7)
+    assert waits([eos, *[mask] * 6], [eos, 7, eos], layout=template)[0] == [False, False, True]
     least = waits([5, *[mask] * 6], [eos] * 3, "entropy")[1]
     assert least == pytest.approx([0.5, *[-np.log(tiny("llada").spec.vocab)] * 2])
     for kind in (samplers.RandomOrder, samplers.Sequential, samplers.DreamSchedule):

@@ -323,9 +323,7 @@ class Sampler(Options, abc.ABC):
         if not self.delay_eos:
             return candidates, None
         index, token, score = candidates.index, candidates.token, candidates.score
-        answer = canvas.response
-        if canvas.layout.suffix:  # whose text is given
-            answer &= canvas.position < canvas.layout.end
+        answer = (canvas.decoded_at >= 0) & (canvas.position < canvas.layout.end)  # no given text, no padding
         answered = jnp.any(answer & (canvas.tokens == canvas.spec.eos_id), axis=1, keepdims=True)
         before = jnp.pad((canvas.masked & canvas.block)[:, :-1], ((0, 0), (1, 0)))
         waits = gather(before, index) & (index < canvas.layout.length) & ~answered
