@@ -1,5 +1,6 @@
 """`logprobs=k`: log-probabilities of tokens in the steps that unmasked them."""
 
+import dataclasses
 import functools
 from unittest import mock
 
@@ -13,7 +14,7 @@ from dllm_jax import policies, samplers
 from dllm_jax.decoding.request import prepare
 from dllm_jax.engine.features import logprobs
 from dllm_jax.engine.loop import denoise
-from tests.models import WIDE, generated, prompts, tiny
+from tests.models import WIDE, canvas, generated, prompts, tiny
 
 S = samplers
 KEY = jax.random.key(5)
@@ -109,6 +110,14 @@ def test_tokens_that_are_revised_have_their_last_step(family, sampler):
     np.testing.assert_array_equal(at, last)
     assert changed.sum() > 24, "some were revised"
     np.testing.assert_array_equal(np.asarray(out.logprobs.log_prob) < 0, at >= 0)
+
+
+def test_a_draft_that_skips_steps_counts_those_of_its_sequence():
+    before = canvas([[True, True]], step=np.array([1]))
+    after = dataclasses.replace(before, tokens=before.tokens.at[0, 0].set(7))
+    none = logprobs.LogProbs.none(before, 0)
+    of_draft = none._replace(decoded_at=jnp.full((1, 2), 3))
+    assert none.add(before, after, of_draft).decoded_at.tolist() == [[1, -1]]
 
 
 def test_a_program_without_them_computes_none_and_what_is_no_number_is_refused():

@@ -55,6 +55,7 @@ def assert_tells(snapshots: list[dj.Snapshot], out: dj.Output, prompt: np.ndarra
         (samplers.Threshold(0.3), []),
         (samplers.Threshold(0.3), [[40]]),
         (samplers.WINO(wide_in=0.02, narrow_out=0.3), []),
+        (samplers.Edit(0.1, 0.05), []),
     ],
 )
 def test_settled_tokens_stay(sampler, stop):
@@ -68,6 +69,7 @@ def test_settled_tokens_stay(sampler, stop):
             for tokens, end, final in zip(snapshot.tokens, snapshot.settled, last.tokens, strict=True):
                 np.testing.assert_array_equal(tokens[:end], final[:end])
         assert any((snapshot.settled > 9).any() for snapshot in before)
+        assert not np.isinf(last.confidence).any(), "replaced tokens have the confidence of the new one"
 
 
 TWO = samplers.Confidence(), SEVERAL_AT_ONCE

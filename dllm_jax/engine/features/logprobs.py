@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.engine.features.growth import moved_with
-from dllm_jax.engine.generation import Feature, Generation, Recorder, Seen, StepRecord
+from dllm_jax.engine.generation import Feature, Generation, Seen, StepRecord
 from dllm_jax.engine.stats import Record
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.samplers.candidates import Candidates
 from dllm_jax.samplers.scores import ruled_out
 from dllm_jax.state.canvas import Canvas
-from dllm_jax.state.rows import gather, places
+from dllm_jax.state.rows import gather, places, spread
 
 
 class LogProbs(NamedTuple):
@@ -62,7 +62,9 @@ class LogProbs(NamedTuple):
           finding: Log-probabilities of the step's candidates, at their positions.
         """
         changed = changed_by(before, after, finding.decoded_at >= 0)
-        added = self.where(changed, finding)
+        # A draft that skips steps counts others than the sequence itself.
+        at = jnp.where(finding.decoded_at >= 0, before.step[:, None], -1)
+        added = self.where(changed, finding._replace(decoded_at=at))
         return added.where(changed & undone(after), LogProbs.none(after, self.top_tokens.shape[2]))
 
 
@@ -107,22 +109,31 @@ def of_candidates(
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Confidences(Recorder):
-    """Keeps the confidence with which each position was unmasked; infinity elsewhere."""
+class Confidences(Feature):
+    """Keeps the confidence with which each position got its token; infinity elsewhere."""
 
     name: ClassVar[str] = "confidence"
+    keeps_steps: ClassVar[bool] = True
 
     def begin(self, canvas: Canvas, generation: Generation, extra) -> Float[Array, "b l"]:
         """Nothing is unmasked yet."""
         return jnp.full(canvas.tokens.shape, jnp.inf, jnp.float32)
 
+    def find(self, generation: Generation, canvas: Canvas, seen: Seen) -> Float[Array, "b l"]:
+        """The scores of the proposed tokens, also where they would replace others."""
+        index, _, score, _ = seen.candidates
+        return spread(score.astype(jnp.float32), places(index, canvas.layout.length), -jnp.inf)
+
+    def keep(
+        self, entry: Float[Array, "b l"], before: Canvas, after: Canvas, finding: Float[Array, "b l"]
+    ) -> Float[Array, "b l"]:
+        """Takes over the scores of what a step decoded, and forgets those of what it masked again."""
+        new = jnp.where(undone(after), jnp.inf, finding)
+        return jnp.where(changed_by(before, after, finding > -jnp.inf), new, entry)
+
     def add(self, record: Record, step: StepRecord) -> Float[Array, "b l"]:
-        """Takes over the scores of what a step unmasked, and forgets those of what it masked again."""
+        """Those that the pass made of what was kept, moved along."""
         confidences: Float[Array, "b l"] = record[self.name]
-        score = step.decided.proposal.score
-        new = jnp.where(undone(step.after), jnp.inf, score)
-        changed = changed_by(step.before, step.after, score > -jnp.inf)
-        confidences = jnp.where(changed, new, confidences)
         return moved_with(step.left, confidences, jnp.full_like(confidences, jnp.inf))
 
 
