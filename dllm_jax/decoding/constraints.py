@@ -56,6 +56,12 @@ def allowed_tokens(case: CheckedRequest) -> Allowed | None:
     asked, arrays, layout, spec = case.asked, case.arrays, case.layout, case.model.spec
     banned = [*_ids("forbid", asked.forbid, spec), *(asked.sampler.suppress_tokens or ())]
     choices = [constraint for constraint in case.constraints if isinstance(constraint, OneOf)]
+    does = asked.sampler.procedure
+    if does.grows and not does.shortens and spec.eos_id in banned:
+        raise ValueError(
+            f"forbid and suppress_tokens must not hold the end-of-text, {spec.eos_id}, which "
+            f"{type(asked.sampler).__name__} looks for and appends. Use Threshold(), and a length."
+        )
     if asked.allow is None and not banned and not choices:
         return None
     free = np.ones(spec.vocab, bool)
