@@ -51,6 +51,7 @@ from dllm_jax.samplers import EntropyNoise, KeyNoise, Noise, RecordedNoise, Samp
 from dllm_jax.state import host, inputs
 from dllm_jax.state.host import AnyArray
 from dllm_jax.state.layout import Layout
+from dllm_jax.state.sliding import BlockSchedule
 from dllm_jax.traced import fixed_at
 from dllm_jax.xla.order import aligned
 
@@ -157,6 +158,11 @@ def prepare_infill(
     asked = RequestOptions(**options)
     check_argument("model", model, Model, ", such as dj.load(path)")
     require_mask_token(model.spec, "infill", "Put what is known into the prompt, and use generate")
+    if isinstance(asked.block, BlockSchedule):
+        raise ValueError(
+            f"block={shown(asked.block)} is not supported by infill: its blocks begin and end by what is "
+            "decoded after a prompt, and a template has masks anywhere. Use an integer block."
+        )
     block = check_argument("block", asked.block, PositiveInt | None)
     tokens, mask = inputs.padded_ids(tokens, token_mask, model.spec, "tokens")
     if not fixed_at(asked.sampler.cfg_scale, 0):
