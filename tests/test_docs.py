@@ -303,6 +303,12 @@ def test_results_say_version_commit_device_and_date_and_are_read():
         assert {"dllm_jax", "commit", "device", "date"} <= document.keys(), file.name
         names = {file.name, f'"{file.stem}"', f'"{file.stem.removeprefix("compiled_")}"'}
         assert names & read, f"nothing reads {file.name}"
+    for part in "\n\n".join(page.read_text() for page in DOCS.rglob("*.md")).split("\n\n"):
+        found = "".join(
+            (sources.RESULTS / name).read_text() for name in re.findall(r"results/(\w+\.json)", part)
+        )
+        for day in re.findall(r"(\d+) November", part) if found else ():
+            assert f"2026-11-{int(day):02}" in found, part
 
 
 def test_sentences_with_old_numbers_name_the_version():
