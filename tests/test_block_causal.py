@@ -22,7 +22,7 @@ from dllm_jax.policies.parts.block_votes import queries_of_block, rows_of_block
 from dllm_jax.state.rows import compact_rows, full_rows
 from dllm_jax.testing import check_policy, checks
 from dllm_jax.testing.checks import Subject
-from dllm_jax.testing.runs import assert_close_scores, assert_same_run
+from dllm_jax.testing.runs import assert_close_scores, assert_same_run, of_sequence
 from dllm_jax.xla import order
 from tests.models import canvas, prompts, random_tokens, spec, tiny
 from tests.policy_cases import (
@@ -399,6 +399,17 @@ def test_templates_may_skip_blocks():
     ours, exact = run(_rolling(budget=18)), run(policies.Policy())
     assert_same_run(ours, exact)
     assert_close_scores(ours, exact, atol=1e-5)
+
+
+def test_a_shorter_last_block_attends_to_no_padding():
+    """Alone, where the chosen pairs need no mask, as in a batch."""
+    model = tiny("sdar", block_size=4, completes_blocks=False)
+    prompt, mask = prompts(model, (9, 5))
+    options = dict(length=10, policy=policies.MAGE(2), sampler=samplers.Threshold(1.0), trace=True)
+    batch = dj.generate(model, prompt, prompt_mask=mask, widths=WIDE, **options).trace
+    ours, alone = of_sequence(batch, 0, 19), dj.generate(model, prompt[:1], widths=WIDE, **options).trace
+    assert_same_run(ours, alone)
+    assert_close_scores(ours, alone, atol=1e-5)
 
 
 class Uncomputed(policies.FOCUS):

@@ -194,10 +194,10 @@ class ChosenReads(Policy, abc.ABC):
         pairs, layout = both.chosen, canvas.layout
         slots = pairs.k.shape[1] - width
 
-        # Without a mask where all slots are filled from the first block on.
+        # Without a mask where all slots are filled from the first block on, to the last one.
         whole = layout.prompt // context.size * context.size
         least = 0 if layout.padded or context.from_response else whole
-        if width == context.size and self._most(least) == slots:
+        if width == context.size and self._most(least) == slots and not layout.shorter_last:
             mask = None
         else:
             filled = jnp.arange(slots) < self._count(canvas)[:, None]
