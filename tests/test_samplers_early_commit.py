@@ -85,6 +85,13 @@ def test_a_step_that_leaves_masks_out_does_not_commit(policy, steps):
     assert not (np.asarray(out.tokens) == tiny("llada").spec.mask_id).any()
 
 
+def test_masks_after_the_last_block_are_not_waited_for():
+    """SDAR has some, to complete a block, which no step predicts."""
+    sampler = Confidence(early_commit=EarlyCommit(early=1e9, middle=1e9, late=0.0))
+    out = generated(tiny("sdar", block_size=4), lengths=(8, 8), sampler=sampler)
+    assert out.stats.nfe.tolist() == [6, 6]
+
+
 def test_batch_mates_and_padding_change_nothing():
     rule = EarlyCommit(early=1.5, middle=0.6, late=0.4)
     some = checks.batch_mates_change_nothing, checks.alone_as_in_a_batch, checks.padding_is_inert

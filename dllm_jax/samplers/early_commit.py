@@ -81,6 +81,7 @@ class EarlyCommit(Options):
         # Of what a step leaves out nothing is known: it can neither be averaged over nor decoded.
         asked = self.asked(canvas)
         count = jnp.sum(asked, axis=1)
-        complete = (count > 0) & ~jnp.any((asked | canvas.masked) & ~predicted, axis=1)
+        wanted = asked | (canvas.masked & (canvas.position < canvas.layout.end))
+        complete = (count > 0) & ~jnp.any(wanted & ~predicted, axis=1)
         mean = jnp.sum(jnp.where(asked, gap, 0.0), axis=1) / jnp.maximum(count, 1)
         return canvas.active & complete & (mean >= self.threshold(canvas))
