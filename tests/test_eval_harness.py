@@ -124,6 +124,15 @@ def instances(*args):
     return [Instance("generate_until", {}, arguments, i) for i, arguments in enumerate(args)]
 
 
+def test_every_prompt_and_context_begins_once(lm):
+    begun, chat = model(add_bos=True), lm.apply_chat_template([{"role": "user", "content": "a"}])
+    for text in ("a=", chat):
+        for made, count in ((lm, int(text == chat)), (begun, 1)):
+            bos = made.tokenizer.bos_token_id
+            for ids in (made._request(0, text, {}).prompt, made._pair(text, "b")[0]):
+                assert (ids.count(bos), ids[:1] == (bos,)) == (count, bool(count))
+
+
 def test_repeats_of_a_request_draw_each_for_itself(lm):
     hot, seen = model(sampler="Confidence(temperature=9.0)"), []
     hot.cache_hook.add_partial = lambda kind, args, answer: seen.append(answer)

@@ -30,7 +30,8 @@ class HarnessArguments(Options):
     Attributes:
       checkpoint: Checkpoint to evaluate; prompts longer than `max_positions` allows lose their beginning.
       decoding: Settings of decoding; without a `length`, answers have the task's max_gen_toks.
-      add_bos: put the tokenizer's beginning-of-text before every prompt (Dream's base model).
+      add_bos: put the tokenizer's beginning-of-text before every prompt and context that does not begin with
+        it (Dream's base model).
       special_tokens: Whether special tokens are recognized in prompts without a chat template. Default: they
         are plain text.
       draws: Monte-Carlo draws of a log-likelihood; for answers of one token, a single one is exact.

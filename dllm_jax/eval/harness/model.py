@@ -84,9 +84,13 @@ class DllmJax(TemplateLM):
         """Encodes a text and adds no special tokens; only a chat template's own are recognized in it."""
         return encode_rendered(self.tokenizer, self._rendered(string))
 
+    def _begun(self, ids: list[int]) -> list[int]:
+        """The ids after the beginning-of-text that `add_bos` asks for, which a template may have written."""
+        begin = self.arguments.prefix(self.tokenizer)
+        return ids if ids[: len(begin)] == begin else begin + ids
+
     def _rendered(self, string: str) -> Rendered:
         """A text of lm_eval with its plain stretches: those of the template, or all of it without one."""
-        # A chat template writes its own beginning-of-text, and `add_bos` asks for one elsewhere.
         if (rendered := Rendered.read(string)) is not None:
             return rendered
         return Rendered(string) if self.arguments.special_tokens else mark_plain(self.tokenizer, string)
@@ -185,7 +189,7 @@ class DllmJax(TemplateLM):
         length = self.runner.decoding.length or task["max_gen_toks"]
         if task["do_sample"] and not self.runner.decoding.sampler.draws:
             LOG.warning("the task asks for sampling; the model's sampler decides, and does not draw")
-        prompt = self.arguments.prefix(self.tokenizer) + self.tok_encode(context)
+        prompt = self._begun(self.tok_encode(context))
         # As lm_eval's own models do, a prompt that is too long loses its beginning.
         taken = len(prompt) + self.runner.decoding.room(length)
         if self.max_length is not None and taken > self.max_length:
@@ -207,7 +211,7 @@ class DllmJax(TemplateLM):
         """A context and its continuation; beginning-of-text stands in place of an empty context."""
         if context.strip():
             before, answer = self._encode_pair(context, continuation)
-            return tuple(before), tuple(answer)
+            return tuple(self._begun(before)), tuple(answer)
         continuation = context + continuation
         begin, answer = self.prefix_token_id, tuple(self.tok_encode(continuation))
         return (answer[:1], answer[1:]) if answer[:1] == (begin,) else ((begin,), answer)
