@@ -90,6 +90,10 @@ def test_tokenizers_that_transformers_cannot_read_are_named(tmp_path):
     for model in (None, 3, {}, {"type": "BPE"}, {"type": "WordLevel", "vocab": 3}):
         rewrite(path / "tokenizer.json", model=model)
         refuses(f"{path}: its tokenizer cannot be read by transformers", read_tokenizer, path)
+    (path / "tokenizer.json").unlink()
+    for name in ("Qwen2Tokenizer", "DreamTokenizer", "LlamaTokenizerFast", "GemmaTokenizer"):
+        rewrite(path / "tokenizer_config.json", tokenizer_class=name)
+        refuses(f"{path} lacks the vocabulary of its .*Tokenizer", read_tokenizer, path)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

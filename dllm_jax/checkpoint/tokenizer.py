@@ -60,12 +60,19 @@ def read_tokenizer(folder: Path) -> Any:
 
     Raises:
       FileNotFoundError: the directory holds no tokenizer.
-      ValueError: it needs code of the checkpoint, reads files outside of the directory, or is damaged; names
-        the directory, and the file where it is known.
+      ValueError: it needs code of the checkpoint, reads files outside of the directory, lacks its vocabulary,
+        or is damaged; names the directory, and the file where it is known.
     """
     config, settings = _checked(folder)
     with _without_marks(folder) as files:
         tokenizer = _from_transformers(files, folder, config, settings)
+    # Some classes of transformers read a directory without one, have a token of their own in its place, and
+    # then encode every text as nothing.
+    if len(tokenizer) <= 1 + len(tokenizer.added_tokens_decoder):
+        raise ValueError(
+            f"{folder} lacks the vocabulary of its {type(tokenizer).__name__}: tokenizer.json, or the files "
+            "of that class. Download it again"
+        )
     tokenizer.name_or_path = str(folder)
     return tokenizer
 
