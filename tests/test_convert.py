@@ -134,6 +134,20 @@ def test_a_lost_origin_is_warned_of_and_given(tmp_path, way):
     assert json.loads((tmp_path / "kept" / "config.json").read_text())["auto_map"] == {"AutoModel": "x.Y"}
 
 
+def test_a_directory_of_another_family_lends_its_tokenizer_alone(tmp_path):
+    """Also one whose model type is not read, such as that of an autoregressive model."""
+    source = write_hf(tmp_path / "hf", tiny("dream"), tokenizer=True)
+    (source / "modeling_x.py").touch()
+    (source / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    model = dj.load(write_hf(tmp_path / "llada", tiny()))
+    for kind in ("Dream", "qwen3"):
+        rewrite(source / "config.json", model_type=kind, auto_map={"AutoModel": "x.Y"})
+        saved = save_hf(model, tmp_path / kind, like=source)
+        assert {file.name for file in saved.iterdir()} == {*KEPT, "README.md"}
+        assert json.loads((saved / "config.json").read_text())["architectures"] == ["LLaDAModelLM"]
+        assert dj.load(saved).spec == model.spec
+
+
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 KEPT = ("config.json", "model.safetensors", *TOKENIZER)
 ALONG = ("modeling_x.py", "chat_template.jinja", "generation_config.json", "LICENSE", "merges.txt")

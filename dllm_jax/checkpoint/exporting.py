@@ -17,10 +17,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dllm_jax.checkpoint.config import GENERATION, read_model_config
+from dllm_jax.checkpoint.config import GENERATION, Config, read_model_config
 from dllm_jax.checkpoint.converted import is_converted, open_converted
 from dllm_jax.checkpoint.dtypes import SAFETENSORS, choose
-from dllm_jax.checkpoint.families import family_of, spec_to_config, spec_to_generation, units_of
+from dllm_jax.checkpoint.families import (
+    config_to_spec,
+    family_of,
+    spec_to_config,
+    spec_to_generation,
+    units_of,
+)
 from dllm_jax.checkpoint.files import CARRIED, INDEX, auxiliary_files, copy_files, write_object
 from dllm_jax.checkpoint.names.family import Family
 from dllm_jax.checkpoint.names.table import Unit, tensors_of, to_hf, with_fused_experts
@@ -33,6 +39,7 @@ from dllm_jax.nn.low_rank import adapted
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.parameters import count, layer_of, name_of
 from dllm_jax.nn.sharding import WIDE
+from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt, check_argument, local_path
 from dllm_jax.processes import by_the_first
 from dllm_jax.provenance import versions
@@ -116,8 +123,9 @@ def save_hf(
     Args:
       model: parameters of one dtype, float32 or bfloat16.
       destination: directory to write; it appears only when complete.
-      like: Directory or hub id whose tokenizer, chat template and other keys of config.json go along. None
-        takes `model.origin`, the directory that the model was loaded from.
+      like: Directory or hub id whose tokenizer and chat template go along, and of a model of the same family
+        other keys of config.json, generation_config.json and code. None takes `model.origin`, the directory
+        that the model was loaded from.
       overwrite: replace an existing checkpoint; it stays until the new one is complete.
       shard_bytes: largest size of a safetensors file; a larger tensor gets a file of its own.
       fused_experts: Whether the experts of a layer are written as transformers 5 holds them, in one tensor
@@ -249,6 +257,10 @@ def _write(
     original = None
     if folder is not None and (folder / "config.json").is_file():
         original = read_model_config(folder)
+        if not _is_of(original, spec, source.family):  # whose config says what another network is
+            original = None
+            along = [file for file in along if file.name not in ("config.json", GENERATION)]
+            along = [file for file in along if file.suffix != ".py"]
     with atomic_directory(target, overwrite) as partial:
         if folder is not None:
             copy_files(folder, along, partial)
@@ -265,6 +277,12 @@ def _write(
         in_order = itertools.chain(tensors, others)
         _write_shards(partial, _plan(source, dtype, shard_bytes, fused), in_order)
         next(in_order, None)  # all are written; this lets the last unit count as done
+
+
+def _is_of(config: Config, spec: ModelSpec, family: Family | None) -> bool:
+    """Whether a config.json is one of the family of a model."""
+    is_known = config.get("model_type") == family_of(spec, family).model_type
+    return is_known and config_to_spec(config, family).family == spec.family
 
 
 def _tensors(source: Source, advance: Callable[[], None], fused: bool = False) -> Iterator[np.ndarray]:
