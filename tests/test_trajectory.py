@@ -135,9 +135,13 @@ def test_replaced_tokens_count_as_the_run_itself_has_them():
     out = dj.generate(model, ids, length=LENGTH, block=4, sampler=sampler, trace=True, logprobs=0)
     before, after = (np.asarray(out.trace.tokens)[part] for part in (np.s_[:-1], np.s_[1:]))
     assert ((before != model.spec.mask_id) & (before != after)).any()
-    ours = dj.trajectory_log_probs(model, out)
-    assert np.array_equal(ours.decoded_at, out.logprobs.decoded_at)
-    np.testing.assert_allclose(ours.log_prob, out.logprobs.log_prob, rtol=2e-5, atol=2e-5)
+    stop = [[int(out.tokens[0, PROMPT + 2])]]
+    cut = dj.generate(model, ids, length=LENGTH, block=8, sampler=sampler, trace=True, logprobs=0, stop=stop)
+    assert (np.asarray(cut.tokens) != cut.trace.tokens[-1]).any(), "the stop takes no decoded token away"
+    for each in (out, cut):
+        ours = dj.trajectory_log_probs(model, each)
+        assert np.array_equal(ours.decoded_at, each.logprobs.decoded_at)
+        np.testing.assert_allclose(ours.log_prob, each.logprobs.log_prob, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.exhaustive

@@ -33,7 +33,7 @@ class Trajectory(NamedTuple):
 
     Attributes:
       log_prob: float32, in nats; 0 where no step of the run decoded the token (prompt, padding, masks that
-        are left, end-of-text filled in by `stop_at_eos`).
+        are left, end-of-text filled in by `stop_at_eos` or, as an `Output` tells, in place of a stop).
       decoded_at: the denoising step that decoded it, from 0 and common to the batch; -1 where none did. Of a
         token that was remasked and decoded again, or replaced, it is the last such step.
     """
@@ -97,7 +97,8 @@ def trajectory_log_probs(
     inputs.token_ids(trace.tokens.reshape(-1, trace.tokens.shape[-1]), model.spec, "run.tokens")
     mesh = current_mesh((model.params, trace.tokens))
     with number_modes():
-        at = _decoded_at(trace.tokens, trace.steps, model.spec)
+        answer = run.tokens if isinstance(run, Output) else None
+        at = _decoded_at(trace.tokens, trace.steps, model.spec, answer)
         width = trace.tokens.shape[-1] if most_per_step is None else most_per_step
 
         # Fewer rows meet the vocabulary where the most that any step decoded is known beforehand.
@@ -169,16 +170,20 @@ def check_replay(model: Model, trace: Trace, padding: Bool[AnyArray, "b l"] | No
 
 @functools.partial(jax.jit, static_argnames="spec")
 def _decoded_at(
-    tokens: Int[Array, "t_plus_1 b l"], steps: Int[Array, ""], spec: ModelSpec
+    tokens: Int[Array, "t_plus_1 b l"],
+    steps: Int[Array, ""],
+    spec: ModelSpec,
+    answer: Int[Array, "b l"] | None,
 ) -> Int[Array, "b l"]:
     # The last step that gave a position its token, in place of [MASK] or of another one. What was remasked
-    # for good was not decoded.
+    # for good, or gave way to an end-of-text after a stop, was not decoded.
     masked = spec.undecided(tokens)
     step = jnp.arange(len(tokens) - 1, dtype=jnp.int32)[:, None, None]
     decoded = (tokens[:-1] != tokens[1:]) & ~masked[1:] & (step < steps)
     at = jnp.max(jnp.where(decoded, step, -1), axis=0, initial=-1)
-    final = jax.lax.dynamic_index_in_dim(masked, steps, keepdims=False)
-    return jnp.where(final, -1, at)
+    last = jax.lax.dynamic_index_in_dim(tokens, steps, keepdims=False)
+    replaced = jnp.zeros_like(at, bool) if answer is None else answer != last
+    return jnp.where(spec.undecided(last) | replaced, -1, at)
 
 
 @functools.partial(jax.jit, static_argnames="steps")
