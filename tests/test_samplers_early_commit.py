@@ -110,6 +110,13 @@ def test_text_after_the_response_is_no_part_of_its_answer():
     assert len({str(ours) for ours, _ in each}) > 1
 
 
+def test_positions_that_may_hold_one_token_alone_make_no_answer_sure():
+    sampler = Confidence(early_commit=EarlyCommit(**NEVER))
+    forced = lambda count: [[5]] * count + [None] * (12 - count)
+    passes = [generated(sampler=sampler, allow=forced(n), **SHAPE).stats.nfe.tolist() for n in (1, 12)]
+    assert passes == [[12, 12], [1, 1]], "an answer without any choice is settled"
+
+
 def test_a_commitment_to_an_answer_that_is_edited_ends_at_its_stop():
     rule = EarlyCommit(early=0, middle=0, late=0)
     options = dict(sampler=Edit(0.3, 0.2, early_commit=rule), length=12, block=12)

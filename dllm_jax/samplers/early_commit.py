@@ -17,9 +17,9 @@ class EarlyCommit(Options):
     """Unmasks all masks at once, and ends the generation, when the answer is settled (Prophet).
 
     An answer is settled in a step in which the gap between the two largest logits, averaged over the answer's
-    positions, reaches a threshold. The threshold falls as the generation goes on. The rule is tested before
-    the step unmasks anything. It needs the logits of the answer and of all masks, so it applies only in steps
-    that predict all of them.
+    positions that may hold several tokens, reaches a threshold. The threshold falls as the generation goes
+    on. The rule is tested before the step unmasks anything. It needs the logits of the answer and of all
+    masks, so it applies only in steps that predict all of them.
 
     With thresholds that no gap reaches, the sampler is unchanged.
     Differences: The position of the answer may be left open; the reference implementation needs it.
@@ -69,7 +69,7 @@ class EarlyCommit(Options):
         """Sequences whose answer is sure, and all of whose masks are predicted.
 
         Args:
-          logits: Logits of the model.
+          logits: Logits of the model, -inf at tokens that are not allowed.
           index: Positions of the logits, l = padding.
           canvas: state before the step.
         """
@@ -80,8 +80,12 @@ class EarlyCommit(Options):
 
         # Of what a step leaves out nothing is known: it can neither be averaged over nor decoded.
         asked = self.asked(canvas)
-        count = jnp.sum(asked, axis=1)
         wanted = asked | (canvas.masked & (canvas.position < canvas.layout.end))
-        complete = (count > 0) & ~jnp.any(wanted & ~predicted, axis=1)
-        mean = jnp.sum(jnp.where(asked, gap, 0.0), axis=1) / jnp.maximum(count, 1)
+        complete = jnp.any(asked, axis=1) & ~jnp.any(wanted & ~predicted, axis=1)
+
+        # Where one token alone is allowed there is no gap, and nothing to be sure of.
+        open_ = asked & jnp.isfinite(gap)
+        count = jnp.sum(open_, axis=1)
+        mean = jnp.sum(jnp.where(open_, gap, 0.0), axis=1) / jnp.maximum(count, 1)
+        mean = jnp.where(count > 0, mean, jnp.inf)
         return canvas.active & complete & (mean >= self.threshold(canvas))
