@@ -123,6 +123,13 @@ def test_candidates_and_search_range(score, masked, k, block, current):
     assert set(np.flatnonzero(ours[0])) == plain_candidates(score, full, prompt, block, prompt + start, k)
 
 
+def test_the_search_ends_with_a_block_that_begins_in_the_prompt():
+    """On SDAR, blocks of 2 after a prompt of 1 are 0-1, 2-3, ..: the second mask lies in the second one."""
+    c = canvas(np.arange(9)[None] > 0, prompt=1, block=2, family="sdar")
+    chosen = jax.jit(method.expected_masks, static_argnums=2)(jnp.arange(9.0)[None] % 4, c, 2)
+    assert np.flatnonzero(chosen[0]).tolist() == [1, 3]
+
+
 def test_a_prior_below_zero_prefers_known_neighbors_too():
     c = canvas(np.asarray([[False, True, True, True, True, True, True, True]]), prompt=1)
     prior = jax.jit(lambda confidence: method.prior(confidence, c, 1.0))

@@ -237,9 +237,9 @@ def search_range(canvas: Canvas, count: Int[Array, "b"]) -> Bool[Array, "b l"]:
 
     Of a sequence with fewer masks it is the block of the last one.
     """
-    # The rightmost of the first `count` masks decides; without any, the first block.
+    # The rightmost of the first `count` masks decides; without any, the current block.
     masked = canvas.masked & canvas.response
-    first, block = canvas.first_block, canvas.layout.block
+    first, block = canvas.block_start, canvas.layout.block
     among_first = masked & (jnp.cumsum(masked, axis=1) <= count[:, None])
     last = jnp.max(jnp.where(among_first, canvas.position, first[:, None]), axis=1)
     return canvas.position < (first + ((last - first) // block + 1) * block)[:, None]
