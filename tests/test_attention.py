@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from scipy.special import logsumexp
 
-from dllm_jax.nn.mask import key_mask
 from pallas_kernels.attention import xla
 from pallas_kernels.attention.xla import (
     TURNS,
@@ -20,7 +19,6 @@ from pallas_kernels.attention.xla import (
     received,
 )
 from pallas_kernels.attention.xla import _in_one_product as in_one_product
-from pallas_kernels.attention.xla import _in_turn as in_turn
 from pallas_kernels.attention.xla import _products as products
 
 HEADS, KV_HEADS, HEAD = 4, 2, 128
@@ -160,17 +158,28 @@ def test_platforms_that_differ_in_their_room_leave_gradients_batching_and_export
 
 
 @pytest.mark.parametrize("batch", [3, TURNS + 4])
-@pytest.mark.parametrize("chunk", [2, 64])
-@pytest.mark.parametrize("kind", ["none", "keys"])
-def test_one_sequence_after_another_is_all_at_once(batch, chunk, kind):
+@pytest.mark.parametrize("mask", [None, (1, 1, S), (1, Q, S), (2, Q, S)])
+def test_turns_of_sequences_and_heads_are_all_at_once(batch, mask):
     rng = np.random.default_rng(batch)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
     arrays = [draw(batch, Q, 4, 8), draw(batch, S, 2, 8), draw(batch, S, 2, 8)]
-    if kind == "keys":
-        arrays.append(key_mask(jnp.asarray(rng.random((batch, S)) < 0.6)))
-    found = jax.jit(functools.partial(in_turn, chunk=chunk))(*arrays)
-    for ours, theirs in zip(found, run(*arrays), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+    if mask:
+        arrays.append(jnp.asarray(rng.random((batch, *mask)) < 0.6))
+    for in_turn in (xla._few_in_turn, *(functools.partial(xla._heads_in_turn, heads=n) for n in (1, 2))):
+        for ours, theirs in zip(jax.jit(in_turn)(*arrays), run(*arrays), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("batch", "slots", "heads", "at_once"), [
+    (1, 1280, 32, 32), (8, 1280, 32, 32), (1, 8448, 32, 4), (2, 8448, 12, 6), (1, 33024, 8, 1),
+])  # fmt: skip
+def test_as_many_heads_take_turns_as_the_chip_holds_pairs_of(batch, slots, heads, at_once):
+    of = lambda rows, count: jax.ShapeDtypeStruct((batch, rows, count, 128), jnp.bfloat16)
+    assert xla._heads_at_once(of(slots, heads)) == at_once
+    lower = jax.jit(attention_by_sequence).trace(of(1024, heads), *[of(slots, heads)] * 2).lower
+    loops = {p: lower(lowering_platforms=(p,)).as_text().count("stablehlo.while") for p in ("tpu", "cuda")}
+    turns = (at_once < heads) or batch > 1  # a loop of turns, around that of the chunks
+    assert loops["tpu"] == 1 + turns
 
 
 @pytest.mark.parametrize(("batch", "turns"), [(1, 0), (4, 3), (40, TURNS - 1)])

@@ -125,31 +125,30 @@ def attention_by_sequence(
     lengths: Int[Array, "b k"] | None = None,
     chunk: int | None = None,
 ) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
-    """`attention`, on TPUs one sequence after another where a batch has more than `SCORE_BYTES` of pairs.
+    """`attention`, on TPUs in turns where all pairs take more than `SCORE_BYTES`.
 
-    A sequence's pairs then stay on the chip for all of its queries. GPUs have no memory for them that
+    A turn is a sequence, of which many queries take as many KV heads at a time as have room: their pairs stay
+    on the chip for all of its queries, and scores are not written. GPUs have no memory for them that
     programs can name: there, all sequences are computed at once. Over a mesh this is for a device's own
     sequences: the partitioner would gather those of all devices. Arguments and results are those of
     `attention`; with a `chunk`, all sequences are computed at once too.
     """
     mask = both(mask, lengths, k)
-    if chunk or len(k) == 1 or _pair_bytes(k) <= SCORE_BYTES:
+    few = q.shape[1] <= _chunk(q[:1], k[:1], SCORE_BYTES)
+    if chunk or _pair_bytes(k) <= SCORE_BYTES or (few and len(k) == 1):
         return attention(q, k, v, mask, chunk=chunk)
     arrays = (q, k, v) if mask is None else (q, k, v, jnp.broadcast_to(mask, (len(q), *mask.shape[1:])))
-    in_turn = functools.partial(_in_turn, chunk=_chunk(q[:1], k[:1], SCORE_BYTES))
+    in_turn = _few_in_turn if few else functools.partial(_heads_in_turn, heads=_heads_at_once(k))
     return jax.lax.platform_dependent(*arrays, tpu=in_turn, default=attention)
 
 
-def _in_turn(*arrays: Array, chunk: int) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
-    """`attention` of q, k, v and maybe a mask [b ...], sequence by sequence, `chunk` queries at a time."""
-    batch, queries = arrays[0].shape[:2]
-    if queries > chunk:
-        attend = functools.partial(attention, chunk=chunk)
-        of_sequence = lambda of_one: tuple(x[0] for x in attend(*[x[None] for x in of_one]))
-        return jax.lax.map(of_sequence, arrays)
+def _few_in_turn(*arrays: Array) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
+    """`attention` of q, k, v and maybe a mask [b ...], sequence by sequence, of a few queries.
 
-    # A few queries: their pairs are read straight out of the stacked cache, if nothing makes XLA take those
-    # of all sequences out of it at once. So each turn waits for the one before it.
+    Their pairs are read straight out of the stacked cache, if nothing makes XLA take those of all sequences
+    out of it at once. So each turn waits for the one before it.
+    """
+    batch = len(arrays[0])
     done: list[tuple[Array, Array]] = []
     for part in np.array_split(np.arange(batch), min(batch, TURNS)):
         start = jnp.int32(part[0])
@@ -158,6 +157,40 @@ def _in_turn(*arrays: Array, chunk: int) -> tuple[Float[Array, "b q h d"], Float
         q, k, v, *mask = (jax.lax.dynamic_slice_in_dim(x, start, len(part)) for x in arrays)
         done.append(attention(q, k, v, mask[0] if mask else None))
     return jnp.concatenate([out for out, _ in done]), jnp.concatenate([lse for _, lse in done])
+
+
+def _heads_in_turn(
+    q: Float[Array, "b q h d"],
+    k: Float[Array, "b s k d"],
+    v: Float[Array, "b s k d"],
+    mask: Mask | None = None,
+    *,
+    heads: int,
+) -> tuple[Float[Array, "b q h d"], Float[Array, "b h q"]]:
+    """`attention` of a mask [b ...], `heads` KV heads of a sequence at a time."""
+    (batch, queries, all_heads, head), turns = q.shape, k.shape[2] // heads
+    group = heads * all_heads // k.shape[2]
+    chunk = _chunk(q[:1, :, :group], k[:1, :, :heads], SCORE_BYTES)
+
+    def of_turn(turn):
+        sequence, part = turn // turns, turn % turns
+        cut = lambda x, axis, size: jax.lax.dynamic_slice_in_dim(
+            jax.lax.dynamic_slice_in_dim(x, sequence, 1), part * size, size, axis
+        )
+        pairs, masks = (cut(k, 2, heads), cut(v, 2, heads)), None
+        if mask is not None:
+            masks = cut(mask, 1, heads) if mask.shape[1] > 1 else mask[sequence][None]
+        return attention(cut(q, 2, group), *pairs, masks, chunk=chunk)
+
+    out, lse = jax.lax.map(of_turn, jnp.arange(batch * turns))
+    out = jnp.moveaxis(out.reshape(batch, turns, queries, group, head), 1, 2)
+    return out.reshape(q.shape), lse.reshape(batch, all_heads, queries)
+
+
+def _heads_at_once(k: Float[Array, "b s k d"]) -> int:
+    """The most KV heads, a divisor of all, of which a sequence's pairs take no more than `SCORE_BYTES`."""
+    heads, of_one = k.shape[2], _pair_bytes(k) // (k.shape[0] * k.shape[2])
+    return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * of_one <= SCORE_BYTES))
 
 
 def received(
