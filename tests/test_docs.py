@@ -311,6 +311,17 @@ def test_results_say_version_commit_device_and_date_and_are_read():
             assert f"2026-11-{int(day):02}" in found, part
 
 
+def test_numbers_next_to_a_link_to_data_are_from_these_data():
+    linked = 0
+    for page, text in numbered().items():
+        for part in re.split(r"\n(?=\s*\n|- )", sources.MADE.sub("", text)):
+            links = set(re.findall(r"\]\(\S*bench/results/(\w+\.json)\)", part))
+            files = {one.kind for one in sources.sources(part) if one.kind.endswith(".json")}
+            assert not links or files <= links, (page, files - links)
+            linked += bool(links & files)
+    assert linked > 10
+
+
 def test_sentences_with_old_numbers_name_the_version():
     """In their section, which names no version that its files lack; under made tables stands what is old."""
     for page, text in numbered().items():
@@ -372,6 +383,17 @@ def test_no_page_denies_what_was_measured():
     for page in pages():
         for sentence in sentences(page.read_text().replace("`", "\x00")):
             assert denied(sentence.replace("\x00", "`"), measured) == [], f"{page.name}: {sentence}"
+
+
+def test_the_caches_of_a_canvas_are_those_that_work_with_its_model():
+    page = (DOCS / "reference/diffusion-gemma.md").read_text().partition("## Caches inside of a canvas")[2]
+    rows = re.findall(r"^\| (`.*?) \|", page.partition("\n\nIn `ESDLLM`")[0], flags=re.MULTILINE)
+    works = re.findall(
+        r"^\| `(\w+)` \| (?:.*, )?DiffusionGemma(?:,.*?)? \|",
+        (DOCS / "compatibility.md").read_text(),
+        re.MULTILINE,
+    )
+    assert sorted(re.findall(r"`(\w+)\(", " ".join(rows))) == sorted(works)
 
 
 def test_every_old_address_leads_to_a_page_and_heading_of_today():

@@ -17,7 +17,7 @@ from dllm_jax.checkpoint.loading import scale_rope
 from dllm_jax.checkpoint.refused import REFUSED as REFUSED_MODELS
 from dllm_jax.nn.rope import rope_of
 from dllm_jax.nn.spec import RopeScaling
-from tests import llada_v, refuses, table
+from tests import DOCS, llada_v, refuses, table
 from tests.checkpoints import config, tiny
 
 
@@ -217,6 +217,20 @@ def test_rope_in_both_spellings(name):
     assert scaled == spec_of(older | {"rope_parameters": {"rope_theta": base}, "rope_scaling": yarn})
     assert spec_of(spec_to_config(scaled, "float32")) == scaled
     assert spec_of(spec_to_config(scaled, "float32", Config("here", EVERY[name]))) == scaled
+
+
+def test_the_page_names_the_families_that_read_rope_otherwise():
+    def scales(name: str) -> bool:
+        values = {key: value for key, value in EVERY[name].items() if not key.startswith("rope_")}
+        values |= {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}}
+        try:
+            return getattr(spec_of(values).rope_scaling, "kind", None) == "linear"
+        except ValueError:
+            return False
+
+    row = re.search(r"^\| `rope_parameters`.*", (DOCS / "how-to/loading.md").read_text(), re.MULTILINE)
+    others = {name for name in EVERY.keys() - {"diffusion-gemma"} if not scales(name)}
+    assert others == EVERY.keys() & set(re.findall(r"\w+", row[0].lower()))
 
 
 def test_rope_where_queries_grow():

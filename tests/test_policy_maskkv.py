@@ -74,6 +74,12 @@ def test_quarters_of_the_masked_rows_are_contiguous_longer_first():
         np.testing.assert_array_equal(ours, split[quarter])
 
 
+def test_masks_vote_or_the_positions_that_predict_them():
+    state = canvas(np.arange(8)[None] >= 5, prompt=5, family="dream")
+    voters = lambda policy: np.flatnonzero(policy.votes.voters(state)[0]).tolist()
+    assert (voters(policies.MaskKV()), voters(policies.EvictPrompt())) == ([5, 6, 7], [4, 5, 6])
+
+
 def test_three_means_of_layers():
     squeeze = eviction.SqueezeAttention((0.5, 0.52, 0.9, 0.7, 0.91))
     np.testing.assert_array_equal(squeeze.groups(), [0, 0, 2, 1, 2])
