@@ -183,7 +183,7 @@ def _named(match: re.Match) -> str:
 def run_subcommand(
     words: list[str], usage: str, about: str, subcommands: Mapping[str, str], find: Callable[[str], Any]
 ) -> int:
-    """Runs the subcommand that the first word names, or prints a line for each of them.
+    """Runs the subcommand that the first word names; after `--help` prints a line for each of them.
 
     Args:
       words: Words of the command line, after the command.

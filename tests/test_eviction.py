@@ -57,6 +57,7 @@ def test_a_pyramid_descends_within_the_prompt(layers, budget, prompt, beta, wind
         assert (budgets == min(budget, prompt)).all()
     if outside:  # steps are rounded down, so never less than was asked for
         assert budgets.sum() >= layers * min(budget, prompt)
+        assert eviction.PyramidKV(outside=True).budgets(32, 512, 4096).sum() < 17368  # 6 %
     else:  # rounded layer by layer, so up to half a pair each
         assert abs(int(budgets.sum()) - layers * min(budget, prompt)) <= layers / 2
 

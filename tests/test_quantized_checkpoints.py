@@ -200,6 +200,11 @@ def test_unsupported_formats_are_refused_in_short_messages(tmp_path):
     rewrite(directories["gptq, 4 bits"] / "config.json", quantization_config=KINDS["gptq, 4 bits"][0])
     save_file(weights | {name: weights[name] + 9}, directories["gptq, 4 bits"] / "model.safetensors")
     refuses("g_idx has groups 9 to", dj.load, directories["gptq, 4 bits"])
+    path = written(tmp_path / "int8", "int8")[0]
+    weights = load_file(path / "model.safetensors")
+    name = next(name for name in weights if name.endswith("_zero_point"))
+    save_file(weights | {name: weights[name].astype(np.int16)}, path / "model.safetensors")
+    refuses(r"a zero point I16 \[.*\]: scales must be floats, and a zero point I8", dj.load, path)
 
 
 def fused(weights, layers, kinds):

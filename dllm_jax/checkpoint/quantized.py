@@ -103,7 +103,9 @@ def _of_blocks(name: str, q: Tensor, scale: Tensor, zero: Tensor | None, block: 
     if scale.dtype not in SAFETENSORS or (
         zero is not None and (zero.dtype, zero.shape) != ("I8", scale.shape)
     ):
-        raise ValueError(f"{name}: scales in {scale.dtype}, or a zero point of another shape, are not read")
+        given = "" if zero is None else f" and a zero point {zero.dtype} {list(zero.shape)}"
+        rule = "scales must be floats, and a zero point I8 of their shape"
+        raise ValueError(f"{name}_scale is {scale.dtype} {list(scale.shape)}{given}: {rule}")
     counts = scale.shape if np.prod(scale.shape, dtype=int) != 1 else (1,) * len(q.shape)
     counts = counts if len(counts) == len(q.shape) else (*counts, 1)
     sides = (1,) * (len(q.shape) - 2) + tuple(block or (0, 0))  # 0: one number or all of them

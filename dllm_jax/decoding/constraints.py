@@ -186,8 +186,8 @@ def _none_empty(canvas: ConstrainedCanvas, layout: Layout):
         sequence, position = empty[0]
         raise ValueError(
             f"allow and forbid leave no token to position {position - layout.prompt} of sequence "
-            f"{sequence}: the mask, and ids that the sampler never unmasks, do not count. Allow a token "
-            "there, or None for any"
+            f"{sequence}: the mask, and ids that the sampler never unmasks, do not count. Allow another "
+            "token there, or take one out of forbid"
         )
 
 

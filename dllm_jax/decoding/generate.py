@@ -44,9 +44,10 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
       block: Block length (`block_length` in LLaDA). Blocks are decoded from left to right. Default: `length`,
         one block; of models with blocks, their own. `Sliding(32)` slides over the response instead, blocks of
         `AdaBlock(32, delimiters=..)` end at a delimiter.
-      steps: Number of denoising steps, a multiple of length / block. Default: `length`, one token per step.
-        Samplers that decode in parallel until a block is done (such as `Threshold`) ignore it. With them,
-        and with other schedules (`Confidence(schedule="rounded")`), no multiples are needed.
+      steps: Number of denoising steps, a multiple of the number of blocks. Default: `length`, one token per
+        step. Samplers that decode until a block is done (such as `Threshold`) and other schedules
+        (`Confidence(schedule="rounded")`) need no multiple: steps per block are rounded up. Of the former,
+        only `Dynamic`, `Sequential`, `S2D2` and those with `early_commit` read it.
       policy: Cache policy, which selects the tokens to recompute at each step. Default: exact decoding.
       sampler: Remasking strategy, which selects the tokens to unmask at each step. Default: LLaDA's
         low-confidence remasking.
@@ -136,7 +137,7 @@ def infill(
         filled template (`Stats.length`). Policies as in `generate`. Default: one token for each mask.
       block: Block length. Blocks are decoded from left to right. Default: one block, or the model's own.
       steps: Number of denoising steps of each sequence, spread over its blocks, which begin with its first
-        token. Default: one step per mask.
+        token; steps per block are rounded up. Default: one step per mask.
       policy: Cache policy (`generate`).
       sampler: Remasking strategy (`generate`).
       key: Random key, required if the sampler draws (`generate`).

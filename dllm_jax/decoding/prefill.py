@@ -47,7 +47,7 @@ def prefill(
       prompt: Token ids of one sequence.
       prefix: Earlier prefix; what `prompt` shares with its tokens is not computed again. The next turn of a
         chat begins with the last one.
-      causal: Whether each token attends only to those in front of it, as `Autoregressive` and
+      causal: Whether each token attends only to itself and those before it, as `Autoregressive` and
         `S2D2(causal_storage=True)` read prompts. In a causal context (Nemotron-Labs-Diffusion) each does.
       buckets: Bucket lengths to which the storage is padded, so that prefixes of all lengths share few
         programs. Default: a program per length.

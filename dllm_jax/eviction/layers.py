@@ -199,8 +199,8 @@ class PyramidKV(LayerBudgets):
       window: pairs of the observation window, which count toward the budget.
       outside: leave the window out of the pyramid (the older public code, whole-number arithmetic) instead
         of falling back to a uniform budget when the last layer could not hold it (kvpress); with the default
-        beta and window the latter happens below 640 pairs. Steps between layers are rounded down, so that
-        `outside` keeps somewhat more than the budget.
+        beta and window the latter happens below 640 pairs. The descent is divided by the number of layers
+        and rounded down, so that `outside` keeps more than the budget: of 512 pairs in 32 layers up to 6 %.
 
     With a single layer, or a budget that the window uses up, budgets are uniform: neither code covers these.
     """

@@ -45,8 +45,7 @@ class Layer:
       spec: the model.
       rope: rotary tables of all canvas positions.
       index: Index of the layer.
-      kernels: implementations of attention (`attention`, `received`, `head_mean`, `ragged_attention`),
-        eviction (`topk_evict`, `sparse_gather`) and experts, see `Model`.
+      kernels: Implementations of `pallas_kernels.OPERATIONS`, see `Model`.
     """
 
     weights: Mapping[str, Any]

@@ -77,7 +77,7 @@ class VisionSpec(Options):
 @accepts_old_names
 @dataclasses.dataclass(frozen=True)
 class ExpertSpec(Options):
-    """Static description of a mixture of experts, which stands in place of a layer's MLP; hashable.
+    """Static description of a mixture of experts, in place of an MLP or (`gemma`) added to it; hashable.
 
     Attributes:
       count: experts `e` of a layer.
@@ -228,7 +228,8 @@ class ModelSpec(Options):
       qk_norm: Whether queries and keys of each head are normed (RMSNorm) before they are rotated.
       rope_width: Number of rotated dimensions at the beginning of a head; None for all.
       block_size: Block length of block-causal attention (`dllm_jax.nn.mask`); 0 for full attention.
-      experts: Mixture of experts that replaces MLPs; None where all layers have an MLP of `mlp_width`.
+      experts: Mixture of experts that replaces MLPs or, with `gemma`, adds to them; None where all layers
+        have an MLP of `mlp_width` alone.
       rope_scaling: Scaling of the rotary frequencies for longer contexts; None without.
       stop_ids: Token ids besides `eos_id` that end a response (a list at `eos_token_id`); None without.
       blocks_from: Origin of blocks of `block_size`: "sequence", its first position that is not

@@ -112,12 +112,14 @@ class DKVDecode(DKV):
 class DKVPD(DKV):
     """Caches the prompt for the whole response, and unmasked tokens as `DKVDecode` does (dKV-Cache-PD).
 
+    With a shifted output head the last prompt token counts as response, because it predicts its first token.
+
     Use it with long prompts: refreshes recompute the response only, so there it computes fewer tokens than
     `DKVDecode`.
 
     Memory: Dense keys and values for all positions.
 
-    Limits: The prompt never sees the response. With a shifted output head and blocks of 8 or more, use
+    Limits: The cached prompt never sees the response. With a shifted output head and blocks of 8 or more, use
     shift="un_right". The paper uses refresh_every=4.
 
     Equals exact decoding when: the response takes one step. With refresh_every=1 it equals `DKVPrefill`;

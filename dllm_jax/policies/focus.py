@@ -28,15 +28,16 @@ NARROW = "narrow"  # phase in which layers run fewer rows where enough have left
 
 @dataclasses.dataclass(frozen=True)
 class FOCUS(DelayedCache):
-    """Skips all layers after the second (early exit) for most masks of a block (FOCUS).
+    """Drops most masks of a block in the second layer (early exit) (FOCUS).
 
     It is predicted to pay on block-causal models with experts at batch 1, where fewer tokens read fewer
     experts, or where the number of computed tokens limits a step.
 
-    The first two layers run on all rows of `DelayedCache`. The masks whose importance grows most from the
-    first layer to the second stay, about `alpha` times as many as a step has unmasked on average; so do their
-    left neighbors, and masks left of them that never stayed. The other masks leave: later layers skip them,
-    and the step does not unmask them. Decoded rows always stay.
+    The first layer runs on all rows of `DelayedCache`, and the second stores their keys and values. The masks
+    whose importance grows most from the first layer to the second stay, about `alpha` times as many as a step
+    has unmasked on average; so do their left neighbors, and masks left of them that never stayed. The other
+    masks leave: the rest of the second layer and later layers skip them, and the step does not unmask them.
+    Decoded rows always stay.
 
     Memory: Dense keys and values for all positions.
 

@@ -28,8 +28,8 @@ from dllm_jax.xla.reductions import count_marked
 class SparseDLLM(Policy):
     """Evicts the least important KV pairs outside the current block, once per block and layer (Sparse-dLLM).
 
-    Use it when the KV cache does not fit in memory. It needs 1 + delay full steps per block, so it saves less
-    compute than `DualCache`.
+    Use it when the KV cache does not fit in memory. It needs 1 + delay full steps per block, `DualCache`
+    one.
 
     The first 1 + delay steps of a block are full steps. The last one scores all keys outside the block by the
     block's mean query and max-pools the scores over neighbors (Algorithms 1 and 4). It retains a fraction

@@ -48,8 +48,8 @@ class Journal:
     A journal is resumed by the device and versions that began it only: a result names one of each, for all
     its answers and speeds.
 
-    Anybody may read a journal. A run that adds to it holds its lock from then on, until it is closed, or the
-    process ends.
+    Reading takes no lock. A run that adds to a journal holds its lock from then on, until it is closed, or
+    the process ends.
 
     Args:
       path: Path of the file; created, with its folders, when it is claimed or first added to. None: entries
