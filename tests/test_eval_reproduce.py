@@ -102,6 +102,7 @@ def test_a_row_has_a_number_for_each_task():
         (["dkv-cache/1", "--tasks", "mbpp", "--run-code"], "set HF_ALLOW_CODE_EVAL=1"),
         (["dkv-cache/1", "--limit", "0"], "limit=0 must be"),
         (["dkv-cache/1", "--list", "--chip", "b9000"], "--chip b9000 must be one of h100"),
+        (["dkv-cache/1", "--prompt", "512"], "add --list"),
     ],
 )  # fmt: skip
 def test_rows_that_cannot_be_measured_are_refused_before_anything_is_loaded(

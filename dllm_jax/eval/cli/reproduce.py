@@ -44,8 +44,8 @@ def run_reproduce(
     rows_of: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None,
     figure: Path | None = None,
     list_: Annotated[bool, tyro.conf.arg(name="list")] = False,
-    chip: str = "h100",
-    prompt: int = 1024,
+    chip: str | None = None,
+    prompt: int | None = None,
 ) -> int:
     """Measures a published table again: accuracy and speed compared with what is printed.
 
@@ -59,9 +59,11 @@ def run_reproduce(
       figure: File of a figure of accuracy by speed, with printed points hollow.
       list_: Print the requirements and the predicted cost of each cell, or the names of all tables, and
         measure nothing.
-      chip: Accelerator of the predicted cost, a name of `dllm_jax.roofline.HARDWARE`.
-      prompt: Prompt length that --list assumes, in tokens.
+      chip: Accelerator whose cost --list predicts, a name of `dllm_jax.roofline.HARDWARE`. Default: h100.
+      prompt: Prompt length that --list assumes, in tokens. Default: 1024.
     """
+    if not list_ and (chip, prompt) != (None, None):
+        raise ValueError("--chip and --prompt are of what --list predicts: add --list")
     if table is None:
         if not list_:
             known = ", ".join(tables.names())
@@ -74,7 +76,7 @@ def run_reproduce(
         raise ValueError(f"--rows-of {rows_of}: {table} has rows of {', '.join(published.models)}")
     if list_:
         for model in published.models if rows_of is None else (rows_of,):
-            for part in needs(published, model, asked, chip, prompt):
+            for part in needs(published, model, asked, chip or "h100", 1024 if prompt is None else prompt):
                 rich.console.Console().print(part, highlight=False)
         return 0
 
