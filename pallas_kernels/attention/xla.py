@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int, Num, PyTree
 
 Mask = Bool[Array, "#b #k #q s"]
@@ -24,6 +25,7 @@ SCORE_BYTES = 2**25  # float32 scores of a chunk of queries: 32 MiB fit the VMEM
 SCORE_BYTES_ON_CUDA = 2**28  # no L2 holds scores, pairs and results at once: the fewer chunks, the better
 COPIED_BYTES = 2**26  # of pairs: copying fewer takes no longer than a branch, for which a GPU waits
 FEW_QUERIES = 64  # those of partial steps, which read their pairs about once
+AS_NAMED, HEADS_FIRST = Layout((0, 1, 2, 3)), Layout((0, 2, 1, 3))
 AGAIN = "zeroed_again"  # name scope of what only hidden slots that are not finite run
 
 
@@ -171,6 +173,8 @@ def _heads_in_turn(
     (batch, queries, all_heads, head), turns = q.shape, k.shape[2] // heads
     group = heads * all_heads // k.shape[2]
     chunk = _chunk(q[:1, :, :group], k[:1, :, :heads], SCORE_BYTES)
+    # Else XLA turns the cache of all layers, from which a layer's pairs come, heads first in each layer.
+    q, k, v = (with_layout_constraint(with_layout_constraint(x, AS_NAMED), HEADS_FIRST) for x in (q, k, v))
 
     def of_turn(turn):
         sequence, part = turn // turns, turn % turns
