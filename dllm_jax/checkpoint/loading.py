@@ -70,12 +70,13 @@ def load(
         without; None takes what is known to be right and fastest on the devices (`dj.explain_kernels` lists
         it).
       separate_layers: Whether each layer has its own arrays (True) or all are stacked (False), the two forms
-        of the weights; None takes what the devices read faster: stacked on TPUs unless there are experts, and
-        stacked in small models; otherwise separate. Tokens do not depend on it.
-      weights: "int8" quantizes the matrices of the layers and the vocabulary head to int8
-        (`dllm_jax.nn.int8`), which takes half the memory of bfloat16; outputs can differ slightly because of
-        rounding. None keeps the stored form: a directory converted to int8 loads as int8, any other one in
-        `dtype`.
+        of the weights; None takes what the devices read faster: stacked in small models, and on TPUs unless
+        there are experts; otherwise separate, as layers of different shapes have to be. Tokens do not depend
+        on it.
+      weights: "int8" quantizes the matrices of the layers, but for routers, and a vocabulary head of its own
+        to int8 (`dllm_jax.nn.int8`), which takes half their memory in bfloat16; outputs can differ slightly
+        because of rounding. None keeps the stored form: a directory converted to int8 loads as int8, any
+        other one in `dtype`.
       rules: Sharding rules that say what each axis of the mesh splits; the default knows "dp", "data" and
         "batch" (sequences), "tp", "model" and "tensor" (heads, MLP width, vocabulary), "ep" and "expert"
         (experts) and "fsdp" (parameters and sequences).

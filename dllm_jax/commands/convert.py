@@ -28,7 +28,8 @@ def main(
       rope_factor: Factor of the rotary base (NTK scaling for long contexts).
       overwrite: Replace an existing destination, which stays until the new one is complete.
       check_finite: End with an error if a weight is NaN or infinite.
-      weights: Quantize the matrices of the layers and the vocabulary head to int8; they cannot be exported.
+      weights: Quantize the matrices of the layers, but for routers, and a vocabulary head of its own to int8;
+        they cannot be exported.
       revision: Branch, tag or commit of a hub id. Default: its main branch.
     """
     how: dict[str, Any] = dict(weights=weights, revision=revision, show_progress=True)

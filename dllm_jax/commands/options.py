@@ -18,7 +18,8 @@ class DecodingArguments(Checkpoint):
 
     policy: Annotated[str | None, tyro.conf.arg(metavar="POLICY")] = None
     """Cache policy, as a constructor call: 'DKVDecode(refresh_every=8)'; or your own class, 'module:Name'.
-    Default: the checkpoint's, else DualCache, or Policy without a mask token."""
+    Default: the checkpoint's, else DualCache; Policy without a mask token, and for samplers that need exact
+    keys and values."""
     sampler: Annotated[str | None, tyro.conf.arg(metavar="SAMPLER")] = None
     """Sampler (remasking strategy), as a constructor call, or your own. Default: the checkpoint's, else
     'Threshold(0.9)', or 'EntropyNoise()' without a mask token."""
@@ -28,7 +29,7 @@ class DecodingArguments(Checkpoint):
     """Maximum number of tokens of an answer that grows from --length on ('DAEDAL()')."""
     block: Annotated[str | None, tyro.conf.arg(metavar=FORMS)] = None
     """Block length, or a schedule; None is one block, or the model's own. Default: the checkpoint's, else 32,
-    or None for a model with blocks."""
+    or None for a model with blocks, and for samplers that 32 does not suit."""
     steps: PositiveInt | None = None
     """Number of denoising steps. Default: one per token, or as the sampler goes on."""
     system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None

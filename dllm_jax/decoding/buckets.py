@@ -6,7 +6,7 @@ not depend on the rung. Computed widths have their own ladder, `Policy.widths`; 
 take their capacity from the padded layout, so it follows the rung.
 
 The number of programs is that of the rungs in use times the distinct (batch, length, block, steps, policy,
-sampler): input is padded and output cropped on the host. Programs survive the process with
+sampler, ..): input is padded and output cropped on the host. Programs survive the process with
 JAX's persistent cache (`jax.config.update("jax_compilation_cache_dir", DIR)`), which also serves `warmup`.
 """
 
@@ -50,7 +50,10 @@ class Ladder(Options):
 
 
 def geometric(smallest: int = 64, largest: int = 32768) -> Ladder:
-    """smallest x 1, 1.5, 2, 3, 4, 6, 8, ... up to `largest`: at most a third of a prompt is padding."""
+    """smallest x 1, 1.5, 2, 3, 4, 6, 8, ... up to `largest`.
+
+    At most a third of a padded prompt is padding, unless the prompt is shorter than `smallest`.
+    """
     for name, value in (("smallest", smallest), ("largest", largest)):
         check_argument(name, value, PositiveInt)
     if not 2 <= smallest <= largest:

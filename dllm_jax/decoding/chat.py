@@ -101,8 +101,9 @@ def chat(
       template: Further variables of the chat template by name.
       length: Number of tokens to generate. Default: the checkpoint's, else 128.
       block: Block length; None is one block, or the model's own. Default: the checkpoint's, else 32, or None
-        for a model with blocks.
-      policy: Cache policy. Default: the checkpoint's, else `DualCache()`, or `Policy()` without a mask token.
+        for a model with blocks, and for samplers that 32 does not suit (`generation_defaults`).
+      policy: Cache policy. Default: the checkpoint's, else `DualCache()`; `Policy()` without a mask token,
+        and for samplers that need exact keys and values.
       sampler: Remasking strategy. Default: the checkpoint's, else `Threshold(0.9)`, or `EntropyNoise()`
         without a mask token.
       logprobs: Number of most likely tokens to return with log-probabilities (`generate`), together with the
@@ -112,8 +113,8 @@ def chat(
       **options: Options of `generate` (steps, key, ...).
 
     Returns:
-      The answer without special tokens, up to the first end-of-text or end-of-turn; a list of answers for a
-      batch. With `logprobs`, a `ChatOutput`: answer, and output of `generate`.
+      The answer without special tokens, up to its first end or stop; a list of answers for a batch. With
+      `logprobs`, a `ChatOutput`: answer, and output of `generate`.
 
     Raises:
       ValueError: An empty or invalid conversation, a tokenizer without a chat template, or

@@ -38,8 +38,8 @@ class Compared(NamedTuple):
       computed: positions fed through the network, summed over forward passes.
       seconds: median wall time of the whole batch, compilation excluded.
       speed_up: Speed relative to the first row.
-      compile_seconds: wall time of tracing and compiling, along with the other programs except on GPUs; near
-        0 if the program was cached on disk.
+      compile_seconds: wall time of tracing and compiling, along with the other programs except on GPUs. A
+        program that was cached on disk is traced all the same.
       memory: bytes that the program needs besides arguments and results, as the compiler reports them; -1 if
         it does not.
       output: Output of `generate`.
@@ -94,7 +94,7 @@ def compare(
       policies: Policies, or dicts of the options of `generate` in which they differ, such as {"policy":
         DualCache(), "sampler": Threshold(0.9)} or a preset's `options()`; a list, or a dict by name.
       repeats: Number of timed runs of each policy.
-      **options: Arguments of `generate`, for all policies.
+      **options: Arguments of `generate`, except for `progress`, for all policies.
 
     Returns:
       A table with a row per policy.

@@ -35,8 +35,8 @@ class Choice(NamedTuple):
       positions: query positions of attention, or candidates that an eviction chooses or copies from; of
         experts the positions of all sequences (of a mesh's device, of its own).
       platform: "cpu", "cuda" or "tpu".
-      implementation: "pallas", "pallas, interpreted", "triton", "mosaic_gpu", "cudnn", or "xla: " and why it
-        is none of these; after it, in brackets, what says that it is the best one here.
+      implementation: "pallas", "pallas, interpreted", "triton", "mosaic_gpu", "cudnn" or "xla"; after it, in
+        brackets, what says that it is the best one here; or "xla: " and why it is none of the others.
     """
 
     operation: str

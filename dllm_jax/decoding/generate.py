@@ -50,7 +50,7 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
         only `Dynamic`, `Sequential`, `S2D2` and those with `early_commit` read it.
       policy: Cache policy, which selects the tokens to recompute at each step. Default: exact decoding.
       sampler: Remasking strategy, which selects the tokens to unmask at each step. Default: LLaDA's
-        low-confidence remasking.
+        low-confidence remasking; without a mask token the checkpoint's, else `EntropyNoise()`.
       key: A `jax.random` key, or one per sequence [b]. Required if the sampler draws, for example with a
         temperature.
       noise: Recorded draws instead of a key.

@@ -197,7 +197,8 @@ def generation_defaults(model: Model, **options: Unpack[GenerateOptions]) -> dic
     """Returns the options of `chat` with the values that it takes for those that are left out.
 
     They are the settings in the checkpoint's generation_config.json (docs/how-to/loading.md), or else
-    length=128, block=32, `DualCache()` and `Threshold(0.9)`; models with blocks have their own.
+    length=128, block=32, stop_at_eos=True, `DualCache()` and `Threshold(0.9)`; models and samplers with
+    blocks have their own. A sampler that needs whole blocks gets one block if these do not divide the length.
     Settings for answers that find their own length count under policies that support it, while nothing is
     given that fixes it: length, max_length=None, block, steps, sampler, suffix, allow or constraints. A
     sampler that needs exact keys and values gets `Policy()`. Models without a mask token get `Policy()` and

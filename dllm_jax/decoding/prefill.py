@@ -53,7 +53,8 @@ def prefill(
         programs. Default: a program per length.
 
     Raises:
-      ValueError: The model has no blocks or no mask token, or an argument breaks a rule.
+      ValueError: The model has no blocks, counts them from the response without a causal context, has no mask
+        token or lies on a mesh; or an argument breaks a rule.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
     causal = check_argument("causal", causal, bool) or model.spec.context.has_causal_passes

@@ -21,8 +21,9 @@ class Compiled(NamedTuple):
     Attributes:
       prompt: prompt positions, a rung of the ladder.
       batch: sequences, or slots.
-      seconds: wall time of tracing and compiling it, maybe along with others; near 0 if it was ready before.
-      temporary: bytes the program needs besides arguments and results, as the compiler reports them.
+      seconds: wall time of tracing and compiling it, maybe along with others; near 0 if this process had it.
+      temporary: bytes the program needs besides arguments and results, as the compiler reports them; -1 if it
+        does not.
     """
 
     prompt: int
@@ -52,8 +53,8 @@ def warmup(
       ladder: Bucket lengths to compile for.
       batch: Number of sequences per request.
       slots: Number of slots of `generate_many`, whose programs are compiled instead.
-      **options: Arguments of `generate`, except for prompts and `buckets`; a `key` is needed if the sampler
-        draws.
+      **options: Arguments of `generate`, except for prompts, `prefix`, `progress` and `buckets`; a `key` is
+        needed if the sampler draws.
 
     Raises:
       ValueError: Invalid arguments (`generate`), bucket lengths or batch size.

@@ -83,8 +83,9 @@ def save(
 
 
 def load(model: Model, directory: str | os.PathLike[str]) -> Model:
-    """The model with the adapters of a directory that PEFT or `save` wrote, in the dtype they are stored in.
+    """The model with the adapters of a directory that PEFT or `save` wrote.
 
+    They keep the dtype they are stored in, but for float16, which becomes float32.
     Rank-stabilized adapters (rsLoRA) are read, alpha then being sqrt(rank) times the file's. Dropout is of no
     consequence. Every other key that changes the update (DoRA, ranks per module, initializations that change
     the base weights, ...) is refused by name, unknown keys too, and so is an adapter of some layers only.

@@ -107,7 +107,8 @@ class Model:
             lines.append(f"attention and eviction{experts} by {self.implementation}")
         elif self.implementation:
             best = (f"{entry.operation} by {entry.implementation}" for entry in self.implementation)
-            lines.append(f"{', '.join(dict.fromkeys(best))}, of the calls that it takes: see `explain`")
+            names = ", ".join(dict.fromkeys(best))
+            lines.append(f"{names}, of the calls that it takes: see `explain_kernels`")
         if self.quantized is not None:
             lines.append(f"dequantized from {self.quantized}")
         if self.vision is not None:
@@ -116,7 +117,7 @@ class Model:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Dtype of activations and of all parameters but int8 matrices."""
+        """Dtype of activations, and of parameters but int8 matrices, LoRA factors and routers' biases."""
         return self.params["embed"].dtype
 
     @property

@@ -422,7 +422,7 @@ class ModelSpec(Options):
         return self.gemma is not None or (self.experts is not None and bool(self.experts.dense))
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer has experts in place of its MLP."""
+        """Whether a layer has experts, in place of its MLP or (`gemma`) added to it."""
         return self.experts is not None and layer not in self.experts.dense
 
 

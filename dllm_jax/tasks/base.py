@@ -181,9 +181,11 @@ def prompt_arrays(
 def answers(
     model: Model, tokenizer: Any, examples: list[Example], batch: int = 64, **options: Unpack[GenerateOptions]
 ) -> list[str]:
-    """Decodes the model's answers to examples as `generate` does: exactly, one token per step, by default.
+    """Decodes the model's answers to examples: by default exactly, with `Confidence`.
 
-    The settings that a checkpoint recommends are those of `generation_defaults(model)`.
+    That is one token per step, in one block or the model's own, unless the checkpoint names steps. Without a
+    mask token the sampler is the checkpoint's, else `EntropyNoise()`. The settings that a checkpoint
+    recommends are those of `generation_defaults(model)`.
 
     Args:
       model: the model.
@@ -191,7 +193,7 @@ def answers(
       examples: the questions; those of a chunk are left-padded to a common length.
       batch: examples decoded at a time.
       key: One random key for all examples, or one per example.
-      **options: passed on to `generate` (length, block, steps, policy, sampler, ...).
+      **options: passed on to `dllm_jax.chat` (length, block, steps, policy, sampler, ...).
     """
     decoded: dict[str, Any] = {"policy": Policy(), "block": None}
     if model.spec.has_mask_token:

@@ -112,7 +112,7 @@ class Curriculum(Options, Source):
 
     @override
     def review(self, memory: Memory, model: dj.Model, step: int) -> Memory:
-        """Scores the current stage on new examples, one token per step, and moves on if it is mastered.
+        """Scores the current stage on new examples by `accuracy`, and moves on if it is mastered.
 
         Decoding everything in one step would be cheaper but judges another ability, and could hold back a
         model that answers token by token.

@@ -51,14 +51,15 @@ def check_policy(
     """Checks a cache policy in every respect of `POLICY_CHECKS`, and on every kind of model.
 
     Args:
-      policy: settings that bite on a canvas of some twenty positions, in blocks of four.
+      policy: settings that bite on a canvas of some twenty positions, in blocks of six.
       limit: settings that reproduce the exact decoder token for token.
       limit_options: arguments of `generate` with which they do, such as `dict(steps=2)` for a policy that is
         exact in a block's first step.
       lossless: settings whose reuse is exact while the canvas does not change.
       sampler: `RandomOrder()` for a policy that must know what is decoded next.
       families: Families of the tiny models that run all checks. Default: the first of `FAMILIES`; the others
-        run `KIND_CHECKS`, which depend on the kind of model, unless the policy is not supported there.
+        run `KIND_CHECKS`, which depend on the kind of model, unless the policy is not supported there or
+        `checks` are given.
       checks: Checks to run on `families`. Default: `POLICY_CHECKS`.
 
     Returns:

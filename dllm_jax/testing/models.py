@@ -1,4 +1,4 @@
-"""Tiny random models of every family, which a CPU compiles in seconds."""
+"""Tiny random models of every kind, which a CPU compiles in seconds."""
 
 import dataclasses
 import functools

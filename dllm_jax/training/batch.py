@@ -222,7 +222,10 @@ class Source(Protocol):
         ...
 
     def review(self, memory: Memory, model: Model, step: int) -> Memory:
-        """The memory after evaluating the model (every `review_every` steps). Default: unchanged."""
+        """The memory after evaluating the model. Default: unchanged.
+
+        Called every `review_every` steps, and at the end.
+        """
         return memory
 
 

@@ -43,14 +43,14 @@ class TrainConfig(Options):
     Attributes:
       steps: Total number of optimizer steps.
       learning_rate: Peak learning rate.
-      muon: peak learning rate of Muon (K. Jordan, 2024; `optax.contrib.muon`) for the matrices of the layers,
-        AdamW with Nesterov momentum for the rest; None uses AdamW for everything. Tiny models trained from
-        scratch learn look-ups in far fewer steps with it.
+      muon: peak learning rate of Muon (K. Jordan, 2024; `optax.contrib.muon`) for the matrices of the layers
+        but routers and LoRA factors, AdamW with Nesterov momentum for the rest; None uses AdamW for
+        everything. Tiny models trained from scratch learn look-ups in far fewer steps with it.
       warmup: steps of linear growth from 0, the rate of the first step, to the peak; None means 100, or half
         of the steps before the decay where these are fewer than 200 (`warmup_steps`).
       decay: steps of linear decline to 0 at the end; between the two the rate is constant, so a run can be
         extended without changing its past.
-      weight_decay: AdamW's and Muon's, on matrices and tables only (norms and biases have none).
+      weight_decay: AdamW's and Muon's, on all parameters but norms and biases.
       beta1: AdamW's first moment.
       beta2: AdamW's second moment.
       clip: largest norm of the gradient; larger ones are scaled down to it.
@@ -68,14 +68,14 @@ class TrainConfig(Options):
         state, in float32; every step computes with a copy in the model's dtype. Without, steps that are
         smaller than the spacing of bfloat16 numbers (1/256 of a weight) are lost.
       seed: Random seed of the masks.
-      review_every: steps between calls of the source's `review`.
+      review_every: steps between calls of the source's `review`; one also comes at the end.
       save_every: steps between checkpoints; one is also written at the end.
     """
 
     steps: PositiveInt
     learning_rate: PositiveFloat = 1e-3
     muon: Annotated[PositiveFloat | None, NoneMeans("AdamW for everything")] = None
-    warmup: Annotated[NonNegativeInt | None, NoneMeans("100, or half of the steps if fewer than 200")] = None
+    warmup: Annotated[NonNegativeInt | None, NoneMeans("100, or half of fewer than 200 steps")] = None
     decay: NonNegativeInt = 0
     weight_decay: NonNegativeFloat = 0.01
     beta1: DecayRate = 0.9

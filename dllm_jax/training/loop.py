@@ -67,11 +67,11 @@ def train(
     Args:
       model: Initial model; not changed.
       source: Batches by step, `Batches(function)`, or your own `Source`.
-      config: Steps, learning rate, batch and other numbers. Default: `TrainConfig()`.
+      config: Steps, learning rate and other numbers.
       directory: Directory of checkpoints and the log, of one run at a time; None keeps everything in memory.
       optimizer: Transformation of optax. Default: AdamW as `config` describes it. It receives the trained
-        parameters only, in float32 for bfloat16 models. Or a mapping from names in `trainable` to
-        transformations, None for frozen parameters.
+        parameters only, in float32 with `TrainConfig.master_weights`. Or a mapping from names in `trainable`
+        to transformations, None for frozen parameters.
       trainable: Parameters to train: a tree of True and False (or of names), such as
         `{"embed": False, "layers": True, "norm": True, "head": False}`, or a function that returns one for
         the parameters, such as `lora.trainable`. Default: the whole decoder, of models without LoRA adapters.
@@ -90,8 +90,8 @@ def train(
         with another configuration; options that do not go together; a batch that the mesh does not divide.
       TypeError: `optimizer` is not a transformation of optax.
       FloatingPointError: the loss is not finite.
-      KeyboardInterrupt: Ctrl-C, with a message that says which step the directory holds. A checkpoint that is
-        being written is finished first.
+      KeyboardInterrupt: Ctrl-C; if there is a directory, with a message that says which step it holds. A
+        checkpoint that is being written is finished first.
     """
     check_argument("source", source, Source, ", such as Batches(lambda step: batch)")
     check_argument("directory", directory, str | os.PathLike | None)

@@ -32,8 +32,8 @@ class Metrics(NamedTuple):
     """Metrics of one optimizer step, as scalars.
 
     Attributes:
-      loss: the loss, an upper bound of the negative log-likelihood per answer token, in nats.
-      accuracy: fraction of the masked tokens whose most likely token is right.
+      loss: the loss, in nats; LLaDA's is an upper bound of the negative log-likelihood per answer token.
+      accuracy: fraction of the masked tokens, of all without a mask token, whose most likely token is right.
     """
 
     loss: Float[Array, ""]

@@ -41,6 +41,9 @@ def run_tune(
 
     Writes tune.json (all rows), tune.toml (the chosen preset) and tune.png (accuracy by cost) to --out.
 
+    Without --length, answers are as long as the longest right one and its end need. Without --block, blocks
+    are the model's own, else the longest of 32, 16, 8 and 4 tokens that leaves four blocks, else 4.
+
     Args:
       checkpoint: Checkpoint to tune on.
       decoding: Settings of exact decoding, from which others differ in policy, sampler, block or steps.
@@ -50,8 +53,8 @@ def run_tune(
       count: Number of held-out questions of each size.
       questions: File with one JSON object {"prompt": ..., "answer": ...} per line, instead of a task.
       policy: Policies to try. A name is a grid of settings, a constructor call ('DualCache()') one policy,
-        and 'Candidate(DualCache(), Threshold(0.9), block=Sliding(32))' one setting. Default: the grids of
-        `policies.ALL`.
+        and 'Candidate(DualCache(), Threshold(0.9), block=Sliding(32))' one setting. Default: of the grids
+        of `policies.ALL` what the model does not refuse.
       samplers: Samplers to combine with each policy, as constructor calls. Default: that of exact decoding.
       out: Folder of the results and of the journal from which an interrupted run resumes.
     """

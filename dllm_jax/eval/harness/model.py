@@ -34,7 +34,7 @@ DEFAULT_LENGTH = 256  # where neither model_args nor the task says how long an a
 
 
 class DllmJax(TemplateLM):
-    """LLaDA or Dream under a cache policy; the arguments are those of `harness_args.HarnessArguments`."""
+    """A diffusion model under a cache policy; the arguments are those of `harness_args.HarnessArguments`."""
 
     def __init__(self, **arguments: Any):
         given = harness_args.read_arguments(arguments)

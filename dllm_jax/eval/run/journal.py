@@ -224,7 +224,7 @@ class Journal:
         """Adds the entries of other journals; of a request that several have, an answer before a failure.
 
         Args:
-          paths: Paths of journals made on the same kind of device with the same versions.
+          paths: Paths of journals made on as many devices of this kind with the same versions.
 
         Returns:
           how many entries were added.

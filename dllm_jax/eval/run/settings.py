@@ -39,8 +39,8 @@ class Decoding(Options):
     Attributes:
       length: Number of tokens to generate; None: each request has its own.
       max_length: Maximum number of tokens of answers that grow from `length` on, as with DAEDAL.
-      block: Block length, or a schedule such as Sliding(32). Default: one block, or the model's own. Shorter
-        requests are one block.
+      block: Block length, or a schedule such as Sliding(32). Default: one block, or the model's own; `tune`
+        takes shorter ones. Shorter requests are one block.
       steps: Number of denoising steps of each request. Default: one per token. A request of
         another length than `length` has as many steps per position; without `length`, each has these.
       policy: Cache policy; command lines that compare policies have an option of their own.
@@ -155,8 +155,8 @@ class LanguageModel:
       name: Name as given by the user.
       model: Model returned by `load`.
       tokenizer: Tokenizer of transformers.
-      identity: hash of the checkpoint's files, dtype, rope factor, and int8 and the number of ids, if they
-        are given: all that answers depend on besides settings and prompt.
+      identity: hash of the checkpoint's files, dtype, rope factor, and int8, number of ids, tokenizer and
+        adapter, if they are given: all that answers depend on besides settings and prompt.
       template: Variables of the chat template by name.
     """
 
@@ -273,7 +273,7 @@ def identity_in_memory(model: dj.Model) -> str:
 
 
 def fingerprint(folder: Path) -> str:
-    """sha256 over names and contents of a checkpoint's files, without documents (.md) and training logs."""
+    """sha256 over names and contents of a checkpoint's files, without hidden ones, .md and training logs."""
     digest = hashlib.sha256()
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         name = path.relative_to(folder).as_posix()

@@ -354,8 +354,8 @@ def tune(
       rows, Pareto front, the chosen setting; as a table, figure or preset in TOML, see `Tuned`.
 
     Raises:
-      ValueError: bad input, a setting that the model refuses, a journal that another run adds to or whose
-        answers are of another device.
+      ValueError: bad input, a model without a mask token, a setting that the model refuses, a journal that
+        another run adds to or whose answers are of another device or version.
       RuntimeError: the exact decoder failed to answer.
     """
     parameters = inspect.signature(tune).parameters
