@@ -90,7 +90,7 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class Policy(Options):
-    """Exact decoding, also `Exact()`: every denoising step recomputes every token.
+    """Exact decoding, also `Exact()`: every denoising step recomputes all that can change.
 
     Use it as the reference, or where no token may change. On block-causal models it caches finished blocks.
 

@@ -41,7 +41,7 @@ class EvictedPrompt(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class EvictPrompt(PromptEviction):
-    """Evicts prompt KV pairs under another policy, down to `budget` per layer and head.
+    """Evicts prompt KV pairs under another policy, down to `budget` per layer and head on average.
 
     Use it when the prompt's KV pairs do not fit in memory and the other policy's partial steps suffice.
 

@@ -26,7 +26,7 @@ from dllm_jax.xla.order import as_named_on_tpu
 
 @dataclasses.dataclass(frozen=True)
 class MaskKV(PromptEviction, DLLMCache):
-    """Evicts the prompt KV pairs that masked tokens do not attend to, on top of dLLM-Cache (MaskKV).
+    """Evicts the prompt KV pairs that masked tokens attend to least, on top of dLLM-Cache (MaskKV).
 
     Use it with long prompts of which the answer needs little, when the KV cache does not fit in memory. To
     evict under another policy, use `EvictPrompt`.
