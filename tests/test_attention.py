@@ -176,10 +176,16 @@ def test_turns_of_sequences_and_heads_are_all_at_once(batch, mask):
 def test_as_many_heads_take_turns_as_the_chip_holds_pairs_of(batch, slots, heads, at_once):
     of = lambda rows, count: jax.ShapeDtypeStruct((batch, rows, count, 128), jnp.bfloat16)
     assert xla._heads_at_once(of(slots, heads)) == at_once
-    lower = jax.jit(attention_by_sequence).trace(of(1024, heads), *[of(slots, heads)] * 2).lower
-    loops = {p: lower(lowering_platforms=(p,)).as_text().count("stablehlo.while") for p in ("tpu", "cuda")}
-    turns = (at_once < heads) or batch > 1  # a loop of turns, around that of the chunks
-    assert loops["tpu"] == 1 + turns
+    operands = of(1024, heads), *[of(slots, heads)] * 2
+
+    def loops(platform: str) -> int:
+        program = jax.jit(attention_by_sequence).trace(*operands).lower(lowering_platforms=(platform,))
+        return program.as_text().count("stablehlo.while")
+
+    # A loop of turns, around that of the chunks; the partitioner of a mesh would gather heads.
+    assert loops("tpu") == 1 + (at_once < heads or batch > 1)
+    with jax.set_mesh(jax.make_mesh((2,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))):
+        assert loops("tpu") == 1 + (batch > 1)
 
 
 @pytest.mark.parametrize(("batch", "turns"), [(1, 0), (4, 3), (40, TURNS - 1)])

@@ -132,15 +132,16 @@ def attention_by_sequence(
     A turn is a sequence, of which many queries take as many KV heads at a time as have room: their pairs stay
     on the chip for all of its queries, and scores are not written. GPUs have no memory for them that
     programs can name: there, all sequences are computed at once. Over a mesh this is for a device's own
-    sequences: the partitioner would gather those of all devices. Arguments and results are those of
-    `attention`; with a `chunk`, all sequences are computed at once too.
+    sequences, and all of their heads: the partitioner would gather those of all devices. Arguments and
+    results are those of `attention`; with a `chunk`, all sequences are computed at once too.
     """
-    mask = both(mask, lengths, k)
+    mask, all_heads = both(mask, lengths, k), k.shape[2]
     few = q.shape[1] <= _chunk(q[:1], k[:1], SCORE_BYTES)
-    if chunk or _pair_bytes(k) <= SCORE_BYTES or (few and len(k) == 1):
+    heads = all_heads if few or not jax.sharding.get_abstract_mesh().empty else _heads_at_once(k)
+    if chunk or _pair_bytes(k) <= SCORE_BYTES or (len(k) == 1 and heads == all_heads):
         return attention(q, k, v, mask, chunk=chunk)
     arrays = (q, k, v) if mask is None else (q, k, v, jnp.broadcast_to(mask, (len(q), *mask.shape[1:])))
-    in_turn = _few_in_turn if few else functools.partial(_heads_in_turn, heads=_heads_at_once(k))
+    in_turn = _few_in_turn if few else functools.partial(_heads_in_turn, heads=heads)
     return jax.lax.platform_dependent(*arrays, tpu=in_turn, default=attention)
 
 
@@ -173,8 +174,10 @@ def _heads_in_turn(
     (batch, queries, all_heads, head), turns = q.shape, k.shape[2] // heads
     group = heads * all_heads // k.shape[2]
     chunk = _chunk(q[:1, :, :group], k[:1, :, :heads], SCORE_BYTES)
-    # Else XLA turns the cache of all layers, from which a layer's pairs come, heads first in each layer.
-    q, k, v = (with_layout_constraint(with_layout_constraint(x, AS_NAMED), HEADS_FIRST) for x in (q, k, v))
+    if turns > 1:
+        # Else XLA turns the cache of all layers, from which a layer's pairs come, heads first in each layer.
+        stated = lambda x: with_layout_constraint(with_layout_constraint(x, AS_NAMED), HEADS_FIRST)
+        q, k, v = stated(q), stated(k), stated(v)
 
     def of_turn(turn):
         sequence, part = turn // turns, turn % turns
