@@ -200,8 +200,8 @@ def compare_tensors(a: Source, b: Source) -> tuple[int, tuple[TensorDifference, 
 def _of_carried(name: str, x: np.ndarray | None, y: np.ndarray | None) -> TensorDifference | None:
     """The difference of a tensor that no parameter is made of; None without any."""
     if x is None or y is None or x.shape != y.shape:
-        kinds = ("absent" if array is None else str(array.dtype) for array in (x, y))
-        return TensorDifference(name, *kinds, np.inf, False)
+        of_a, of_b = ("absent" if array is None else str(array.dtype) for array in (x, y))
+        return TensorDifference(name, of_a, of_b, np.inf, False)
     far = float(np.max(np.abs(x.astype(np.float32) - y.astype(np.float32)), initial=0))
     return None if same_bits(x, y) else TensorDifference(name, str(x.dtype), str(y.dtype), far, False)
 
