@@ -369,6 +369,7 @@ def test_ids_in_lists_and_in_generation_config(name):
     absent = {key: value for key, value in original.items() if key not in ("eos_token_id", "mask_token_id")}
     listed = {"eos_token_id": [7, 8, 9], "mask_token_id": spec.mask_id}
     assert config_to_spec(Config("here", absent, listed)) == spec
+    assert config_to_spec(Config("here", absent, listed | {"mask_token_id": 0})).mask_id == 0
     # Both files: config.json says which is end-of-text, and all of them end a response.
     both = Config("here", original | {"eos_token_id": 9, "eot_token_id": 10}, listed)
     assert (config_to_spec(both).ends, config_to_spec(both).eot_id) == ((9, 7, 8), 10)

@@ -32,7 +32,7 @@ __all__ = [
     "check_policy", "check_sampler", "of_sequence", "tiny",
 ]  # fmt: skip
 FIXES = {  # by the check that fails, on any family or on one kind
-    "exact_limit sdar": "finished blocks are final: `rows.full` is False after the first step",
+    "exact_limit sdar": "finished blocks are final: steps after them need not be `rows.full`",
     "widths_change_nothing": "return sizes of partial steps from `widths`, or never branch on `rows.full`",
     "separate_layers_decode_as_stacked_ones": "`cache.layers` may be a list with one entry per layer",
 }

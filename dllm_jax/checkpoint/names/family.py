@@ -294,7 +294,8 @@ class Family:
         # `save_hf` writes null for a model without end-of-turn, which published files do not mention.
         eot = listed[1] if len(listed) > 1 else published.eot
         known = {"eot_id": None if "eot_token_id" in config.values else eot}
-        if mask := config.generation.get("mask_token_id") or published.mask:
+        mask = config.generation.get("mask_token_id")
+        if (mask := published.mask if mask is None else mask) is not None:
             known["mask_id"] = mask
         values = {key: value for key, value in config.values.items() if key != "eos_token_id"}
         if (eos := ids[0] if ids else published.eos) is not None:
