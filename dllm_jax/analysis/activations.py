@@ -305,7 +305,7 @@ def logit_lens(model: Model, residual: Float[Array, "*a m"]) -> Float[Array, "*a
       residual: Residual stream of any places: the model's width is its last axis (`Capture.residual`).
 
     Returns:
-      Logits in the model's dtype; differentiable.
+      Logits in the model's dtype, those of DiffusionGemma in float32; differentiable.
 
     Raises:
       ValueError: an array of another width, or that is no residual stream.

@@ -26,7 +26,7 @@ def main(
       destination: Directory to write; it appears only when complete.
       dtype: Dtype of the parameters, such as bfloat16. Default: the stored one, bfloat16 for float16.
       rope_factor: Factor of the rotary base (NTK scaling for long contexts).
-      overwrite: Replace an existing destination, which stays until the new one is complete.
+      overwrite: Replace an existing checkpoint, which stays until the new one is complete.
       check_finite: End with an error if a weight is NaN or infinite.
       weights: Quantize the matrices of the layers, but for routers, and a vocabulary head of its own to int8;
         they cannot be exported.

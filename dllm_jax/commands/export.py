@@ -22,7 +22,7 @@ def main(
     Args:
       source: Directory written by `convert`.
       destination: Directory to write; it appears only when complete.
-      overwrite: Replace an existing destination, which stays until the new one is complete.
+      overwrite: Replace an existing checkpoint, which stays until the new one is complete.
       shard_gb: Maximum size of a safetensors file, in 10^9 bytes.
     """
     # A GB of 10^9 bytes, as `max_shard_size` of Hugging Face counts it.

@@ -51,7 +51,8 @@ def forward(
         read.
 
     Returns:
-      logits in the model's dtype; over a mesh, split by sequence and vocabulary.
+      logits in the model's dtype, those of DiffusionGemma in float32; over a mesh, split by sequence and
+      vocabulary.
 
     Raises:
       ValueError: no model, or no such arrays, or ids outside of the vocabulary, or interventions that do not

@@ -33,7 +33,7 @@ EXPLANATION = """\
 Policy is exact decoding: every step recomputes every token. DualCache recomputes the current block and \
 reuses cached keys and values elsewhere. Threshold unmasks several tokens per step (parallel decoding).
 
-Computed: tokens per new token."""
+Computed: tokens per token of the answer, before its end-of-text."""
 SPEEDUP = """\
  Speedup: wall time on this device ({device}), without compilation; it differs on other devices and for \
 larger models."""
@@ -63,7 +63,7 @@ class Arguments(Options):
     models: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME...")] = dj.bundled.TEXT[:1]
     """Bundled text models to run."""
     prompts: Annotated[PositiveInt, tyro.conf.arg(name="limit")] = 16
-    """Number of held-out prompts of each task."""
+    """Number of held-out prompts."""
     seed: NonNegativeInt = 0
     """Seed of the prompts."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -113,7 +113,8 @@ def _first_answer(console: rich.console.Console, name: str, model: dj.Model, tok
         block, sampler = model.spec.context.size or 8, dj.samplers.Threshold(0.9)
         out = dj.generate(model, prompt, length=LENGTH, block=block, sampler=sampler, trace=True)
         (answer,) = dj.decode_answers(model, tokenizer, out.tokens[:, prompt.shape[1] :])
-    console.print("[bold]1. Denoising:[/] each step unmasks every token with confidence of at least 0.9")
+    rule = "each step unmasks the block's tokens with confidence of at least 0.9, or the best one"
+    console.print(f"[bold]1. Denoising:[/] {rule}")
     about = f"{name}, {count(model.params):,} parameters   · masked   ∎ end of text"
     picture = grid(recording := Recording.of(out.trace, 0), tokenizer, console.width, counts=True)
     # A picture that is cut into parts has no numbers at its right.

@@ -67,7 +67,7 @@ def attach(model: Model, lora: LoRA, key: Key[Array, ""], dtype: Any = None) -> 
       lora: Matrices, rank and alpha of the adapter.
       key: draws A.
       dtype: Dtype of the factors, float32 or bfloat16. Default: the model's. `train` keeps float32 master
-        weights either way.
+        weights either way, unless `master_weights=False`.
 
     Raises:
       ValueError: no model, options, key or dtype; adapters that are attached already; a head that is tied;

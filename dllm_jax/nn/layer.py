@@ -276,7 +276,10 @@ def embed(
 
 
 def unembed(params: Params, spec: ModelSpec, hidden: Float[Array, "b c m"]) -> Float[Array, "b c v"]:
-    """Logits (model dtype) of the residual stream after the last layer: final norm, then the head."""
+    """Logits of the residual stream after the last layer: final norm, then the head.
+
+    They have the model's dtype; Gemma's, which are bounded, are float32.
+    """
     if spec.gemma is not None:
         normed = gemma.norm(hidden, params["norm"], spec.norm_eps)
         return gemma.capped(einsum("bcm,vm->bcv", normed, params["embed"], jnp.float32), spec)

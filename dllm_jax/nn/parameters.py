@@ -9,8 +9,9 @@ layer's part of the stack. GPUs and CPUs first copy that part out of the stack, 
 product itself. For them `separate` gives "layers" as a list of {name: [...]}, which programs run in turn.
 Everything that takes parameters takes both forms. In either, matrices may be int8 (`dllm_jax.nn.int8`).
 Layers with experts are a list on TPUs too, whose ragged product would copy all of a layer's experts out of a
-stack; those of which some have experts and others an MLP do not stack at all. The layers of small models
-(`is_small`) are stacked everywhere: their copies take microseconds, and one layer compiles faster than many.
+stack; those of which some have experts and others an MLP, and Gemma's of two kinds, do not stack at all. The
+layers of other small models (`is_small`) are stacked everywhere: their copies take microseconds, and one
+layer compiles faster than many.
 """
 
 import functools
@@ -79,13 +80,13 @@ def stacked(params: Params) -> Params:
     """The same parameters with stacked layers; stacked ones are returned as they are.
 
     Raises:
-      ValueError: some layers have experts and others an MLP.
+      ValueError: layers have different parameters, such as experts in some and an MLP in others.
     """
     layers = params["layers"]
     if not isinstance(layers, list):
         return params
     if any(layer.keys() != layers[0].keys() for layer in layers):
-        raise ValueError("layers with experts and layers with an MLP do not stack: other parameters")
+        raise ValueError("layers with different parameters, such as experts in some, do not stack")
     return params | {"layers": jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers)}
 
 
@@ -118,8 +119,8 @@ def form_of_layers(spec: ModelSpec, separate_layers: bool | None, platform: str)
     """
     if separate_layers is False and spec.layers_differ:
         raise ValueError(
-            f"separate_layers=False must be None or True for {spec.family}: its layers with experts and "
-            "those with an MLP do not stack"
+            f"separate_layers=False must be None or True for {spec.family}: its layers have different "
+            "parameters, and do not stack"
         )
     if separate_layers is None:
         return spec.layers_differ or separate_is_faster(spec, platform)

@@ -90,7 +90,10 @@ class Presets(Mapping[str, Preset]):
         return Recipe(sampler=sampler, **geometry)
 
     def names(self, kind: str) -> list[str]:
-        """Names of the files of a kind: "models", "generation" (checkpoints) or "policies" (methods)."""
+        """Names of the files of a kind.
+
+        Kinds: "models", "generation" (checkpoints), "policies" (methods), "questions" (about images).
+        """
         files = (self.folder() / kind).iterdir()
         return sorted(path.stem for path in files if path.suffix in (".json", ".toml"))
 

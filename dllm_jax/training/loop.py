@@ -75,12 +75,13 @@ def train(
       trainable: Parameters to train: a tree of True and False (or of names), such as
         `{"embed": False, "layers": True, "norm": True, "head": False}`, or a function that returns one for
         the parameters, such as `lora.trainable`. Default: the whole decoder, of models without LoRA adapters.
-        True also trains the vision tower and projector of LLaDA-V
-        ("vision" in the tree). Frozen parameters have no gradient and no state, and are in no checkpoint.
+        True also trains the vision tower and projector of LLaDA-V ("vision" in the tree). Frozen parameters
+        have no gradient and no state, and are in no checkpoint.
       mesh: Devices to train on: axes "dp", "data" or "batch" split the batch, "fsdp" batch and parameters,
-        "tp", "model" or "tensor" each layer (`dllm_jax.training.placement`). Default: the model's mesh, that
-        of `jax.set_mesh`, or one device. Several processes all call `train` with the same arguments, and the
-        source gives each of them the whole batch.
+        "tp", "model" or "tensor" layers and vocabulary, "ep" or "expert" experts
+        (`dllm_jax.training.placement`). Default: the model's mesh, that of `jax.set_mesh`, or one device.
+        Several processes all call `train` with the same arguments, and the source gives each of them the
+        whole batch.
       allow_changes: Names of options that may differ from those of the directory's run: fields of
         `TrainConfig`, "optimizer", "trainable", ...
       progress: Whether to show a progress bar.

@@ -184,8 +184,8 @@ def grpo_loss(
     is diffu-GRPO (d1, arXiv:2504.12216, section 3), with those of `trajectory_log_probs` the ratio is that of
     the tokens' probabilities at the steps that decoded them.
 
-    Loss and gradient are finite: log-ratios above 80 nats, also infinite ones, count as 80, without a
-    gradient.
+    Loss and gradient are finite: log-ratios above 80 nats, or less where an advantage or `kl` exceeds 1,
+    count as this bound without a gradient, also infinite ones.
 
     Args:
       log_prob: Log-probability of each response token under the policy, in nats; differentiable.

@@ -2,8 +2,9 @@
 
 `MeshRules` says what an axis is for, by its name; `dllm_jax.nn.sharding.AXES`, which axes a parameter has.
 Sequences are split over data and fsdp axes together. Parameters, and what the optimizer keeps of them, are
-split over tensor axes by heads, KV heads, MLP width or vocabulary, and over fsdp axes by the width of the
-model; a layer's are gathered over the latter when it runs, and again in its backward pass.
+split over tensor axes by heads, KV heads, MLP width or vocabulary, over expert axes by experts, and over fsdp
+axes by the width of the model; a layer's are gathered over the latter when it runs, and again in its backward
+pass.
 """
 
 import dataclasses

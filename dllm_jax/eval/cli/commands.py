@@ -32,7 +32,8 @@ def run_tasks(
     Args:
       options: Model and decoding.
       task: Task, as a constructor call.
-      sizes: Sizes of the questions: examples of each kind (FewShot), steps (Chain), pairs (Recall).
+      sizes: Sizes of the questions: examples of each kind (FewShot), steps (Chain), pairs (Recall), letters
+        (Sorting).
       count: Number of questions of each size.
     """
     chosen = task_of(task)

@@ -208,7 +208,7 @@ class DllmJax(TemplateLM):
         return self._scored([request.args for request in requests], pairs, disable_tqdm)
 
     def _pair(self, context: str, continuation: str) -> Pair:
-        """A context and its continuation; beginning-of-text stands in place of an empty context."""
+        """A context and its continuation; `prefix_token_id` stands in place of an empty context."""
         if context.strip():
             before, answer = self._encode_pair(context, continuation)
             return tuple(self._begun(before)), tuple(answer)

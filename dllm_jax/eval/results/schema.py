@@ -46,8 +46,8 @@ RECORD = {
     "scores": dict[str, float],  # mean score by group
     "average": float,  # mean over groups
     "requests": list[Row],
-    # Everything needed to reproduce it: a model's name as given, identity (hash of its files, dtype and rope
-    # factor), family, number of parameters and dtype; settings as `Decoding` has them.
+    # Everything needed to reproduce it: a model's name as given, identity (hash of its files, dtype, rope
+    # factor and the like), family, number of parameters and dtype; settings as `Decoding` has them.
     "model": dict[str, Any],
     "decoding": dict[str, Any],
     "batch": int,

@@ -37,7 +37,7 @@ class Decoding(Options):
     """Settings of `generate`, a seed, and how requests form batches.
 
     Attributes:
-      length: Number of tokens to generate; None: each request has its own.
+      length: Number of tokens to generate. Default: that of the evaluation, or of each question.
       max_length: Maximum number of tokens of answers that grow from `length` on, as with DAEDAL.
       block: Block length, or a schedule such as Sliding(32). Default: one block, or the model's own; `tune`
         takes shorter ones. Shorter requests are one block.

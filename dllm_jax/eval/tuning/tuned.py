@@ -92,7 +92,7 @@ class Tuned:
     def front(self) -> tuple[Row, ...]:
         """The Pareto front by ascending cost: no other setting is as cheap and as accurate, or better.
 
-        Of the settings that answered all questions; what was dropped is worse beyond doubt.
+        Of the settings that answered all questions; what was dropped failed, or is worse beyond doubt.
         """
         # Walked by ascending cost, a setting is on the front if it is more accurate than all before it.
         rows: list[Row] = []
