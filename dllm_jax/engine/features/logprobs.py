@@ -21,7 +21,7 @@ class LogProbs(NamedTuple):
     """Log-probabilities of the tokens that a run unmasked, in nats.
 
     They are those of the distribution that the step drew from: after guidance, constraints, temperature,
-    top-p and top-k; at temperature 0, and of `EntropyNoise`, the model's own. [MASK] counts in it wherever it
+    top-p and top-k; untempered at temperature 0, and of `EntropyNoise`. [MASK] counts in it wherever it
     is allowed.
 
     Attributes:
