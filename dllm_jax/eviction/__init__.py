@@ -1,4 +1,4 @@
-"""Prompt eviction: layer budgets, head budgets and votes, which `policies.MaskKV` combines."""
+"""Eviction: budgets of layers and heads, for `MaskKV` and `EvictPrompt`; votes, for `MAGE` too."""
 
 from dllm_jax.eviction.heads import AdaKV, EvenHeads, Evidence, HeadBudgets, PromptPreference
 from dllm_jax.eviction.layers import (

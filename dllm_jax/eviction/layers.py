@@ -47,7 +47,7 @@ class LayerBudgets(Options, abc.ABC):
     """Whether budgets depend on the request, which costs a forward pass before its first step."""
 
     def check(self):
-        """Refuses fields that have no effect; `MaskKV` calls it, since other owners may fill them in.
+        """Refuses fields without effect; eviction policies call it, as other owners may fill them in.
 
         Raises:
           ValueError: such a field is set.
@@ -106,7 +106,7 @@ class BoundaryMiddle(LayerBudgets):
 
     Attributes:
       importance: offline profile of the layers (`eviction.calibrate`). With None all layers count alike, so
-        budgets are uniform whatever the other fields; `MaskKV` then accepts only their defaults.
+        budgets are uniform whatever the other fields; policies then accept only their defaults.
       beta: fraction of the budget that every layer gets.
       first: layers of the boundary group at the start.
       last: layers of the boundary group at the end.
@@ -195,12 +195,13 @@ class PyramidKV(LayerBudgets):
     """PyramidKV (arXiv:2406.02069): a linear descent from the first layer to the last.
 
     Attributes:
-      beta: steepness; the last layer gets budget / beta.
+      beta: steepness; the last layer gets budget / beta, or more where the prompt caps the first.
       window: pairs of the observation window, which count toward the budget.
       outside: leave the window out of the pyramid (the older public code, whole-number arithmetic) instead
         of falling back to a uniform budget when the last layer could not hold it (kvpress); with the default
-        beta and window the latter happens below 640 pairs. The descent is divided by the number of layers
-        and rounded down, so that `outside` keeps more than the budget: of 512 pairs in 32 layers up to 6 %.
+        beta and window the latter happens below 640 pairs, except under that cap. The descent is divided by
+        the number of layers and rounded down, so that `outside` keeps more than the budget: of 512 pairs in
+        32 layers up to 6 %.
 
     With a single layer, or a budget that the window uses up, budgets are uniform: neither code covers these.
     """
@@ -244,7 +245,7 @@ class SqueezeAttention(LayerBudgets):
 
     Attributes:
       cosine: similarity of the residual stream before and after each layer's attention, averaged over
-        prompt tokens (1 - `eviction.importance`).
+        tokens (1 - `eviction.calibrate`); in the paper over prompt tokens.
       share: fraction of the uniform budget that the group of the most similar layers retains (the paper's
         p).
     """

@@ -293,7 +293,7 @@ class Policy(Options):
     def reuses(self) -> bool:
         """Whether a step may leave positions out, that is, whether `select` is overridden.
 
-        False for exact decoding, which therefore caches nothing.
+        False for exact decoding, which caches finished blocks of block-causal models alone.
         """
         return type(self).select is not Policy.select
 

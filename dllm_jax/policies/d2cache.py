@@ -35,7 +35,7 @@ class D2Cache(Policy):
     Use it with short to medium prompts where computed tokens limit a step. Fewest tokens is not fastest: on
     the GPU that was measured, `DualCache` was faster.
 
-    The first step is the only full step. A later step computes M* | X | U. M* are the k masks with the
+    The first step is a full step. A later step computes M* | X | U. M* are the k masks with the
     highest confidence times certainty density, those of the current block first (section 4.1). X are the
     tokens that the last step unmasked. U is the nucleus of the other positions by attention rollout (section
     4.2). Only computed tokens can be unmasked.

@@ -30,7 +30,7 @@ class DelayedCache(Policy):
 
     Limits: It saves little in short blocks, and while masks are unmasked from right to left.
 
-    Equals exact decoding when: every block takes one step.
+    Equals exact decoding when: every block of the model takes one step.
     Differences: The reference stores a finished block as it is, with approximate keys and values; here they
       are computed exactly.
     """
@@ -50,7 +50,7 @@ class DelayedCache(Policy):
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
-        """A half and a quarter of the model's block."""
+        """The model's block, a half and a quarter of it."""
         return halvings(max(spec.context.size, 1), smallest=1)[-3:]
 
 

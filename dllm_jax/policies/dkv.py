@@ -123,7 +123,7 @@ class DKVPD(DKV):
     shift="un_right". The paper uses refresh_every=4.
 
     Equals exact decoding when: the response takes one step. With refresh_every=1 it equals `DKVPrefill`;
-      without a prompt it equals `DKVDecode`.
+      without a prompt it equals `DKVDecode` with the same options.
     Differences: As for `DKVDecode`. The reference supports Dream only.
     """
 

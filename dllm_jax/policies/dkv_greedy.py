@@ -25,7 +25,7 @@ class DKVGreedy(Policy):
 
     Use it where the number of tokens that a partial step computes must not grow with the response; refreshes
     recompute the canvas. It needs to know the tokens to unmask (D_t) before the model runs, so it works with
-    `RandomOrder` only.
+    `RandomOrder`, or a sampler of yours that defines `planned`.
 
     Memory: Dense keys and values for all positions.
 

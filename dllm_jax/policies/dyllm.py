@@ -28,7 +28,7 @@ class DyLLM(Policy):
     """Recomputes keys, values and MLP of tokens whose attention output changed; approximates the others.
 
     It is meant for responses that must stay fresh at every step where MLPs limit it: large batches on models
-    without experts. No speed was measured.
+    without experts. On the CPU that was measured it was no faster than exact decoding.
 
     After the first steps, which compute everything, a step passes the response through all layers; the first
     four steps and every fourth one pass the prompt too. Queries are new everywhere. A layer renews keys and

@@ -62,11 +62,11 @@ class ESDLLM(Policy):
       about to be unmasked. `block_every` counts from each canvas's first step.
 
     Attributes:
-      prompt_every: Slots between steps that renew everything before the block. The scripts use 64, or 256.
+      prompt_every: Slots between steps that renew everything before the block. The scripts use 8 to 256.
       block_every: Slots between steps in which no row leaves. The scripts use 2 to 16.
       alpha: Weight of the confidence in a row's score, in [0, 1]; the rest is that of its change.
       ratios: Proportions of the rows that run, in (0, 1], which never increase.
-      depths: Relative depth from which on each proportion holds, in [0, 1), ascending from 0.
+      depths: Relative depth from which on each proportion holds, in [0, 1], ascending from 0.
       compare: What has changed: the "hidden" output of the layer, or its "key", "value" or "query".
       evict: Sparse-dLLM's rule (`SparseDLLM`) for the pairs to attend to. None attends to all.
     """

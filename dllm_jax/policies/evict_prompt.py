@@ -46,8 +46,8 @@ class EvictPrompt(PromptEviction):
     Use it when the prompt's KV pairs do not fit in memory and the other policy's partial steps suffice.
 
     When a step recomputes all of the prompt, queries attend to all of it and each head selects the KV pairs
-    to retain (`dllm_jax.eviction`). In partial steps no prompt token is recomputed; queries attend to the
-    retained KV pairs and the response. `Policy.reads` still applies.
+    to retain (`dllm_jax.eviction`). Other steps recompute no prompt token, unless with a shifted output head
+    the last one; queries attend to the retained KV pairs and the response. `Policy.reads` still applies.
 
     On block-causal models with reselect=False the first step evicts for good: it reads everything, and the
     masks of its block vote (`SnapKV` and `PromptVotes`: the prompt). Finished blocks stay dense, and what a

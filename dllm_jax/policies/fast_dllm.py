@@ -28,8 +28,9 @@ class PrefixCache(Policy):
     Limits: A partial step grows with the number of masked tokens.
 
     Equals exact decoding when: every block takes one step.
-    Differences: Batches and padding work; the reference has neither in this mode. On Dream the positions that
-      predict the suffix are recomputed, where the reference unmasks each block's first token unconditionally.
+    Differences: Batches and padding work; the reference ignores padding on LLaDA, and with a threshold never
+      ends on batches of Dream. On Dream the positions that predict the suffix are recomputed, where the
+      reference unmasks each block's first token unconditionally.
     """
 
     fixed_within_blocks: ClassVar[bool] = True
@@ -70,7 +71,7 @@ class DualCache(Policy):
     Limits: Every block costs a full step, which dominates with long prompts or few steps per block.
 
     Equals exact decoding when: every block takes one step.
-    Differences: As for `PrefixCache`. Batches also work; the reference's dual cache crashes.
+    Differences: As for `PrefixCache`. The reference's dual cache crashes on batches.
     """
 
     fixed_within_blocks: ClassVar[bool] = True

@@ -33,7 +33,7 @@ class MAGE(ChosenReads):
 
     Limits: It saves reads, not memory or computed tokens, and at most (steps per block)-fold.
 
-    Equals exact decoding when: keep=1.0, or every block takes one step.
+    Equals exact decoding when: keep=1.0, or every block of the model takes one step.
     Differences: There is no released code. The softmax of the votes runs over earlier blocks and the block
       itself, which does not count toward `keep`. The choice runs after attention, not along with the MLP.
 

@@ -34,8 +34,8 @@ class MaskKV(PromptEviction, DLLMCache):
     A prompt refresh attends to the full prompt. After each layer's attention every KV head retains the
     positions with the most votes. Between refreshes nothing else of the prompt is cached.
 
-    On block-causal models it is `EvictPrompt` over exact decoding with these votes and budgets: the first
-    step evicts, and nothing is refreshed.
+    On block-causal models it is `EvictPrompt` over exact decoding with these votes and budgets and this
+    `reselect`: nothing is refreshed, and with reselect=False the first step alone evicts.
 
     Memory: The budget for the prompt, stored back to back over layers and heads, and dense keys, values and
     branch outputs of the response.

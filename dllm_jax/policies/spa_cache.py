@@ -115,19 +115,20 @@ class SPACache(DLLMCache):
     Use it like `DLLMCache`, when later layers change more than early ones.
 
     The share of the response whose attention and MLP a layer recomputes between refreshes is a Gaussian over
-    the relative depth, with its own width on each side. Low-rank proxies of the values tell which tokens
-    changed.
+    the relative depth, with its own width on each side. The values tell which tokens changed, or low-rank
+    proxies of them (`proxy`).
 
-    Memory: Dense keys and values, both branch outputs of the response, and the proxies.
+    Memory: Dense keys and values, both branch outputs of the response, and any proxies.
 
     Limits: As for `DLLMCache`.
 
-    Equals exact decoding when: prompt_every=1. With start = end = ratio and no proxy it equals `DLLMCache`
-      with new keys for the whole response.
+    Equals exact decoding when: prompt_every=1. With start = end = ratio, no proxy and prompt_every a multiple
+      of response_every it equals `DLLMCache` with new keys for the whole response.
     Differences: As for `DLLMCache`. Proxies are computed from the values; the cosines are the same.
 
     Attributes:
-      prompt_every: Refresh interval of prompt and response, in steps of the whole generation.
+      prompt_every: Refresh interval of the prompt, in steps of the whole generation. The response is
+        refreshed with it, and every `response_every` steps.
       ratio: Share of the response updated in the layer at `peak`.
       start: Share at the first layer, at most `ratio`. The paper uses 0.03 for LLaDA.
       end: Share after the last layer.

@@ -42,8 +42,9 @@ class SparseDLLM(Policy):
     On block-causal models nothing is evicted. The step that would evict chooses, for each of the model's
     blocks, the pairs of earlier blocks that the block's other steps attend to; `side` has no effect.
 
-    Memory: [n b s k d] for keys and for values, with s = int((l - block) * keep) + block. On block-causal
-    models, dense keys and values for all positions besides.
+    Memory: [n b s k d] for keys and for values, with s = int((l - block) * keep) + block; with side="prefix"
+    s = int(prompt * keep) + response. A shifted output head has one slot more. On block-causal models, dense
+    keys and values for all positions besides.
 
     Limits: Accuracy falls quickly with small `keep`, and in blocks whose tokens need different parts of the
     prompt.

@@ -42,7 +42,8 @@ class Procedure:
       draft_adapter: Whether the model's LoRA adapters act in drafts alone, not in causal passes.
       verifies_causally: Whether steps that `read_as` marks verify a draft: the logits of a mask are then
         those of a mask after the draft (`engine.branches`), or with a shifted head of the token before it.
-      stores_causally: Whether keys and values of the prompt are stored from causal attention, token by token.
+      stores_causally: Whether keys and values of the prompt and of decoded tokens are stored from causal
+        attention, token by token.
       of_noise: Whether the sampler denoises uniform noise, of models without a mask token. Its memory has the
         field `soft`, the embeddings that the network expected at the positions of the block [b c m].
       grows: Whether answers may become longer (`generate(max_length=)`), for a `GrowingAnswers`.
@@ -81,11 +82,13 @@ class Sampler(Options, abc.ABC):
       suppress_tokens: Ids that are never unmasked: they join `forbid` of `generate`. LLaDA-V's reference
         implementation has four of them.
       confidence_eos_eot_inf: Whether end-of-text and end-of-turn get the smallest possible confidence (0;
-        with "entropy" that of a uniform distribution), so that they are unmasked last. Not supported by a
-        random order. LLaDA's reference implementation forgets end-of-text when temperature > 0.
+        with "entropy" that of a uniform distribution), so that they are unmasked last. Not supported by
+        orders without confidence, nor by `S2D2`, `WINO`, `DAEDAL` and `EntropyNoise`. LLaDA's reference
+        implementation forgets end-of-text when temperature > 0.
       delay_eos: Whether a candidate that is end-of-text waits for the mask in front of it, in the same block,
         while the response holds no end-of-text: its decision counts the smallest possible confidence, as
-        ES-dLLM's reference implementation does. Not supported by orders without confidence.
+        ES-dLLM's reference implementation does. Not supported by orders without confidence, nor by `S2D2`,
+        `DreamOn` and `EntropyNoise`.
       allow_mask_token: Whether [MASK] itself may be selected, as in reference implementations; the position
         then stays masked. By default the best other token is taken; confidences still count [MASK]'s
         probability.
@@ -384,6 +387,6 @@ def check_ends_unordered(sampler: Sampler, order: str):
     for option in ("confidence_eos_eot_inf", "delay_eos"):
         if getattr(sampler, option):
             raise ValueError(
-                f"{option}=True has no effect with {order}, which ignores confidence: "
+                f"{option}=True has no effect with {order}, which does not go by confidence alone: "
                 "use logits_eos_inf, or an order by confidence"
             )

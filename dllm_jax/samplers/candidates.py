@@ -46,8 +46,8 @@ class Decision(NamedTuple):
     Attributes:
       chosen: candidates that are decoded; all others stay masked.
       memory: State for later steps, of the structure that `Sampler.init` returned.
-      revoked: candidates whose token becomes a mask again, where the sampler verifies (`Procedure.verifies`);
-        else None.
+      revoked: candidates whose token becomes a mask again, where the sampler verifies (`Procedure.verifies`,
+        `Procedure.drafts`); else None.
       keeps_block: sequences that stay in the block even if nothing in it is masked, where the sampler edits
         (`Procedure.edits`); else None.
       token: Tokens of the chosen candidates; None takes those of the candidates.

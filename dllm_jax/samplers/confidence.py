@@ -125,9 +125,9 @@ class CertaintyPrior(Sampler):
     Attributes:
       sigma: Width of the Gaussian, in positions.
       threshold: Threshold in [0, 1] of parallel decoding: every position whose confidence * density reaches
-        it is unmasked, at least one per step. None uses the fixed schedule.
+        it is unmasked. None has no threshold.
       tokens_per_step: Minimum number of tokens per step until the block is done, whatever the layout's steps.
-        None uses the fixed schedule.
+        None is 1 with a threshold; without one it uses the fixed schedule.
       alg: Measure of confidence (`Confidence`). "entropy" follows the reference: a negative score times a
         density prefers positions *far* from known tokens. It does not support a threshold.
     """

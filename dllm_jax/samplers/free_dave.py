@@ -49,8 +49,8 @@ class FreeDave(Sampler):
     of a step again, which costs time where arithmetic limits a step, as on CPUs. `Threshold` alone takes
     fewer passes and gives other answers.
 
-    Works with `Policy`, `PrefixCache` and `DualCache`, and with samplers that decide by scores:
-    `Sampler.by_score`. Other policies and samplers, guidance, `early_commit`, sliding blocks and
+    Works with policies that promise `Policy.fixed_within_blocks`, such as `PrefixCache` and `DualCache`, and
+    with samplers that promise `Sampler.by_score`. Others, guidance, `early_commit`, `Sliding`, `AdaBlock` and
     interventions raise `ValueError`. `Stats.sampler_steps` counts the sampler's steps, `Stats.branches` the
     canvases computed. Rounding may decide close calls differently in a branch, below float32 more often.
 
@@ -63,8 +63,8 @@ class FreeDave(Sampler):
       sampler: Sampler whose answer is decoded. Its options, temperature included, are set on it.
       branches: Number of canvases of a sequence that a forward pass computes, its own included. The reference
         takes 4 on LLaDA, 8 on Dream and TraDo.
-      eager: Whether drafts reach into further blocks of a block-causal model, whose `block` is then the
-        model's. TraDo's published setting.
+      eager: Whether drafts reach into further blocks of a block-causal model without a shifted output head;
+        `block` is then the model's. TraDo's published setting.
       agreement: Drafts that are accepted. "equal" accepts those that equal the verified step. "subset"
         accepts those whose tokens are all in it, as the reference does on LLaDA and Dream; with several
         tokens per step the answer may then differ.

@@ -78,8 +78,8 @@ class DAEDAL(GrowingAnswers):
     Works with `Policy`, `PrefixCache` and `DualCache`. All positions of the answer meet the vocabulary in
     every step that computes them.
 
-    With length=max_length it is `Threshold(high)`, but for a first forward pass. A threshold of 0 switches
-    growth or insertion off.
+    With length=max_length it is `Threshold(high)`, except for a first forward pass, and that the confidence
+    must exceed the threshold. A threshold of 0 switches growth or insertion off.
 
     Differences: [MASK] is never chosen. Prompts of other lengths change nothing; the reference implementation
       attends to their padding. Under `DualCache` the confidence is that of the last step that computed the
@@ -92,7 +92,7 @@ class DAEDAL(GrowingAnswers):
       insert_below: Confidence in the end below which masks are inserted.
       expansion: Number of masks appended at once, and in the place of one.
       checked: Number of positions that the confidence in the end is averaged over. Half as many end-of-texts
-        are appended when the growth ends.
+        are appended when the growth ends, as far as there is room.
       any_end: Whether end-of-turn counts as an end like end-of-text, for answers that may fill their length
         up to it.
     """

@@ -58,7 +58,7 @@ class EntropyNoise(Sampler):
       t_min: Temperature below that of the last step, by one step of the schedule.
       stability: Number of steps in a row that must have had the same most likely tokens before a canvas may
         end early (`stability_threshold`).
-      certainty: Largest mean entropy in nats with which a canvas ends early (`confidence_threshold`).
+      certainty: Mean entropy in nats below which a canvas ends early (`confidence_threshold`).
     """
 
     steps: PositiveInt = 48

@@ -35,7 +35,8 @@ from dllm_jax.xla.reductions import any_marked
 class UntilDone(Sampler, abc.ABC):
     """Base of samplers that stay in a block until nothing in it is masked (parallel decoding).
 
-    Every step unmasks at least one position. `steps` of the layout is not used.
+    Every step unmasks at least one position, unless a subclass overrides `max_steps`. `steps` of the layout
+    ends no block; some subclasses schedule by it, such as `Dynamic`.
     """
 
     until_done: ClassVar[bool] = True
@@ -175,7 +176,7 @@ class EBSampler(UntilDone):
     The sum without the largest entropy bounds the mutual information of tokens that are unmasked together. At
     least one position is unmasked per step.
 
-    Equals one token per step when: gamma=0, unless the model is certain of several.
+    Equals one token per step when: gamma=0, unless the model is certain of one (entropy 0).
 
     Attributes:
       gamma: Bound in nats; larger values unmask more tokens per step. 0.01 for LLaDA in PC-Sampler's
@@ -246,7 +247,7 @@ class Dynamic(UntilDone):
 class Sequential(UntilDone):
     """Unmasks from left to right, as many positions per step as a whole block's schedule sets (SDAR).
 
-    The method is that of arXiv:2510.06303; LLaDA2.0's schedule is arXiv:2512.15745.
+    The method is that of arXiv:2510.06303.
     """
 
     by_score: ClassVar[bool] = True

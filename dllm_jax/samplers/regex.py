@@ -77,7 +77,7 @@ class Automaton(Arrays):
         if (dead + 1) * spec.vocab > MOST:
             raise ValueError(
                 f"pattern={shown(source)} has {dead + 1} states for {spec.vocab} tokens: the product must be "
-                f"at most {MOST}. Bound its repetitions, such as .{{0,20}} for .*"
+                f"at most {MOST}. Shorten its repetitions, such as .{{0,20}} or .* for .{{0,2000}}"
             )
         table = np.full((dead + 1, spec.vocab), dead, np.int32)
         for state, row in transitions.items():
@@ -137,8 +137,8 @@ class Regex(Constraint):
 
         Args:
           pattern: Regular expression of the whole text, such as `r"\d{4}-\d{2}-\d{2}"`, in the syntax of
-            Rust's crate `regex` without word boundaries. `^` and `$` may stand at the ends of the text, where
-            they change nothing. Of a JSON schema:
+            Rust's crate `regex` without word boundaries and the flag x. `^` and `$` may stand at the ends of
+            the text, where they change nothing. Of a JSON schema:
             `outlines_core.json_schema.build_regex_from_schema(schema)`.
           tokenizer: Tokenizer of the checkpoint. Special tokens, and tokens that are a part of a character,
             are never used.

@@ -315,7 +315,7 @@ def _check_padding(mask: np.ndarray, name: str, side: Side, empty: bool):
     step = mask[:, 1:].astype(int) - mask[:, :-1]
     holes = np.any(step < 0 if side == "left" else step > 0, axis=1)
     if holes.any():
-        order = "before" if side == "left" else "behind"
+        order = "before" if side == "left" else "after"
         raise ValueError(
             f"{name} of sequence {int(np.argmax(holes))} is not {side} padding: zeros only stand {order} ones"
         )

@@ -92,8 +92,8 @@ class Layout(Options):
     ) -> "Layout":
         """With the defaults of `generate`: one block, and one step per response position.
 
-        Without `whole_blocks`, or `cut_short`, the last block may be shorter. Without `whole_blocks` steps
-        per block are rounded up.
+        Without `whole_blocks`, or with `cut_short`, the last block may be shorter. Without `whole_blocks`
+        steps per block are rounded up.
         """
         check_argument("length", length, PositiveInt)
         if isinstance(block, BlockSchedule):

@@ -34,7 +34,8 @@ class AdaBlock(Options):
     AdaBlock-dLLM (arXiv:2509.26432). The first step of a block sets its end: after the position of the window
     whose most likely token is a delimiter, with the largest probability. Without one that reaches the
     threshold the block has `block` positions. It costs no forward pass. It needs a sampler that stays in a
-    block until nothing is masked (`UntilDone`), and `Policy`, `PrefixCache` or `DualCache`.
+    block until nothing is masked (`UntilDone`) and revises no token, and a policy that promises
+    `fixed_within_blocks`, such as `PrefixCache` or `DualCache`.
 
     Equals fixed blocks when: threshold is above 1.
 
