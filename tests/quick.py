@@ -297,7 +297,7 @@ LEFT_OUT: dict[str, str] = {
         test_analysis_capture.py::test_single_passes_take_* but llada
         test_analysis_capture.py::test_token_arrays_*
         test_analysis_capture.py::test_chosen_activations_*
-        test_attention.py::test_one_sequence_after_another_is_all_at_once but keys-2-3
+        test_attention.py::test_turns_of_sequences_and_heads_are_all_at_once but mask1-3
         test_attention.py::test_platforms_that_differ_*
         test_block_causal.py::test_all_other_policies_decode
         test_block_causal.py::test_eviction_chooses_among_stored_pairs but MaskKV*

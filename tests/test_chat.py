@@ -199,7 +199,7 @@ PREFIXES = [
     dict(buckets=dj.buckets.Ladder((64,))),
     dict(
         length=2, block=2, max_length=8, buckets=dj.buckets.Ladder((64,)), stop=["1"],
-        sampler=dj.samplers.DAEDAL(expansion=2, checked=2),
+        sampler=dj.samplers.DAEDAL(expansion=2, checked=2), forbid=[5],
     ),
     dict(
         stop=["##x"], allow=[[i] for i in (33, 16, 16, 102, 33, 16, 16, 101)],

@@ -136,10 +136,12 @@ def attention_by_sequence(
     results are those of `attention`; with a `chunk`, all sequences are computed at once too.
     """
     mask, all_heads = both(mask, lengths, k), k.shape[2]
+    if chunk or _pair_bytes(k) <= SCORE_BYTES:
+        return attention(q, k, v, mask, chunk=chunk)
     few = q.shape[1] <= _chunk(q[:1], k[:1], SCORE_BYTES)
     heads = all_heads if few or not jax.sharding.get_abstract_mesh().empty else _heads_at_once(k)
-    if chunk or _pair_bytes(k) <= SCORE_BYTES or (len(k) == 1 and heads == all_heads):
-        return attention(q, k, v, mask, chunk=chunk)
+    if len(k) == 1 and heads == all_heads:
+        return attention(q, k, v, mask)
     arrays = (q, k, v) if mask is None else (q, k, v, jnp.broadcast_to(mask, (len(q), *mask.shape[1:])))
     in_turn = _few_in_turn if few else functools.partial(_heads_in_turn, heads=heads)
     return jax.lax.platform_dependent(*arrays, tpu=in_turn, default=attention)

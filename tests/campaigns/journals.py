@@ -101,7 +101,9 @@ def one_run(rng: random.Random, path: Path, truth: Truth, settings: Any, whole: 
     if path.exists() and not whole and rng.random() < 0.7:  # killed while the last lines were written
         size = path.stat().st_size
         size -= min(size, rng.choice((0, 1, 2, 40, 200, 6000)))
-        path.write_bytes(path.read_bytes()[:size] + rng.choice(TAILS))
+        # Where no line is finished, the rest is the beginning of a journal, or zeros.
+        content, tail = path.read_bytes()[:size], rng.choice(TAILS)
+        path.write_bytes(content + (tail if b"\n" in content or not tail.strip(b"\0") else b""))
         truth.cut(size)
     return ""
 

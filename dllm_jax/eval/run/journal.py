@@ -189,8 +189,10 @@ class Journal:
         """Takes the entries of a file; every finished line must be one."""
         self._whole = 0
         for number, line in enumerate(content.splitlines(keepends=True), start=1):
-            # Only the last line can be unfinished; `add` cuts it off. One of another file is not ours to cut.
-            if not line.endswith(b"\n") and (number > 1 or line.startswith(BEGINNING[: len(line)])):
+            # Only the last line can be unfinished; `add` cuts it off. One of another file is not ours to cut;
+            # zeros are what a machine that stopped leaves.
+            begun = line.rstrip(b"\0")
+            if not line.endswith(b"\n") and (number > 1 or begun.startswith(BEGINNING[: len(begun)])):
                 return
             value: Any = None  # which is refused below
             with contextlib.suppress(ValueError, RecursionError):
