@@ -130,3 +130,5 @@ def test_a_commitment_to_an_answer_that_is_edited_ends_at_its_stop():
 def test_an_answer_behind_the_response_is_refused():
     with pytest.raises(ValueError, match="answer=12 must be below the response's length, 12"):
         generated(sampler=Confidence(early_commit=EarlyCommit(12)), **SHAPE)
+    with pytest.raises(ValueError, match="answer=12 must be below the response's length, 12"):
+        generated(sampler=Confidence(early_commit=EarlyCommit(12)), suffix=[5, 6], **SHAPE)

@@ -12,6 +12,7 @@ import dllm_jax as dj
 from dllm_jax import policies
 from dllm_jax.published import expressions
 from dllm_jax.samplers import KLASS, LocalLeap, PCSampler, Threshold, TokenFrequencies
+from dllm_jax.samplers.klass import kl_divergence
 from dllm_jax.samplers.parallel import bounded_prefix
 from dllm_jax.testing.checks import PROGRAM, Subject, cache_copies_in_loops, optimized_text, traced_run
 from tests.models import candidates, canvas, families, frequencies, generated, prompts, tiny
@@ -55,6 +56,12 @@ def test_predictions_of_later_blocks_count():
     np.testing.assert_array_equal(
         dj.generate(model, prompt, policy=policies.DualCache(), **options).stats.nfe, 5
     )  # the second block is predicted once before its own steps: 1, then its history is complete
+
+
+def test_rounding_makes_no_divergence_negative():
+    """Predictions that hardly change would else count as stable under divergence=0."""
+    log_p, noise = np.random.default_rng(0).standard_normal((2, 64, 100)).astype(np.float32)
+    assert kl_divergence(jax.nn.softmax(3 * log_p), jax.nn.softmax(3 * log_p + 1e-5 * noise)).min() == 0
 
 
 @pytest.mark.exhaustive

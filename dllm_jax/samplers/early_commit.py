@@ -47,10 +47,8 @@ class EarlyCommit(Options):
         in_response = canvas.position < canvas.layout.end  # neither text after it nor what completes a block
         if self.answer is None:
             return canvas.masked & in_response
-        if self.answer >= canvas.layout.response:
-            raise ValueError(
-                f"answer={self.answer} must be below the response's length, {canvas.layout.response}"
-            )
+        if self.answer >= (length := canvas.layout.end - canvas.layout.prompt):
+            raise ValueError(f"answer={self.answer} must be below the response's length, {length}")
         place = canvas.position - canvas.first_block[:, None] - self.answer
         return canvas.everything & (place >= 0) & (place < self.positions) & in_response
 

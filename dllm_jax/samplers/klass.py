@@ -96,4 +96,5 @@ class KLASS(UntilDone):
 def kl_divergence(p: Float[Array, "*b v"], before: Float[Array, "*b v"]) -> Float[Array, "*b"]:
     """KL(p || before) in nats, with the reference's offset of 1e-12; infinite if `before` is 0 everywhere."""
     divergence = jnp.sum(p * (jnp.log(p + 1e-12) - jnp.log(before + 1e-12)), axis=-1)
+    divergence = jnp.maximum(divergence, 0)  # which rounding goes below
     return jnp.where(jnp.any(before > 0, axis=-1), divergence, jnp.inf)
