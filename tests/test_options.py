@@ -428,6 +428,7 @@ def test_prompts_of_a_tokenizer_are_taken_and_text_is_refused():
         _ = dj.generat  # pyright: ignore[reportAttributeAccessIssue]
     assert (found.value.name, found.value.obj) == ("generat", dj)  # of which Python makes "Did you mean"
     refuses("response=5 must be a multiple of block=3", dj.Layout, 4, 5, 3, 5)
+    refuses("response=8 less suffix=2 must be a multiple of block=4", dj.Layout, 4, 8, 4, 8, suffix=2)
     for text in ("ab", ["ab", "c"]):
         refuses(r"prompt=.*ab.* is text: pass token ids", run, text)
 

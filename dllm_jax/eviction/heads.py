@@ -90,7 +90,8 @@ class Evidence(NamedTuple):
 
     Attributes:
       votes: attention that each prompt position received, -inf at padding.
-      preference: P_h, the fraction of its attention that each KV head gives to the prompt.
+      preference: P_h (equation 14), the masked queries' attention to the prompt over that to prompt and
+        masks, by KV head.
     """
 
     votes: Float[Array, "b k p"]

@@ -156,8 +156,8 @@ def _modules(spec: ModelSpec, names: tuple[str, ...]) -> dict[FactorPlace, str]:
     if not spec.has_mask_token:
         raise ValueError(
             f"adapters in PEFT's files are not supported by {spec.family}: transformers holds encoder and "
-            "denoiser as modules of their own, of which an adapter updates one. Save the merged model "
-            "(lora.merge, save_hf)."
+            "denoiser as modules of their own, of which an adapter updates one. Save, or load, the merged "
+            "model (lora.merge, save_hf; PEFT's merge_and_unload)."
         )
     every = units(spec, family_of(spec).names)
     entries = [(unit.layer, entry) for unit in every for entry in unit.entries if entry.leaf in names]

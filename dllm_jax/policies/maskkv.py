@@ -90,7 +90,7 @@ class MaskKV(PromptEviction, DLLMCache):
     def before_first_step(
         self, cache: Cache, canvas: Canvas, model: Model, x: Float[Array, "b l m"]
     ) -> Cache:
-        """Sets the layer budgets of each sequence (equations 9-13)."""
+        """Sets the layer budgets of each sequence (equations 9-13, or as `layers` says)."""
         pairs = self.with_budgets(cache.shared, canvas, model, x)
         return self.counted(cache._replace(shared=pairs), canvas)
 

@@ -270,7 +270,7 @@ class Canvas:
     def without_final(self, selected: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
         """Selects what a step computes: of the selected positions, those whose keys and values are not final.
 
-        The selection itself, if the model attends everywhere.
+        The selection itself, if the model attends everywhere and answers do not grow.
         """
         return selected
 

@@ -69,7 +69,8 @@ class Layout(Options):
         # As LLaDA's generate.py asserts: whole blocks, and equally many steps in each.
         length = self.end - self.prompt
         if length % self.block and not (self.tail or self.shorter_last):
-            raise ValueError(f"response={length} must be a multiple of block={self.block}")
+            less = f" less suffix={self.suffix}" * bool(self.suffix)
+            raise ValueError(f"response={self.response}{less} must be a multiple of block={self.block}")
         if self.prompt and self.steps % self.blocks:
             raise ValueError(
                 f"steps={self.steps} must be a multiple of the number of blocks, "

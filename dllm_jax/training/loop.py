@@ -183,10 +183,9 @@ def _warn_of_nothing(batch: Checked, step: int, setup: Setup) -> bool:
     known = None if batch.answer_mask is None else host.readable(batch.answer_mask)
     if known is None or known.any():
         return False
-    decay = setup.config.weight_decay
     warn(
         f"the batch of step {step} has no answer token that counts (all are {IGNORED} or padding): it "
-        f"teaches nothing, and the optimizer's momentum and weight_decay={decay} alone move the weights. "
+        "teaches nothing, and the optimizer's momentum and weight decay alone move the weights. "
         "Look for prompts that truncation leaves no answer. This is said once"
     )
     return True

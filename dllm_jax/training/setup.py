@@ -86,8 +86,8 @@ class Setup:
         """The batch, checked and padded, where the programs expect it.
 
         Raises:
-          ValueError: a batch that does not fit the model, or a number of examples that the mesh or
-            `accumulate` does not divide.
+          ValueError: a batch that does not fit the model, or a number of examples that the mesh's ways times
+            `accumulate` do not divide.
         """
         ours = checked(batch, self.spec)
         ways = 1 if self.placement is None else self.placement.rules.batch_ways(self.placement.mesh)
