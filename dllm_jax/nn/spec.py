@@ -206,7 +206,7 @@ class ModelSpec(Options):
       width: Model width `m` (`hidden_size`).
       heads: Number of query heads `h` (`num_attention_heads`).
       kv_heads: Number of KV heads `k` (`num_key_value_heads`); query head i reads KV head
-        i // (heads // kv_heads).
+        i // (heads // kv_heads). In full layers of DiffusionGemma it is `gemma.kv_heads`.
       head_dim: Head width `d` (`head_dim`).
       mlp_width: Width of the gated MLP (`intermediate_size`).
       vocab: Vocabulary size `v` of the embedding, with unused ids (`vocab_size`).

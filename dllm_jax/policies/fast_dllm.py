@@ -25,7 +25,7 @@ class PrefixCache(Policy):
 
     Memory: Dense keys and values for all positions.
 
-    Limits: A partial step grows with the number of tokens from the block on.
+    Limits: A partial step grows with the number of tokens from the block to the end.
 
     Equals exact decoding when: every block takes one step.
     Differences: Batches and padding work; the reference ignores padding on LLaDA, and with a threshold never
