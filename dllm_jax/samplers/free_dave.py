@@ -49,8 +49,9 @@ class FreeDave(Sampler):
     of a step again, which costs time where arithmetic limits a step, as on CPUs. `Threshold` alone takes
     fewer passes and gives other answers.
 
-    Works with policies that promise `Policy.fixed_within_blocks`, such as `PrefixCache` and `DualCache`, and
-    with samplers that promise `Sampler.by_score`. Others, guidance, `early_commit`, `Sliding`, `AdaBlock` and
+    Works with `Policy`, `PrefixCache` and `DualCache`, as with others that promise
+    `Policy.fixed_within_blocks`, and with samplers that decide by scores: `Sampler.by_score`. Other policies
+    and samplers, guidance, `early_commit`, `Sliding`, `AdaBlock` and
     interventions raise `ValueError`. `Stats.sampler_steps` counts the sampler's steps, `Stats.branches` the
     canvases computed. Rounding may decide close calls differently in a branch, below float32 more often.
 
