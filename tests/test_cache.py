@@ -126,7 +126,10 @@ def test_arrays_that_chunks_of_queries_read_in_turn_lie_heads_first_on_tpus(quer
         (layer.attention, (q, k, k)), (layer.head_mean, (q, k, lse)), (layer.received, (q, k, lse, weight)),
     )  # fmt: skip
     for (call, operands), expected in zip(calls, (stated, stated * 2 // 3, stated * 2 // 3), strict=True):
-        assert stated_orders("tpu", call, *operands) == ["[3, 1, 2, 0]"] * expected
+        orders = sorted(stated_orders("tpu", call, *operands))
+        # Heads of a long sequence take turns: its arrays come as named, and are then turned.
+        long = call == layer.attention and slots > 2048
+        assert orders == ["[3, 1, 2, 0]"] * (3 if long else expected) + ["[3, 2, 1, 0]"] * (3 * long)
         assert stated_orders("cuda", call, *operands) == []
 
 
