@@ -372,9 +372,7 @@ def test_batches_that_teach_nothing_are_told_of_once():
     ids = np.arange(12, dtype=np.int32).reshape(2, 6)
     whole, empty = Batch(ids[:, :3], ids[:, 3:]), Batch(ids[:, :3], np.full((2, 3), -100))
     run = functools.partial(train, tiny("llada"), config=TrainConfig(steps=3, warmup=0), progress=False)
-    with pytest.warns(
-        UserWarning, match=r"batch of step 1 has no answer token .* weight_decay=0\.01"
-    ) as told:
+    with pytest.warns(UserWarning, match="batch of step 1 has no answer token .* weight decay alone") as told:
         result = run(Batches(lambda step: empty if step else whole))
     assert len(told) == 1
     assert result.log[-1]["loss"] > 0
