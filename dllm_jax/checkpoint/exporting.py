@@ -259,8 +259,8 @@ def _write(
         original = read_model_config(folder)
         if not _is_of(original, spec, source.family):  # whose config says what another network is
             original = None
-            along = [file for file in along if file.name not in ("config.json", GENERATION)]
-            along = [file for file in along if file.suffix != ".py"]
+            settings = "config.json", GENERATION
+            along = [file for file in along if file.name not in settings and file.suffix != ".py"]
     with atomic_directory(target, overwrite) as partial:
         if folder is not None:
             copy_files(folder, along, partial)

@@ -202,8 +202,10 @@ def _of_carried(name: str, x: np.ndarray | None, y: np.ndarray | None) -> Tensor
     if x is None or y is None or x.shape != y.shape:
         of_a, of_b = ("absent" if array is None else str(array.dtype) for array in (x, y))
         return TensorDifference(name, of_a, of_b, np.inf, False)
+    if same_bits(x, y):
+        return None
     far = float(np.max(np.abs(x.astype(np.float32) - y.astype(np.float32)), initial=0))
-    return None if same_bits(x, y) else TensorDifference(name, str(x.dtype), str(y.dtype), far, False)
+    return TensorDifference(name, str(x.dtype), str(y.dtype), far, False)
 
 
 def compare_logits(a: Float[np.ndarray, "l v"], b: Float[np.ndarray, "l v"], top_k: int) -> LogitDifference:

@@ -51,9 +51,9 @@ class FreeDave(Sampler):
 
     Works with `Policy`, `PrefixCache` and `DualCache`, as with others that promise
     `Policy.fixed_within_blocks`, and with samplers that decide by scores: `Sampler.by_score`. Other policies
-    and samplers, guidance, `early_commit`, `Sliding`, `AdaBlock` and
-    interventions raise `ValueError`. `Stats.sampler_steps` counts the sampler's steps, `Stats.branches` the
-    canvases computed. Rounding may decide close calls differently in a branch, below float32 more often.
+    and samplers, guidance, `early_commit`, `Sliding`, `AdaBlock` and interventions raise `ValueError`.
+    `Stats.sampler_steps` counts the sampler's steps, `Stats.branches` the canvases computed. Rounding may
+    decide close calls differently in a branch, below float32 more often.
 
     Equals the sampler alone, pass for pass, when: branches=1.
     Differences: The reference implementation verifies batches of one sequence. On Dream it unmasks each

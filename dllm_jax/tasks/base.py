@@ -140,16 +140,20 @@ def examples(task: Task, seed: int | tuple[int, ...], size: int, count: int, spl
     return [task.example(rng, size, split) for _ in range(count)]
 
 
+def exact_match(answer: str, question: Any) -> bool:
+    """Whether an answer is the right one (`question.answer`), white space around both aside."""
+    return answer.strip() == question.answer.strip()
+
+
 def exact(answers: list[str], wanted: list[Example]) -> list[bool]:
-    """Tells which answers equal the right one, surrounding white space aside.
+    """Tells which answers are the right ones by `exact_match`.
 
     Raises:
       ValueError: not one answer per example.
     """
     if len(answers) != len(wanted):
         raise ValueError(f"{len(answers)} answers for {len(wanted)} examples")
-    pairs = zip(answers, wanted, strict=True)
-    return [answer.strip() == example.answer.strip() for answer, example in pairs]
+    return list(map(exact_match, answers, wanted))
 
 
 def prompt_arrays(

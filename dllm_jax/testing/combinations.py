@@ -132,9 +132,10 @@ def tables() -> str:
 def _policies(sampler: samplers.Sampler, by_place: dict[str, int]) -> str:
     """Lists the policies that a sampler works with, of those and where `Confidence` does first."""
     places = [place for place, reason in by_place.items() if not reason]
-    usual = {p: place for p in POLICIES for place in [*filter(functools.partial(_usual, p), places)][:1]}
-    asked = [_name(p) for p, place in usual.items() if not Combination(p, sampler, place).refusal()]
-    without = [name for name in map(_name, usual) if name not in asked]
+    first = {policy: next((p for p in places if _usual(policy, p)), None) for policy in POLICIES}
+    usual = {_name(policy): Combination(policy, sampler, place) for policy, place in first.items() if place}
+    asked = [name for name, combination in usual.items() if not combination.refusal()]
+    without = [name for name in usual if name not in asked]
     few = len(asked) < len(without)
     return ", ".join(asked) if few else f"all but {', '.join(without)}" if without else "all"
 

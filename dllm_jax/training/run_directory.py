@@ -201,7 +201,7 @@ def _claim(log: Path, stack: contextlib.ExitStack):
     """Lets the first process lock a run's log until `stack` is closed.
 
     Raises:
-      ValueError: another run holds it.
+      ValueError: another run holds it, or it is none of a run.
       OSError: it cannot be locked, or the first process could not lock it.
     """
 

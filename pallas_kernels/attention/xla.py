@@ -177,19 +177,23 @@ def _heads_in_turn(
     group = heads * all_heads // k.shape[2]
     chunk = _chunk(q[:1, :, :group], k[:1, :, :heads], SCORE_BYTES)
     if turns > 1:
-        # Else XLA turns the cache of all layers, from which a layer's pairs come, heads first in each layer.
+        # Else XLA turns the cache of all layers, from which a layer's pairs come, heads first in each layer:
+        # LLaDA-8B at prompt 8192 on a v6e (jaxlib 0.10.2), a full step: 265 GB and 4.6 GB of memory more;
+        # with it 124 GB.
         stated = lambda x: with_layout_constraint(with_layout_constraint(x, AS_NAMED), HEADS_FIRST)
         q, k, v = stated(q), stated(k), stated(v)
 
     def of_turn(turn):
         sequence, part = turn // turns, turn % turns
-        cut = lambda x, axis, size: jax.lax.dynamic_slice_in_dim(
-            jax.lax.dynamic_slice_in_dim(x, sequence, 1), part * size, size, axis
-        )
-        pairs, masks = (cut(k, 2, heads), cut(v, 2, heads)), None
+
+        def cut(x: Array, axis: int, size: int) -> Array:
+            of_sequence = jax.lax.dynamic_slice_in_dim(x, sequence, 1)
+            return jax.lax.dynamic_slice_in_dim(of_sequence, part * size, size, axis)
+
+        masks = None
         if mask is not None:
             masks = cut(mask, 1, heads) if mask.shape[1] > 1 else mask[sequence][None]
-        return attention(cut(q, 2, group), *pairs, masks, chunk=chunk)
+        return attention(cut(q, 2, group), cut(k, 2, heads), cut(v, 2, heads), masks, chunk=chunk)
 
     out, lse = jax.lax.map(of_turn, jnp.arange(batch * turns))
     out = jnp.moveaxis(out.reshape(batch, turns, queries, group, head), 1, 2)

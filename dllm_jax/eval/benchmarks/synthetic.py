@@ -7,6 +7,7 @@ import numpy as np
 
 from dllm_jax.eval.run.runner import EvalRequest, Runner
 from dllm_jax.tasks import Example, Recall, Task, asked_pair, examples, needle
+from dllm_jax.tasks.base import exact_match
 
 RECALLED = Recall().answer_length(1) + 1  # positions: the value and its end
 
@@ -44,7 +45,7 @@ def synthetic_request(
 ) -> EvalRequest:
     """An example as a request, scored 1 where the answer is exactly right, else 0."""
     ids = tuple(runner.lm.chat_ids(example.prompt))
-    score = lambda answer: float(answer.strip() == example.answer.strip())
+    score = lambda answer: float(exact_match(answer, example))
     return EvalRequest(id, ids, length, group=group, references=(example.answer,), score=score, cell=cell)
 
 

@@ -7,8 +7,9 @@ from dllm_jax.eval.tuning.candidates import Candidate
 from dllm_jax.eval.tuning.evidence import Estimate
 from dllm_jax.eval.tuning.objectives import Objective
 from dllm_jax.eval.tuning.questions import read_jsonl
-from dllm_jax.eval.tuning.search import Search, exact_match, tune
+from dllm_jax.eval.tuning.search import Search, tune
 from dllm_jax.eval.tuning.tuned import Row, Tuned
+from dllm_jax.tasks.base import exact_match
 
 __all__ = [
     "Candidate", "Estimate", "Objective", "Row", "Search", "Tuned", "exact_match", "read_jsonl", "tune",

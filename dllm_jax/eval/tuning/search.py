@@ -51,6 +51,7 @@ from dllm_jax.options import (
 from dllm_jax.options.hints import warn_renamed
 from dllm_jax.state.sliding import Blocks, positions
 from dllm_jax.state.text import encode_plain
+from dllm_jax.tasks.base import exact_match
 
 FORMER = {"first": "first_round", "batch": "slots"}  # names of arguments of `tune`
 TURNS = 2  # timed runs of each setting in a round
@@ -60,11 +61,6 @@ MANY_MAPS = 30_000  # memory maps: compiled CPU programs hold thousands each, an
 # The answers of each setting in the order in which questions are asked, those of the exact decoder first.
 AnswersBySetting = Mapping[Candidate, list[schema.Row]]
 Score = Callable[[str, Any], float]
-
-
-def exact_match(answer: str, question: Any) -> bool:
-    """Whether an answer is the right one, surrounding white space aside."""
-    return answer.strip() == question.answer.strip()
 
 
 def _named(default: str) -> Any:
