@@ -196,7 +196,7 @@ def run_subcommand(
       the status that the function returns, else 0.
 
     Raises:
-      ValueError: there is no such subcommand.
+      ValueError: there is no such subcommand, or no word.
     """
     command, (name, *args) = re.split(r" \[?COMMAND", usage)[0], words or [""]
     if name in HELP:
@@ -205,7 +205,8 @@ def run_subcommand(
     if name not in subcommands:
         near = difflib.get_close_matches(name, subcommands, 1)
         fix = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(subcommands)}."
-        raise ValueError(f"command={name[:40]!r} is not a command of {command}. {fix}")
+        wrong = f"command={name[:40]!r} is not a command of {command}" if name else f"{command} needs a command"
+        raise ValueError(f"{wrong}. {fix}")
     function, prog = find(name), f"{command} {name}"
     _check_options(function, prog, args)
     return read_options(function, prog, args) or 0

@@ -92,6 +92,8 @@ def test_help_lists_every_command_and_a_typing_error_gets_the_name_that_is_meant
         "error: command='chekc' is not a command of dllm-jax. Did you mean check?\n",
     )
     assert ended("eval", "taks")[2].endswith("is not a command of dllm-jax eval. Did you mean tasks?\n")
+    needs = "error: dllm-jax eval needs a command. Commands: tasks, longbench, "
+    assert ended("eval")[2].startswith(needs)
     code, out, _ = ended("bench", "--help")
     assert code == 0
     assert all(f"\n  {name} " in out for name in ("asked", "card", "compiled", "generate"))

@@ -67,7 +67,7 @@ def test_a_finished_run_is_returned_as_it_is_with_its_log(tmp_path):
 
 def test_a_log_of_others_is_not_replaced(tmp_path):
     file, run = tmp_path / "log.jsonl", lambda: RunDirectory(tmp_path, {}).__exit__()
-    for content in ("", '{"st', '\ufeff{"step": 2, "loss"'):
+    for content in ("", "\0" * 20, '{"st', '\ufeff{"step": 2, "loss"'):
         file.write_text(content, encoding="utf-8")
         run()
     file.write_text('{"loss": 1.0}\n')

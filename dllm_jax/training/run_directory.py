@@ -216,7 +216,8 @@ def _claim(log: Path, stack: contextlib.ExitStack):
             ) from None
         with log.open("rb") as file:
             start = file.read(len(BEGINNING) + 3).removeprefix(codecs.BOM_UTF8)[: len(BEGINNING)]
-            if not BEGINNING.startswith(start):
+            # Zeros are what a machine that stopped leaves.
+            if not BEGINNING.startswith(start.rstrip(b"\0")):
                 raise ValueError(
                     f"directory={shown(str(log.parent))} has a {log.name} that is none of a run, which would "
                     f"replace it: it begins with {start!r}. Choose another directory."
