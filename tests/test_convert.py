@@ -98,9 +98,11 @@ def test_save_hf_of_a_model_in_memory(tmp_path):
 @pytest.mark.parametrize("converted", [False, True])
 def test_save_hf_writes_the_tokenizer_of_the_directory_a_model_came_from(tmp_path, converted):
     source = write_hf(tmp_path / "hf", tiny(), tokenizer=True)
+    (source / "tekken.json").write_text("{}")  # which Mistral's own code reads
     model = dj.load(convert(source, tmp_path / "jax") if converted else source)
     trained = dataclasses.replace(model, params=jax.tree.map(jnp.zeros_like, model.params))
     save_hf(trained, tmp_path / "saved")
+    assert (tmp_path / "saved/tekken.json").is_file()
     before, after = (read_tokenizer(path) for path in (source, tmp_path / "saved"))
     text = before.decode([1, 2, 3])
     assert after.encode(text) == before.encode(text)

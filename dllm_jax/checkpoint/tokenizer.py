@@ -16,7 +16,7 @@ from dllm_jax.options import shown
 
 CONFIG = "tokenizer_config.json"
 JSON = ("config.json", CONFIG, "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
-OTHERS = ("merges.txt", "vocab.txt", "tokenizer.model", "chat_template.jinja")
+OTHERS = ("merges.txt", "vocab.txt", "tokenizer.model", "tekken.json", "chat_template.jinja")
 # Published checkpoints name a class in a file of theirs that is a copy of one in transformers.
 COPIES = {"DreamTokenizer": "Qwen2Tokenizer"}
 
