@@ -173,7 +173,8 @@ class Intervention:
           steps: upper bound of denoising steps; None for a single pass, which has none.
 
         Raises:
-          ValueError: what does not fit, by name, and what would.
+          ValueError: what does not fit, by name, and what would; traced layers where
+            DiffusionGemma's have two shapes.
         """
         # The stream has one place more than there are layers: after the last one, before the final norm.
         end = spec.layers + (self.place == "residual")

@@ -37,8 +37,9 @@ LayerIndex = Int[Array, ""] | int  # a number only where `walk` unrolls layers; 
 class Layer:
     """One decoder layer opened at its seams: `qk`, `value`, `attention` and `finish` make the usual layer.
 
-    Every method takes the residual stream before the norm. `out` and `mlp` return their branch alone, so that
-    a policy can decide what is added, cached or skipped. The layer knows nothing of caches.
+    `qk`, `value`, `mlp` and `finish` take the residual stream before the norm. `out` and `mlp` return their
+    branch alone, so that a policy can decide what is added, cached or skipped. The layer knows nothing of
+    caches.
 
     Attributes:
       weights: this layer's parameters, see `dllm_jax.nn.modules.LayerParameters`.
@@ -105,8 +106,8 @@ class Layer:
           k: Keys.
           v: Values.
           mask: True where a query may attend; None means everywhere.
-          lookahead: Bound on the mask: query i attends to no key from i + lookahead on. A thousand queries
-            and more are then computed in segments, which do not read the keys after them. None: no bound.
+          lookahead: Bound on the mask: query i attends to no key from i + lookahead on. From 2048
+            queries on, segments of them are computed apart, without the keys after them. None: no bound.
           reads_lse: Whether the caller reads the log-sum-exp of many queries, which cuDNN does not return.
         """
         operation = ATTENTION_AND_LSE if reads_lse else ATTENTION
@@ -185,7 +186,7 @@ class Layer:
         return out if self.spec.gemma is None else self._normed("attn_post_norm", out)
 
     def mlp(self, x: Float[Array, "b q m"], stored: bool = False) -> Float[Array, "b q m"]:
-        """The MLP branch of the normed input: a gated MLP, or a mixture of experts (`dllm_jax.nn.mlp`).
+        """The MLP branch of the normed input: a gated MLP, a mixture of experts, or in Gemma's layers both.
 
         Args:
           x: The residual stream.

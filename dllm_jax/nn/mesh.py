@@ -81,7 +81,7 @@ class MeshRules(Options):
         return table.get(letter, ())
 
     def check(self, mesh: AnyMesh):
-        """Refuses a mesh that these rules make nothing of, and warns of single axes that they do not know.
+        """Refuses a mesh of unknown axes alone, and warns of an unknown axis of several devices.
 
         Raises:
           ValueError: none of the mesh's axes has a known name.

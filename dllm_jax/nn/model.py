@@ -64,7 +64,7 @@ class Model:
         passes (`forward`, training) always use XLA. `dllm_jax.explain_kernels` shows the choice.
       rules: Sharding rules for the axes of a mesh (static); unused without one.
       vision: parameters of the tower that `spec.vision` describes, and of its projector, in the form of
-        `params`; None of text models. Nothing that decodes reads it, see `dllm_jax.vision`; training can.
+        `params`; None of text models. Programs that decode do not read it; `dllm_jax.vision` and training do.
       generation: What its checkpoint asks to be decoded with (static), see `generation_defaults`.
       origin: the directory that it was loaded from, whose tokenizer `save_hf` writes along. No part of the
         pytree: programs are the same whatever it is, and what they or `jax.tree.map` return has None.

@@ -237,7 +237,7 @@ class ModelSpec(Options):
         shorter.
       causal_context: Whether prompt and finished blocks attend causally, and the current block alone to all
         of itself. A causal pass stores each of them, and its last output predicts the next block's first
-        token. `block_size` is then the default of `generate(block=)`.
+        token (not in DiffusionGemma). `block_size` is then the default of `generate(block=)`.
       completes_blocks: Whether masks that are not returned complete the last block of an answer (SDAR), or
         the canvas ends with the answer, so that its last block may be shorter (Stable-DiffCoder). Of
         blocks that are counted from the response, `infill` completes the last one.
@@ -337,7 +337,7 @@ class ModelSpec(Options):
         """The spec of `dataclasses.asdict`'s fields; those with defaults may be absent.
 
         Raises:
-          TypeError: fields that there are not.
+          TypeError: unknown fields, or missing ones.
           ValueError: values that break a rule.
         """
         nested: dict[str, Any] = {}
@@ -413,7 +413,7 @@ class ModelSpec(Options):
 
     @property
     def rotated(self) -> int:
-        """Width of the part of a head that rotary embedding turns."""
+        """Width of the part of a head that is rotated; `gemma.rope_width` in DiffusionGemma's full layers."""
         return self.head_dim if self.rope_width is None else self.rope_width
 
     @property

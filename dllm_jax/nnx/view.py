@@ -63,10 +63,10 @@ class ModelView(nnx.Module):
         """Returns the model with the variables' values, and everything else as it is, such as its origin.
 
         Args:
-          model: The model that the view was made of, or one of its description.
+          model: The model that the view was made of, or one of its description, implementation and rules.
 
         Raises:
-          ValueError: it has another description or another form of parameters.
+          ValueError: it has another description, implementation, rules or form of parameters.
         """
         check_argument("model", model, Model, ", such as the one that the view was made of")
         if (given := jax.tree.structure(model)) != self._structure:

@@ -40,7 +40,7 @@ class Batch(NamedTuple):
     and not attended to, and no other token replaces it. An example without any token that counts adds 0.
 
     Attributes:
-      prompt: ids, never masked; left-padded if lengths differ.
+      prompt: ids, which the loss never masks; left-padded if lengths differ.
       answer: ids, right-padded if lengths differ; -100 at tokens that do not count.
       prompt_mask: False at the prompt's padding; None means none.
       answer_mask: False at the answer's padding, which is neither learnt nor attended to; None means none.

@@ -49,7 +49,7 @@ class TrainConfig(Options):
       warmup: steps of linear growth from 0, the rate of the first step, to the peak; None means 100, or half
         of the steps before the decay where these are fewer than 200 (`warmup_steps`).
       decay: steps of linear decline to 0 at the end; between the two the rate is constant, so a run can be
-        extended without changing its past.
+        extended before its decay without changing its past, if `warmup_steps` stays.
       weight_decay: AdamW's and Muon's, on all parameters but norms and biases.
       beta1: AdamW's first moment.
       beta2: AdamW's second moment.
@@ -65,8 +65,8 @@ class TrainConfig(Options):
       causal_weight: weight of the clean answer's next-token loss, see `masked_diffusion_loss`; of models with
         a causal context alone.
       master_weights: keep trained parameters of narrower models (bfloat16), and with them the optimizer's
-        state, in float32; every step computes with a copy in the model's dtype. Without, steps that are
-        smaller than the spacing of bfloat16 numbers (1/256 of a weight) are lost.
+        state, in float32; every step computes with a copy in the model's dtype. Without, steps below
+        half the spacing of bfloat16 numbers (1/512 to 1/256 of a weight) are lost.
       seed: Random seed of the masks.
       review_every: steps between calls of the source's `review`; one also comes at the end.
       save_every: steps between checkpoints; one is also written at the end.

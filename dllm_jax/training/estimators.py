@@ -144,14 +144,15 @@ def response_log_probs(
       batch: prompts and answers. Tokens that do not count (`answer_mask`, -100) are not attended to either;
         to weigh tokens only, let all count and weigh the result. `t_min` has no meaning here.
       masks: Masks drawn for this batch.
-      chunk: draws evaluated at once; memory grows with b * chunk.
+      chunk: draws evaluated at once, of models without experts; memory grows with b * chunk.
       remat: recompute each layer in the backward pass instead of keeping its activations.
 
     Returns:
       float32, in nats; 0 where no draw masked the token.
 
     Raises:
-      ValueError: arguments that are none, or masks of another batch.
+      ValueError: an argument out of range, masks of another batch, a batch with images or that does not fit
+        the model, or a model without a mask token.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
     require_mask_token(model.spec, "An estimator of likelihoods", "Compare sampled answers instead")

@@ -69,7 +69,7 @@ def train(
       source: Batches by step, `Batches(function)`, or your own `Source`.
       config: Steps, learning rate and other numbers.
       directory: Directory of checkpoints and the log, of one run at a time; None keeps everything in memory.
-      optimizer: Transformation of optax. Default: AdamW as `config` describes it. It receives the trained
+      optimizer: Transformation of optax. Default: AdamW, or Muon, as `config` says. It receives the trained
         parameters only, in float32 with `TrainConfig.master_weights`. Or a mapping from names in `trainable`
         to transformations, None for frozen parameters.
       trainable: Parameters to train: a tree of True and False (or of names), such as
@@ -88,7 +88,8 @@ def train(
 
     Raises:
       ValueError: another run trains in the directory, or it holds a run of another model, of more steps or
-        with another configuration; options that do not go together; a batch that the mesh does not divide.
+        with another configuration; options that do not go together, or not with the model; a batch that does
+        not fit the model, or that mesh and `accumulate` do not divide.
       TypeError: `optimizer` is not a transformation of optax.
       FloatingPointError: the loss is not finite.
       KeyboardInterrupt: Ctrl-C; if there is a directory, with a message that says which step it holds. A

@@ -84,7 +84,7 @@ def dpo_loss(
       the loss, twice (alone for `jax.grad`, and among the metrics).
 
     Raises:
-      ValueError: arrays of different shapes, or beta out of range.
+      ValueError: arrays that are no floats of one shape [responses], or beta out of range.
     """
     check_argument("beta", beta, PositiveFloat)
     chosen, rejected, reference_chosen, reference_rejected = _floats(
@@ -140,7 +140,7 @@ def vrpo_loss(
       the loss, twice (alone for `jax.grad`, and among the metrics).
 
     Raises:
-      ValueError: an argument out of range, or that does not fit the others.
+      ValueError: an argument out of range, or that does not fit the others, or a model without a mask token.
     """
     check_argument("supervised", supervised, NonNegativeFloat)
     check_argument("model", model, Model, ", such as dj.load(path)")
@@ -206,7 +206,10 @@ def grpo_loss(
     check_argument("clip", clip, ClipRange)
     check_argument("kl", kl, NonNegativeFloat)
     if (kl > 0) != (reference is not None):
-        raise ValueError(f"kl={kl} and reference={'None' if reference is None else 'given'} go together")
+        raise ValueError(
+            f"kl={kl} and reference={'None' if reference is None else 'given'} do not go together: "
+            "give kl above 0 with a reference, or neither"
+        )
     given = {"log_prob": log_prob, "old": old} | ({} if reference is None else {"reference": reference})
     given = _floats(2, **given)
     advantage = jnp.asarray(finite_numbers("advantage", advantage, np.float32)).astype(jnp.float32)

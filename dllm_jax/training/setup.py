@@ -95,7 +95,7 @@ class Setup:
         if examples % parts:
             raise ValueError(
                 f"a batch of {examples} examples must be a multiple of {parts}: accumulate="
-                f"{self.config.accumulate} micro-batches, each split over {ways} devices"
+                f"{self.config.accumulate} micro-batches, each split {ways} ways by the mesh"
             )
         if self.placement is None:
             return ours

@@ -27,7 +27,7 @@ class TrainState(NamedTuple):
       step: optimizer steps done.
       key: the run's key; step i draws from `fold_in(key, i)`, so nothing depends on how often a run was
         interrupted.
-      frozen: the other parameters, in the model's dtype; neither copied nor in checkpoints.
+      frozen: the other parameters, in the model's dtype; in no checkpoint, and copied onto a mesh alone.
     """
 
     params: PyTree[Array]
@@ -48,7 +48,7 @@ def begin(model: Model, setup: Setup) -> TrainState:
 
 
 def abstract_state(model: Model, setup: Setup) -> TrainState:
-    """Shapes, dtypes and places of `begin`'s state, without allocating any; the frozen ones are the model's.
+    """Shapes, dtypes and places of `begin`'s state; the frozen ones are the model's, on the setup's mesh.
 
     The model may be abstract too (`dllm_jax.abstract`).
     """
@@ -97,7 +97,7 @@ def model_of(model: Model, state: TrainState, setup: Setup) -> Model:
 
 
 def train_step(state: TrainState, batch: Batch, setup: Setup) -> tuple[TrainState, Metrics]:
-    """One optimizer step; compiled once per batch shape.
+    """One optimizer step; compiled once per batch shape and set of masks that a batch has.
 
     Args:
       state: donated, all but what is frozen: use the one returned.
