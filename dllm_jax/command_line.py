@@ -196,7 +196,7 @@ def run_subcommand(
       the status that the function returns, else 0.
 
     Raises:
-      ValueError: there is no such subcommand, or no word.
+      ValueError: there is no such subcommand, or no word, or an option is another library's name for one.
     """
     command, (name, *args) = re.split(r" \[?COMMAND", usage)[0], words or [""]
     if name in HELP:

@@ -34,8 +34,8 @@ class Capture:
     positions. Arrays have the model's dtype; attention is float32. Values at padding are meaningless.
 
     Attributes:
-      residual: Residual stream at the input of each layer; if all layers are captured, also the output of the
-        last one (n + 1).
+      residual: Residual stream at the input of each layer; with `layers=None` also the output of the last
+        one (n + 1).
       attention: Attention weights of each query head, from the captured positions to all positions; 0 at
         padding.
       head_output: Output of each query head, which the output projection reads.
@@ -105,17 +105,17 @@ def capture(
     """Captures activations of each denoising step by full forward passes (exact decoding).
 
     Every chosen canvas goes through the network once, as the exact decoder would compute it, whatever policy
-    decoded it. Layers, steps and positions are chosen before anything is stored: the devices hold what is
-    chosen of `chunk` canvases, the host all of it. Other layers, steps or positions of the same number
-    compile nothing again.
+    decoded it. Token ids do not say where a response begins: see `response` of `forward`. Layers, steps and
+    positions are chosen before anything is stored: the devices hold what is chosen of `chunk` canvases, the
+    host all of it. Other layers, steps or positions of the same number compile nothing again.
 
     Args:
       model: Model returned by `load`.
       source: an `Output` of `generate(.., trace=True)` or its trace, or token ids: Int[b l] (one canvas) or
         Int[t b l], or lists and results of a tokenizer, as `generate` takes them.
       what: Names of the arrays of `Capture` to capture. Attention is the largest: h l numbers per position.
-      layers: Layer indices to capture, from 0; "residual" also has n, the output of the last layer. None:
-        all.
+      layers: Layer indices to capture, from 0; `what="residual"` alone also has n, the output of the last
+        layer. None: all.
       steps: Indices of the canvases to capture, from 0; a trace of t steps has t + 1 canvases. None: all.
       positions: Positions of the canvas to capture, from 0, padding counted (for attention: of the queries).
         Int[j], or Int[b j], each sequence its own. None: all.
@@ -129,8 +129,9 @@ def capture(
       the record, on the host.
 
     Raises:
-      ValueError: an output without a trace, or whose canvases do not show what was attended to (causal
-        passes; a last block cut short); a model without a mask token; an argument out of range.
+      ValueError: an output without a trace, or whose canvases do not show what was attended to
+        (`prompt_embeds=`; blocks counted from the response; causal passes; a last block cut short); a model
+        without a mask token; an argument out of range; a call inside jit.
 
     Examples:
       >>> model = dj.load(dj.bundled.path("tiny-llada"))

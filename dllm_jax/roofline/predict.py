@@ -30,7 +30,8 @@ class MemoryUse:
     Attributes:
       weights: all parameters, the tower's included.
       cache: Bytes of the policy's cache (`Policy.init`).
-      workspace: activations of one layer of the widest step, and its logits: an estimate.
+      workspace: an estimate: activations of one layer and statistics of the widest step, the most logits of
+        a step, and embeddings of a prompt with images.
       scores: float32 scores of one layer of a full step, of which attention holds a chunk at a time.
     """
 
@@ -138,7 +139,7 @@ def work(
 
     Raises:
       ValueError: batch is not positive, or the policy refuses the model or layout; views of a model without a
-        tower; blocks that do not divide those of a block-causal model.
+        tower; blocks that do not divide those of a block-causal model; a dtype that is none.
     """
     check_argument("spec", spec, ModelSpec, ', such as dj.presets.model_spec("llada-8b")')
     policy = for_model(check_argument("policy", policy, Policy, ", such as dj.policies.DualCache()"), spec)

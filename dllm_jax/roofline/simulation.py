@@ -41,7 +41,8 @@ def schedule(
     even schedule's pace. What its layers move besides is known for the library's own (`traffic`).
 
     Raises:
-      ValueError: blocks that do not divide those of a block-causal model.
+      ValueError: the policy refuses the model or layout; blocks that do not divide those of a block-causal
+        model.
     """
     blocks_of(layout.block, spec)
     policy = for_model(policy, spec)

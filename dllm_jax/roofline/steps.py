@@ -28,7 +28,7 @@ class Step:
       candidates: positions that meet the vocabulary.
       written: pairs stored.
       valued: positions besides `rows` of which a layer computes only the values.
-      outputs: positions whose stored attention and MLP outputs a layer reads.
+      outputs: positions whose stored attention and MLP outputs a layer reads or writes.
       moved: pairs that a layer reads and writes besides: copies that join or gather them, and keys read
         again (half a pair each) for statistics.
       products: FLOPs per layer besides, e.g. of attention maps recomputed for statistics.
@@ -54,14 +54,14 @@ class Assumed(Options):
     """Assumptions about data-dependent decisions of a run.
 
     Attributes:
-      widened: fraction of the layers that Elastic-Cache recomputes in full after drift, averaged over its
-        steps; at least 0.
+      widened: fraction of the layers that a partial step of Elastic-Cache recomputes in full after drift, on
+        average.
       nucleus: fraction of the canvas in d2Cache's nucleus; None takes the policy's p, as if influence were
         uniform: an upper bound.
-      uneven: pairs that the widest head of a layer keeps over the average of its heads in MaskKV; at
-        least 1.
-      branches: canvases of a sequence that a step with drafts (`FreeDave`) computes; those that begin a block
-        have none.
+      uneven: pairs that the widest head of a layer keeps over the average of its heads in `MaskKV` and
+        `EvictPrompt`; at least 1.
+      branches: canvases of a sequence that a step with drafts (`FreeDave`) computes. Steps wider than the
+        policy's partial ones, or than a block of a block-causal model, have no drafts.
       steps_per_pass: steps of the sampler that a pass with drafts verifies, at least 1.
     """
 
@@ -119,9 +119,10 @@ class Cost:
     """Bytes moved to or from the main memory, and FLOPs, of a step of the whole batch.
 
     Attributes:
-      weights: bytes of the layers and the vocabulary head, streamed once; of experts those that a position is
-        expected to be sent to, of the embedding the vectors of the computed tokens.
-      dense_flops: FLOPs of all products with weights.
+      weights: bytes of the layers and the vocabulary head, streamed once (the head of DiffusionGemma twice);
+        of experts those that a position is expected to be sent to, of the embedding the vectors of the
+        computed tokens.
+      dense_flops: FLOPs of all products with weights but routers'.
       attention_flops: FLOPs of scores and weighted values, and `Step.products`.
       pairs: bytes of keys and values read and written, copies of them included.
       outputs: bytes of stored attention and MLP outputs.
@@ -152,7 +153,7 @@ class Cost:
         return self.bytes / hardware.bandwidth
 
     def computing(self, hardware: Hardware) -> float:
-        """Seconds of computing the FLOPs, those of float32 products at their own rate."""
+        """Seconds of computing the FLOPs, `wide_flops` at the rate of float32."""
         narrow = self.dense_flops + self.attention_flops
         return narrow / hardware.flops + self.wide_flops / hardware.float32
 
