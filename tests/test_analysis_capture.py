@@ -105,6 +105,11 @@ def test_token_arrays_and_separate_layers():
     assert one.attention is None
     apart = dj.capture(separate(model), jnp.asarray(tokens), ("k",))
     np.testing.assert_allclose(apart.k, one.k, atol=1e-5)
+    causal = tiny("nemotron")  # a pass over token ids
+    seen = dj.capture(causal, [[5, 6, 7]], "residual", layers=2)
+    answer = dj.generate(causal, [[5, 6, 7]], length=4, sampler=dj.samplers.Autoregressive()).tokens[0]
+    logits = dj.logit_lens(causal, seen.residual)[0, 0, 0]
+    assert logits[seen.predicts[0] == 3].argmax(axis=-1).tolist() == [answer[3]]
     last = dj.capture(model, tokens, ("residual",), layers=2)
     np.testing.assert_allclose(last.residual[0, 0], dj.hidden_states(model, tokens)[-1], atol=1e-5)
 

@@ -20,6 +20,7 @@ from dllm_jax.nn.layer import unembed
 from dllm_jax.nn.mask import require_mask_token
 from dllm_jax.nn.mesh import number_modes
 from dllm_jax.nn.model import Model
+from dllm_jax.nn.shift import predicts_itself
 from dllm_jax.options import PositiveInt, check_argument, short_help, shown
 from dllm_jax.state import host, inputs
 
@@ -50,8 +51,8 @@ class Capture:
         of the last one.
       positions: Captured positions of the canvas, padding counted.
       predicts: the position whose token the output at each of them predicts: itself, or its right neighbor
-        where the head is shifted (Dream); l means none. (A first token, which has no left neighbor, is
-        predicted at its own position as well, see `Canvas.predictor`.)
+        where the head is shifted (Dream) or the pass causal (Nemotron); l means none. (A first token, which
+        has no left neighbor, is predicted at its own position as well, see `Canvas.predictor`.)
       valid: Captured positions that are not padding [b j]; of answers that grow, those that exist [t b j].
       tokens: the canvases.
     """
@@ -167,7 +168,7 @@ def capture(
         parts.append({name: host.everywhere(array)[: count - start] for name, array in of_chunk.items()})
     arrays = {name: np.concatenate([part[name] for part in parts]) for name in what}
 
-    # What was captured of a sequence is at these positions; the head's shift says what each predicts.
+    # What was captured of a sequence is at these positions.
     at = np.broadcast_to(np.arange(length, dtype=np.int32), (batch, length)) if at is None else at
     valid = np.ones((batch, length), bool) if seen.valid is None else seen.valid
     return Capture(
@@ -176,7 +177,7 @@ def capture(
         layers=of_layers,
         stream=stream,
         positions=at,
-        predicts=at + np.int32(model.spec.shifted),
+        predicts=at + np.int32(not predicts_itself(model.spec)),
         valid=np.take_along_axis(valid, at if valid.ndim == 2 else at[None], axis=-1),
         tokens=seen.tokens,
     )
@@ -299,7 +300,7 @@ def logit_lens(model: Model, residual: Float[Array, "*a m"]) -> Float[Array, "*a
 
     Of the last layer's output these are the logits of the model. As `forward` returns them, they are
     unshifted: the output at a position predicts the token at `Capture.predicts`, the right neighbor where
-    the head is shifted (Dream).
+    the head is shifted (Dream) or the pass causal (Nemotron).
 
     Args:
       model: Model that the stream is of.

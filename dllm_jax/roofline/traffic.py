@@ -140,7 +140,7 @@ def output_step(policy: p.DLLMCache, at: Setting, index: int, store: StoreCost) 
         return dataclasses.replace(store.refresh, outputs=width)
     more = dict(slots=store.slots, candidates=layout.block, moved=store.moved)
     if index % policy.response_every == 0:
-        return Step(False, width, written=width, **more)
+        return Step(False, width, written=width, outputs=width, **more)
 
     # A partial update: in the first layer all of the response passes, in the others a fraction of it.
     few = width - layout.response + int(layout.response * policy.ratio)
