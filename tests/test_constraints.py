@@ -292,7 +292,7 @@ def test_constraints_that_leave_no_token_or_are_none_are_refused():
             dict(constraints=S.OneOf(0, ((1,), (2, 2))), sampler=S.Confidence(logits_eos_inf=True)),
             r"to \[1, 57\]",
         ),
-        (dict(constraints=S.OneOf(0, ((59,),))), "choices hold 59"),
+        (dict(constraints=S.OneOf(0, ((59,),))), "choices or fill hold 59"),
     ):
         with pytest.raises(ValueError, match=message):
             dj.generate(model, [[1, 2], [3, 4]], length=8, **options)

@@ -99,7 +99,7 @@ MOST = 2**31 - 1
         (lambda: TrainConfig(steps=10, seed=2**32), "seed=4294967296 must be a whole number in 0..4294967"),
         (lambda: samplers.Factor(10**1000), "factor=1000.*0[.][.][.] must be a number"),
         (lambda: samplers.Factor(10**5000), "factor=<16610 bits> must be a number"),
-        (lambda: samplers.Factor(1e39), r"factor=1e\+39 .* float32 holds, 0 or from 1.2e-38 to 3.4e38"),
+        (lambda: samplers.Factor(1e39), r"factor=1e\+39 .* float32 holds, 0 or of a size from 1.2e-38 to 3"),
         (lambda: samplers.Confidence(temperature=1e-50), "temperature=1e-50 .* float32 holds"),
         (lambda: samplers.CertaintyPrior(sigma=1e-30), r"sigma=1e-30 must be a number in \[1e-18, inf\)"),
     ],
@@ -413,7 +413,7 @@ def test_prompts_of_a_tokenizer_are_taken_and_text_is_refused():
     many = dict(dj.generate_many(model, [UserDict(input_ids=[1, 2, 3], attention_mask=[1, 1, 1])], length=2))
     assert many[0].tokens[0, -2:].tolist() == alone
     refuses("not left padding", run, padded | {"attention_mask": np.array([[1, 1, 1], [1, 0, 0]])})
-    refuses("brings its own mask", run, padded, prompt_mask=[[1, 1, 1]] * 2)
+    refuses("takes its mask from attention_mask: pass no other", run, padded, prompt_mask=[[1, 1, 1]] * 2)
     refuses("must have input_ids", run, {"ids": [1]})
     question = [{"role": "user", "content": "T=211;T="}]
     for asked in (question, [question], question[0]):

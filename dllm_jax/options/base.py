@@ -40,13 +40,14 @@ class Options:
     print as they are written. A derived class with rules that relate several fields checks them in its own
     `__post_init__`, after `super().__post_init__()`.
 
-    Every derived class is a pytree: its leaves are the numbers marked `Traced`, its own and those of the
-    options in its fields, and `Arrays` there (`split`). Nothing is checked when a tree is put together again
-    (`joined`).
+    Every derived class is a pytree: its leaves are the numbers marked `Traced`, but at their `unless`, its
+    own and those of the options in its fields, and `Arrays` there (`split`). Nothing is checked when a tree
+    is put together again (`joined`).
 
     Raises:
       ValueError: at construction, with the name, the value and the valid range of the field.
-      TypeError: at construction, if a mark does not apply to the kind of its field.
+      TypeError: at construction, for an argument that is no field, a class with options that is no dataclass,
+        or a mark that does not apply to its field.
     """
 
     promises: ClassVar[Mapping[str, tuple[str, ...]]] = NOTHING
@@ -336,7 +337,7 @@ def instance(options: Any, method: str, value: Any, kind: type[T]) -> T:
         return value
     raise ValueError(
         f"{type(options).__name__}.{method} returned {_described(value)}, must be a {kind.__name__}. Return "
-        "the one that it got, or a changed copy of it."
+        "one, such as a changed copy of another."
     )
 
 

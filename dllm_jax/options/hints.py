@@ -344,7 +344,7 @@ def call(value: Any, always: tuple[str, ...] = ()) -> str:
 class ShortSignature(inspect.Signature):
     """A signature that prints its names and defaults in lines of 79 characters, as `help` shows it.
 
-    It has all annotations, but does not print them: those of arrays are longer than the docstring.
+    It has all annotations, but prints none of a parameter: those of arrays are longer than the docstring.
     """
 
     def __str__(self) -> str:

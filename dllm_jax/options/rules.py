@@ -86,7 +86,7 @@ def check_argument(name: str, value: Any, annotation: Any, example: str = "") ->
 
     Raises:
       ValueError: a value outside of the annotation.
-      TypeError: an annotation that is none of the kinds.
+      TypeError: an annotation that is none of the kinds, or a mark that does not apply to its kind.
     """
     rule = rule_of(annotation, example)
     if rule is None:
@@ -234,7 +234,7 @@ def _numbers(kind: type[float] | type[int], marks: list[Any]) -> Rule:
         if int32 and whole and not -INT32 <= number < INT32:
             raise NotRepresentable("and one that int32 holds, below 2**31")
         if not whole and number and not SMALLEST <= abs(number) <= LARGEST:
-            raise NotRepresentable("and one that float32 holds, 0 or from 1.2e-38 to 3.4e38")
+            raise NotRepresentable("and one that float32 holds, 0 or of a size from 1.2e-38 to 3.4e38")
         return number
 
     if whole:

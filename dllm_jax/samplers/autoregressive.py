@@ -35,10 +35,10 @@ class LeftToRight(UntilDone):
 class Autoregressive(LeftToRight):
     """Decodes one token at a time from left to right, each after all tokens before it.
 
-    Works with `Policy()` on models with blocks, in blocks of one token. In a causal context
-    (Nemotron-Labs-Diffusion) the last token's output predicts the next one, as in any autoregressive model.
-    Elsewhere (SDAR, LLaDA2) a mask attends to all tokens before it; these models were trained with longer
-    blocks.
+    Works with `Policy()` on models with blocks and a mask token, in blocks of one token. In a causal context
+    (Nemotron-Labs-Diffusion), and with a shifted output head (Fast-dLLM v2), the last token's output predicts
+    the next one, as in any autoregressive model. Elsewhere (SDAR, LLaDA2) a mask attends to all tokens before
+    it. All but Nemotron-Labs-Diffusion were trained with longer blocks.
     """
 
     @property
@@ -68,16 +68,18 @@ class SelfSpeculation(LeftToRight):
     A draft begins with the last token that is known. A causal pass over it accepts its longest prefix that
     autoregressive decoding gives as well, and one token more. So the greedy answer equals that of
     `Autoregressive()`; with a temperature the distribution does, while drafts stay greedy. Works with
-    `Policy()` on models with a causal context (Nemotron-Labs-Diffusion).
+    `Policy()` on models with a causal context and a mask token (Nemotron-Labs-Diffusion).
 
-    `Stats.causal_passes` and `Stats.accepted_tokens` give the tokens accepted per verification.
+    Of `Stats.causal_passes` the first stores the prompt, and each other one is a verification:
+    `accepted_tokens / (causal_passes - 1)` is the number of tokens accepted per verification.
 
     Attributes:
       block: Positions of a draft, the known token included, at least 2.
       threshold: Confidence from which a token of the draft is unmasked; the most confident one always is. 0
         fills the draft in one pass.
       draft_adapter: Whether the model's LoRA adapters (`dllm_jax.lora.load`) act in drafts alone, as the
-        released `linear_spec_lora` does. Otherwise they act in all passes.
+        released `linear_spec_lora` does: the answer is then that of the model without them. Otherwise they
+        act in all passes.
     """
 
     block: Annotated[int, Ge(2), Int32()] = 32

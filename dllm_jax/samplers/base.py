@@ -46,7 +46,7 @@ class Procedure:
         attention, token by token.
       of_noise: Whether the sampler denoises uniform noise, of models without a mask token. Its memory has the
         field `soft`, the embeddings that the network expected at the positions of the block [b c m].
-      grows: Whether answers may become longer (`generate(max_length=)`), for a `GrowingAnswers`.
+      grows: Whether answers may become longer (`max_length=`), for a `GrowingAnswers`.
       shortens: Whether answers that grow may become shorter, too; text around them moves along (`infill`).
     """
 
@@ -218,10 +218,10 @@ class Sampler(Options, abc.ABC):
         """Marks the sequences that have finished the current block.
 
         The default is those that have taken the block's scheduled steps and have no mask left in it. If a
-        policy offered fewer positions than the schedule wanted, further steps follow; with `allow_mask_token`
-        masks are a result like any other token. In a block-causal model, whose first block may begin with a
-        prompt's end, a block without masks is finished whatever its schedule, as in SDAR's reference
-        implementation.
+        policy offered fewer positions than the schedule wanted, further steps follow. In a block-causal
+        model, whose first block may begin with a prompt's end, a block without masks is finished whatever its
+        schedule, as in SDAR's reference implementation. With `allow_mask_token` the schedule alone decides:
+        masks are a result like any other token.
         """
         schedule_over = canvas.schedule_step >= canvas.steps_per_block
         if self.allow_mask_token:
@@ -241,7 +241,10 @@ class Sampler(Options, abc.ABC):
 
     @property
     def whole_blocks(self) -> bool:
-        """Whether a response must have whole blocks, and equally many steps in each, as LLaDA's schedule."""
+        """Whether blocks must have equally many steps, as LLaDA's schedule, and positions.
+
+        Models with blocks of their own do not ask for the latter.
+        """
         return True
 
     @property
@@ -256,7 +259,7 @@ class Sampler(Options, abc.ABC):
     @property
     @final
     def revises(self) -> bool:
-        """Whether decoded tokens may still change until their block is finished."""
+        """Whether decoded tokens, other than a draft's, may still change until their block is finished."""
         return self.procedure.verifies or self.procedure.edits
 
     @property

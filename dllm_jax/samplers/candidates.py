@@ -30,8 +30,9 @@ class Candidates(NamedTuple):
       index: canvas positions, l = padding.
       token: the candidate token of each.
       score: the sampler's confidence in it, float32; -inf where it may not be decoded.
-      logits: those that the confidence was taken from, float32: after temperature only where the sampler says
-        so (`Sampler.tempered_confidence`), and -inf where filters and switches rule a token out.
+      logits: those that the confidence was taken from, float32: after temperature only with
+        `Sampler.tempered_confidence` and by `EntropyNoise`, and -inf where filters and switches rule a token
+        out.
     """
 
     index: Ids

@@ -23,7 +23,7 @@ class Constraint(Options, abc.ABC):
     """Base of constraints, frozen dataclasses like samplers: `generate(constraints=[...])`.
 
     Use it where the allowed tokens depend on tokens that are unmasked already. Fixed sets are `forbid` and
-    `allow` of `generate`, which need no new program for other sets.
+    `allow` of `generate`: other sets need no new program, up to a power of 2 in the number of different ones.
     """
 
     _returns = OF_CONSTRAINT
@@ -70,8 +70,8 @@ class OneOf(Constraint):
         for id in sorted({id for choice in (*self.choices, filled) for id in choice}):
             if id >= spec.vocab or spec.undecided(id):
                 raise ValueError(
-                    f"choices hold {id}: ids must lie in the vocabulary [0, {spec.vocab}) and not be the "
-                    f"mask's, {spec.mask_id}"
+                    f"choices or fill hold {id}: ids must lie in the vocabulary [0, {spec.vocab}) and not be "
+                    f"the mask's, {spec.mask_id}"
                 )
 
     @override

@@ -26,8 +26,8 @@ class DreamSchedule(Sampler):
     """Unmasks trunc(masks * (1 - s/t)) positions per step, from time t to s on the grid linspace(1, eps).
 
     With as many steps as tokens, the first step unmasks no token and the last one two (at times three from
-    934 on), because the product is truncated in floating point as in the reference. Each block runs the grid
-    over its own steps. Confidences are taken after temperature, top_p and top_k.
+    934 on, four from 1768 on), because the product is truncated in floating point as in the reference. Each
+    block runs the grid over its own steps. Confidences are taken after temperature, top_p and top_k.
 
     Differences: The count is each sequence's own. The reference takes the batch mean, and can overwrite
     tokens.
@@ -35,7 +35,8 @@ class DreamSchedule(Sampler):
     Attributes:
       alg: Measure of confidence: "maskgit_plus" (probability), "topk_margin" or "entropy"; or "origin", which
         unmasks each position with probability 1 - s/t.
-      eps: End of the time grid, in (0, 1). Static: the grid is rounded on the host, as torch rounds it.
+      eps: End of the time grid, in (0, 1). Static: the grid is rounded on the host, as torch rounds it,
+        unless blocks have steps of their own (`infill` without `steps`, or with padding and blocks).
       alg_temp: Temperature of the positions: if positive, they are drawn without replacement with probability
         proportional to exp(confidence / alg_temp).
     """

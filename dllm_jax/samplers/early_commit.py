@@ -14,20 +14,21 @@ from dllm_jax.state.rows import places, spread
 
 @dataclasses.dataclass(frozen=True)
 class EarlyCommit(Options):
-    """Unmasks all masks at once, and ends the generation, when the answer is settled (Prophet).
+    """Unmasks all masks of a sequence at once, and ends it, when its answer is settled (Prophet).
 
     An answer is settled in a step in which the gap between the two largest logits, averaged over the answer's
-    positions that may hold several tokens, reaches a threshold. The threshold falls as the generation goes
-    on. The rule is tested before the step unmasks anything. It needs the logits of the answer and of all
-    masks, so it applies only in steps that predict all of them.
+    positions that may hold several tokens, reaches a threshold; without such positions it is settled too. The
+    threshold falls as the generation goes on. The rule is tested before the step unmasks anything. It needs
+    the logits of the answer and of all masks, so it applies only in steps that predict all of them.
 
-    With thresholds that no gap reaches, the sampler is unchanged.
+    With thresholds that no gap reaches, the sampler is otherwise unchanged.
     Differences: The position of the answer may be left open; the reference implementation needs it.
 
     Attributes:
-      answer: First position of the answer, counted from the response's first. None uses all masked positions.
+      answer: First position of the answer, counted from the response's first; in `infill` from the
+        template's first. None uses all masked positions.
       positions: Number of positions of the answer, as far as the response goes.
-      early: Threshold in the first third of the steps (below 0.33).
+      early: Threshold in the first third of the scheduled steps (below 0.33).
       middle: Threshold in the second third (below 0.67).
       late: Threshold in the last third.
     """

@@ -64,8 +64,8 @@ class FreeDave(Sampler):
       sampler: Sampler whose answer is decoded. Its options, temperature included, are set on it.
       branches: Number of canvases of a sequence that a forward pass computes, its own included. The reference
         takes 4 on LLaDA, 8 on Dream and TraDo.
-      eager: Whether drafts reach into further blocks of a block-causal model without a shifted output head;
-        `block` is then the model's. TraDo's published setting.
+      eager: Whether drafts reach into further blocks of a block-causal model without a shifted output head or
+        a causal context; `block` is then the model's. TraDo's published setting.
       agreement: Drafts that are accepted. "equal" accepts those that equal the verified step. "subset"
         accepts those whose tokens are all in it, as the reference does on LLaDA and Dream; with several
         tokens per step the answer may then differ.

@@ -79,7 +79,7 @@ class DAEDAL(GrowingAnswers):
     every step that computes them.
 
     With length=max_length it is `Threshold(high)`, except for a first forward pass, and that the confidence
-    must exceed the threshold. A threshold of 0 switches growth or insertion off.
+    must exceed the threshold. `grow_below=0` switches growth off, `insert_below=0` insertion.
 
     Differences: [MASK] is never chosen. Prompts of other lengths change nothing; the reference implementation
       attends to their padding. Under `DualCache` the confidence is that of the last step that computed the

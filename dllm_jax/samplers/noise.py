@@ -46,9 +46,10 @@ class Denoised(NamedTuple):
 class EntropyNoise(Sampler):
     """Denoises a canvas of uniform noise, and accepts drawn tokens while their entropies stay within a bound.
 
-    A step draws a token at every position, accepts those of least entropy, and puts fresh noise elsewhere.
-    Nothing is decided before the canvas ends: it becomes the most likely tokens of its last step. Use it with
-    DiffusionGemma, whose published settings are the defaults (transformers, EntropyBoundSamplerConfig).
+    A step draws a token at every position that it computes, accepts those of least entropy, and puts fresh
+    noise in place of the others. Nothing is decided before the canvas ends: it becomes the most likely tokens
+    of its last step. Use it with DiffusionGemma, whose published settings are the defaults (transformers,
+    EntropyBoundSamplerConfig).
 
     Attributes:
       steps: Largest number N of denoising steps of a canvas (`max_denoising_steps`).
@@ -56,8 +57,8 @@ class EntropyNoise(Sampler):
         most this number of nats (`entropy_bound`). The first one always is.
       t_max: Temperature of the first step, from which it falls linearly towards `t_min`.
       t_min: Temperature below that of the last step, by one step of the schedule.
-      stability: Number of steps in a row that must have had the same most likely tokens before a canvas may
-        end early (`stability_threshold`).
+      stability: Number of steps before the current one that must have had its most likely tokens for a canvas
+        to end early (`stability_threshold`).
       certainty: Mean entropy in nats below which a canvas ends early (`confidence_threshold`).
     """
 

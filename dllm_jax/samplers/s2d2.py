@@ -59,7 +59,8 @@ class S2D2(UntilDone):
     Works with `Policy()`, on block-causal models that were made from autoregressive ones: others were never
     trained on blocks of one token. No accuracy was measured.
 
-    Equals `Autoregressive()` at temperature 0 when: on=None, causal_storage=True, block=the model's.
+    Equals `Autoregressive()` at temperature 0 when: on=None, causal_storage=True, block=the model's, a step
+      per token.
 
     Differences: The reference implementation takes the most likely token as draft and temperature 0 as 1
       (`greedy_drafts=True` with `temperature=1`), and verifies batches of one sequence.

@@ -30,7 +30,7 @@ class Cache(NamedTuple):
     Attributes:
       layers: per-layer storage; every leaf is stacked [n b s ...], s being slots. While a model with separate
         layers runs, a list with one such structure per layer, leaves [b s ...].
-      shared: anything else (statistics, tracked positions), leaves of any shape.
+      shared: anything else (statistics, tracked positions), leaves of any shape with an axis of sequences.
       extra_positions: positions that each layer has computed beyond those selected, which statistics count
         and then set to zero; None for a policy whose layers compute the selection alone. Negative where
         layers compute fewer.
@@ -96,8 +96,8 @@ class KV(NamedTuple):
           batch: sequences.
           slots: Number of slots per sequence.
           dtype: Dtype of keys and values.
-          scattered: single slots will be written; if not, only whole layers by `LayerCache.replace`, and the
-            slots lie in memory as attention reads them. It changes speed, never what is computed.
+          scattered: single slots will be written; if not, only by `LayerCache.replace` and `write_last`, and
+            the slots lie in memory as attention reads them. It changes speed, never what is computed.
         """
         shape = (spec.layers, batch, slots, spec.kv_heads, spec.head_dim)
         empty = lambda: same_in_all_loops(jnp.zeros(shape, dtype), scattered=scattered)
@@ -236,7 +236,7 @@ class LayerCache(NamedTuple):
 
         None where these are all positions: nothing is padding, and the policy reads everything. So programs
         of policies without a set of their own hold no mask. Of a policy that stores nothing, the keys are
-        those of the rows.
+        those of the rows; of a layer that stores a window (`WindowKV`), its slots, but in a full step.
         """
         mask = canvas.attends(rows, self.readable)
         if rows.full:
@@ -256,7 +256,8 @@ class LayerCache(NamedTuple):
 
         Returns:
           the changed cache, and this layer after the write: [b s ...], new where computed, stored elsewhere.
-          A policy that stores nothing computes everything that exists, and gets the new values back.
+          A policy that stores nothing computes everything that exists, and gets the new values back; so does
+          a layer that stores a window, in a full step.
         """
         if not self._stores:
             return self, new
@@ -369,9 +370,9 @@ class Proposal(NamedTuple):
     """Candidate token of every position, and the sampler's score of it.
 
     Attributes:
-      token: the candidate; mask_id where nothing was computed.
-      score: the sampler's confidence, float32; -inf where the position is not scored
-        (`Policy.scored`) or could not be predicted in this step.
+      token: the candidate; mask_id where there is none.
+      score: the sampler's confidence, float32; -inf where the position holds a token, is not scored
+        (`Policy.scored`), waits for a constraint or could not be predicted in this step.
       delayed: Candidates that the step's decision counts as least sure, whatever their score
         (`Sampler.delay_eos`); None if the sampler delays none.
     """

@@ -38,7 +38,7 @@ class Stop(NamedTuple):
 class Canvas:
     """State of the sequences.
 
-    Each sequence has its own current block; none waits for other sequences.
+    Each sequence has its own current block; none waits for others to finish theirs.
 
     Sets are Bool[b l]; `first_step`, `block_begins` and `every_n_steps` are Bool[b 1] and combine with
     them by broadcasting. A policy reads as set algebra:
@@ -46,15 +46,15 @@ class Canvas:
 
     Attributes:
       tokens: current ids, `ModelSpec.mask_id` where undecided: [MASK], or no token's id.
-      decoded_at: the sequence's step at which a position was decoded; -1 for the prompt and while masked.
-      valid: not padding.
+      decoded_at: the sequence's step at which a position was decoded; -1 for given text and while masked.
+      valid: neither padding nor what an answer that grows does not have yet.
       block_start: First position of each sequence's current block; after the last block, the end of the
-        response.
+        answer (`Layout.end`) or a later one.
       block_until: End of the current block. With `AdaBlock` its first step sets it; before that it is the
         furthest that it may be set to.
       step: denoising steps each sequence has taken: its network forwards, unless drafts are verified.
-      block_step: the same since the block began.
-      block_masks: masks each sequence had in the block when it began.
+      block_step: the same since the block began, or a sliding block's round.
+      block_masks: masks each sequence had in the block when it began; of a sliding block, in the response.
       active: sequences that take part in the coming step.
       done: sequences that are finished.
       spec: the model (static).
@@ -86,7 +86,7 @@ class Canvas:
 
     @property
     def verifies(self) -> Bool[Array, "b"]:
-        """Sequences whose draft the network verifies in this step."""
+        """Sequences whose draft of `S2D2` the network verifies in this step."""
         return jnp.zeros_like(self.done)
 
     # -- where a sequence begins: what counts from there is the same in any batch and bucket -----------
@@ -100,7 +100,10 @@ class Canvas:
 
     @property
     def first_block(self) -> Int[Array, "b"]:
-        """Where each sequence's first block begins: after the prompt, or with a template's first token."""
+        """Where each sequence's first block begins: after the prompt, or with a template's first token.
+
+        In a block-causal model a prompt's end may share the block, which then begins before.
+        """
         return jnp.full_like(self.step, self.layout.prompt) if self.layout.prompt else self.first_position
 
     # -- sets of positions --------------------------------------------------------------------------
@@ -161,9 +164,10 @@ class Canvas:
 
     @property
     def eligible(self) -> Bool[Array, "b l"]:
-        """Positions that may be decoded: masked, not beyond the current block, in an active sequence.
+        """Positions that may be decoded: masks of an active sequence before the end of its block and a stop.
 
-        Masks left in earlier blocks are among them, as in LLaDA's reference.
+        Masks left in earlier blocks are among them, as in LLaDA's reference. If the model has blocks, these
+        are the masks that the coming step predicts, and the tokens of a draft that it verifies.
         """
         return self.in_front_of_stop(self._predicted & self.active[:, None])
 
@@ -193,11 +197,14 @@ class Canvas:
 
     @property
     def predictor(self) -> Int[Array, "b l"]:
-        """The position whose output predicts each position (`dllm_jax.nn.shift`); the left one, if causal."""
+        """The position whose output predicts each position (`dllm_jax.nn.shift`).
+
+        It is the left one in a causal pass that predicts tokens.
+        """
         return shift.predictors(self.valid, self.spec)
 
     def predicting_positions(self, positions: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
-        """The positions whose output predicts these positions, see `predictor`."""
+        """The positions whose output predicts these positions in steps that are no causal passes."""
         return shift.predicting_positions(positions, self.valid, self.spec)
 
     @property
@@ -206,7 +213,7 @@ class Canvas:
         return jnp.full_like(self.step, self.layout.length) if self.stop is None else self.stop.position
 
     def in_front_of_stop(self, positions: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
-        """The positions of a set that no stop precedes."""
+        """The positions of a set that lie in front of the stop, if there is one."""
         return positions if self.stop is None else positions & (self.position < self.stop.position[:, None])
 
     # -- conditions per sequence -------------------------------------------------------------------------
@@ -249,12 +256,18 @@ class Canvas:
 
     @property
     def enters_model_block(self) -> Bool[Array, "b 1"]:
-        """Whether the coming step is the first in a block of the model, or follows `opens_model_block`."""
+        """Whether the coming step is the first in a block of the model, or follows `opens_model_block`.
+
+        On Nemotron-Labs-Diffusion it holds in every step; no policy there asks.
+        """
         return self.first_step
 
     @property
     def opens_model_block(self) -> Bool[Array, "b 1"]:
-        """Whether the coming step unmasks at most the first token of a model's block, which it precedes."""
+        """Whether the coming step unmasks at most the first token of a model's block, which it precedes.
+
+        On Nemotron-Labs-Diffusion it never holds; no policy there asks.
+        """
         return jnp.zeros_like(self.first_step)
 
     @property
@@ -343,7 +356,7 @@ class Canvas:
     def lookahead(self, rows: Rows) -> int | None:
         """Bounds what the rows attend to: row i to no position from i + lookahead on; None without a bound.
 
-        It holds for rows that are computed in place on the canvas of a block-causal model.
+        There is one for a full step of a block-causal model without a causal context.
         """
         return None
 

@@ -139,7 +139,11 @@ def _encoded(tokens: Any, mask: Any, name: str) -> tuple[Any, Any]:
     if not isinstance(tokens, Mapping):
         return tokens, mask
     if "input_ids" not in tokens or mask is not None:
-        rule = "brings its own mask: pass no other" if "input_ids" in tokens else "must have input_ids"
+        rule = (
+            "takes its mask from attention_mask: pass no other"
+            if "input_ids" in tokens
+            else "must have input_ids"
+        )
         raise ValueError(f"{name} with the keys {', '.join(map(str, tokens))} {rule}")
     ids, mask = tokens["input_ids"], tokens.get("attention_mask")
     lengths = lengths_of(ids)
@@ -233,7 +237,7 @@ def no_masks(
     tokens: Int[AnyArray, "b p"],
     spec: ModelSpec,
     name: str = "prompt",
-    fix: str = "use infill() to fill masks anywhere",
+    fix: str = "use infill() to fill masks anywhere, on models without a causal context",
 ):
     """Raises if a prompt or an answer holds mask ids, which only `infill` fills; `fix` says what to do."""
     if (known := host.readable(tokens)) is None:

@@ -142,7 +142,10 @@ class Layout(Options):
 
     @property
     def moves_by(self) -> int:
-        """Positions by which a finished block moves on; a sliding block, or a draft, is then the last."""
+        """Positions by which a finished block moves on, unless a delimiter ends it.
+
+        A sliding block, or a draft, is then the last.
+        """
         return self.length if self.sliding or self.drafts else self.block
 
     @property

@@ -23,10 +23,11 @@ class Rows:
     """The positions that one denoising step computes, as an array of static width; the rest of it is padding.
 
     Attributes:
-      index: position of each entry, ascending; `length` = padding, which reads anything and writes nothing.
+      index: position of each entry, ascending but in a ring; `length` = padding, which reads anything and
+        writes nothing.
       length: positions of the canvas, or slots of the store that `index` counts (static).
       in_place: Entry i is position `start` + i or padding (static): the last q positions, where they lie, so
-        that nothing is gathered or scattered. Never inferred from the width.
+        that nothing is gathered, nor scattered if they are all. Never inferred from the width.
       in_one_block: Whether a sequence's entries lie in one of the model's own blocks (static), so that they
         attend to the same keys.
       phase: Kind of the partial step, the name of one of `Policy.phases` (static); "" in full steps.

@@ -47,7 +47,8 @@ class AdaBlock(Options):
       delimiters: Token ids that end a block, such as those of `dj.delimiters(tokenizer)`. The authors have a
         newline, 198, for LLaDA.
       threshold: Minimum probability of a delimiter. The authors have 0.3 for LLaDA and 0.5 for Dream.
-      window: Maximum distance of a block's end from its beginning, in positions.
+      window: Number of positions that are searched for a delimiter, from the block's first on. None is a
+        quarter of the response.
     """
 
     block: PositiveInt = 32
