@@ -96,7 +96,7 @@ def test_another_spec_is_different(tmp_path):
     assert str(found).endswith("verdict: different")
     other = verify(source, write_hf(tmp_path / "dream", tiny("dream")))
     assert (other.tensors, other.ok) == (0, False)
-    assert "not compared, the shapes differ" in str(other)
+    assert "not compared, families or shapes differ" in str(other)
 
 
 def test_logit_measures():

@@ -24,7 +24,8 @@ def main(
     Args:
       source: Hugging Face directory, or a hub id such as GSAI-ML/LLaDA-8B-Instruct.
       destination: Directory to write; it appears only when complete.
-      dtype: Dtype of the parameters, such as bfloat16. Default: the stored one, bfloat16 for float16.
+      dtype: Dtype of the parameters, such as bfloat16. Default: that of the stored matrices,
+        bfloat16 for float16.
       rope_factor: Factor of the rotary base (NTK scaling for long contexts).
       overwrite: Replace an existing checkpoint, which stays until the new one is complete.
       check_finite: End with an error if a weight is NaN or infinite.

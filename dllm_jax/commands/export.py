@@ -23,7 +23,7 @@ def main(
       source: Directory written by `convert`.
       destination: Directory to write; it appears only when complete.
       overwrite: Replace an existing checkpoint, which stays until the new one is complete.
-      shard_gb: Maximum size of a safetensors file, in 10^9 bytes.
+      shard_gb: Maximum size of a safetensors file, in 10^9 bytes; a larger tensor gets a file of its own.
     """
     # A GB of 10^9 bytes, as `max_shard_size` of Hugging Face counts it.
     shard_bytes = int(check_argument("shard_gb", shard_gb, PositiveFloat) * 1e9)

@@ -155,7 +155,8 @@ def read_questions(path: Path) -> Iterator[Question]:
 
     Raises:
       FileNotFoundError: no such file.
-      ValueError: a line of JSON without a prompt, or a text file of such lines; names file and line.
+      ValueError: a line of JSON without a prompt, or a text file all of whose lines are JSON with one; names
+        file and line.
     """
     if path.suffix.lower() in JSON_LINES:
         for where, value in read_objects(path):

@@ -14,7 +14,7 @@ from dllm_jax.state.text import check_text
 
 @dataclasses.dataclass(frozen=True)
 class DecodingArguments(Checkpoint):
-    """A checkpoint, and how its answers are decoded; what is left out is the checkpoint's own setting."""
+    """A checkpoint, and how its answers are decoded; by default as its settings say, else as `chat` does."""
 
     policy: Annotated[str | None, tyro.conf.arg(metavar="POLICY")] = None
     """Cache policy, as a constructor call: 'DKVDecode(refresh_every=8)'; or your own class, 'module:Name'.

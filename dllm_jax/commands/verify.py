@@ -54,7 +54,7 @@ class TensorDifference(NamedTuple):
     """A tensor whose bits differ.
 
     Attributes:
-      name: Its name in the checkpoint.
+      name: Its name in the checkpoint, with `{e}` for the numbers of experts.
       dtype_a: Dtype in A, "absent" if it is not there.
       dtype_b: Dtype in B, "absent" if it is not there.
       max_abs: Largest difference in value.
@@ -86,7 +86,7 @@ class CheckpointComparison(NamedTuple):
 
     Attributes:
       spec: fields in which the specs differ.
-      tensors: Number of compared tensors; 0 if the shapes differ.
+      tensors: Number of compared arrays, a matrix of all experts as one; 0 if families or shapes differ.
       differing: those whose bits differ.
       logits: None if not compared.
       tolerance: Tolerances of the comparison.
@@ -105,7 +105,7 @@ class CheckpointComparison(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether they are identical, or have the same spec and logits within the tolerance."""
+        """Whether identical, or of one spec, with logits, and weights that these hide, within tolerance."""
         # Logits of one sequence do not make up for another spec, nor for weights that may show elsewhere.
         close = self.logits is not None and self.logits.within(self.tolerance)
         close &= all(t.shows or t.max_abs <= self.tolerance.max_abs for t in self.differing)
@@ -117,7 +117,7 @@ class CheckpointComparison(NamedTuple):
         equal = f"{self.tensors - len(self.differing)} of {self.tensors} bit-equal"
         equal += f", {len(same_values)} more equal in value" if same_values else ""
         lines = [f"spec: {'; '.join(self.spec) or 'equal'}"]
-        lines += [f"tensors: {equal if self.tensors else 'not compared, the shapes differ'}"]
+        lines += [f"tensors: {equal if self.tensors else 'not compared, families or shapes differ'}"]
         changed = sorted(set(self.differing) - set(same_values), key=lambda t: -t.max_abs)
         lines += [
             f"  {t.name}: {t.dtype_a} / {t.dtype_b}, max abs {t.max_abs:.3g}" for t in changed[:TENSORS_SHOWN]

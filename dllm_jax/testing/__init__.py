@@ -48,7 +48,7 @@ def check_policy(
     families: Sequence[str] | None = None,
     checks: Sequence[Check] | None = None,
 ) -> dict[str, str]:
-    """Checks a cache policy in every respect of `POLICY_CHECKS`, and on every kind of model.
+    """Checks a cache policy in every respect of `POLICY_CHECKS`, and by `KIND_CHECKS` on other `FAMILIES`.
 
     Args:
       policy: settings that bite on a canvas of some twenty positions, in blocks of six.
@@ -66,8 +66,8 @@ def check_policy(
       What was tested, by family: the number of checks, or why there are none.
 
     Raises:
-      AssertionError: the checks that failed, by name, each with step, sequence and position. Errors of other
-        kinds are among them, and the first is its cause.
+      AssertionError: the checks that failed, by name, with step, sequence and position where runs differ.
+        Errors of other kinds are among them, and the first is its cause.
     """
     of = lambda family: Subject(policy, sampler, family, limit, limit_options or {}, lossless)
     asked = [(of(family), checks or POLICY_CHECKS) for family in families or FAMILIES[:1]]

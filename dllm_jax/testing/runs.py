@@ -20,7 +20,7 @@ def assert_same_run(ours: Trace | None, theirs: Trace | None, computed: bool = F
     """Both runs decoded the same tokens in every step; with `computed`, from the same positions.
 
     Raises:
-      AssertionError: the first step, sequence and position that differ.
+      AssertionError: the first step, sequence and position that differ, or the numbers of steps.
     """
     assert ours is not None
     assert theirs is not None

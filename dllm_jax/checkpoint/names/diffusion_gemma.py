@@ -118,7 +118,7 @@ class DiffusionGemma(Family):
         gemma, experts = spec.gemma, spec.experts
         if gemma is None or experts is None:
             raise ValueError(
-                f"gemma={shown(gemma)} is not supported by {self.model_type}: its layers have both"
+                f"gemma={shown(gemma)} is not supported by {self.model_type}: its layers are Gemma 4's"
             )
         kinds = [FULL if layer in gemma.full else SLIDING for layer in range(spec.layers)]
         full = {"head_dim": gemma.head_dim, "num_key_value_heads": gemma.kv_heads}
@@ -221,7 +221,7 @@ def _of_full_layers(text: Config, full: tuple[int, ...], fields: Mapping[str, An
             named[GLOBAL[key]] = text.get(GLOBAL[key])
         absent = fields[field] if absent is None or listed else absent
         if len({*named.values()}) > 1 or (0 < len(named) < len(full) and GLOBAL[key] not in named):
-            raise ValueError(f"{text.where}: {named} must be equal: all full layers have one shape")
+            raise ValueError(f"{text.where}: {named} must be equal and name all full layers, of one shape")
         inner = dataclasses.replace(text, values={key: next(iter(named.values()), absent)})
         differing[key] = inner.read(key, PositiveInt)
     return differing

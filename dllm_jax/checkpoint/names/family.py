@@ -186,7 +186,7 @@ BLOCK_SIZE = ("block_size", "block_length", "bd_size")  # spellings of one numbe
 
 
 class Tokens(NamedTuple):
-    """Ids of special tokens; None where config.json has to name them."""
+    """Ids of special tokens for a config.json that names none; None: not known."""
 
     mask: int | None = None
     eos: int | None = None
@@ -212,12 +212,12 @@ class Family:
       defaults: Values of keys that published files leave out, by field.
       tokens: ids of special tokens, by the vocabulary size of published models whose config.json does not
         name them.
-      blocks: block size of all published models of a family none of whose config.json names it.
+      blocks: Block size where config.json names none; None takes that of `defaults`, with a warning.
       scaling_type: key of the type in `rope_scaling`.
       rope_key: Key of the object that holds rotary embedding in published files. In "rope_parameters" stand
         the base and the growth of queries too.
       newer_rope: Whether the authors' code reads "rope_parameters" as well, so that a file keeps them.
-      also_read: Keys of config.json that `adjusted` and `further_fields` read, or judge.
+      also_read: Further keys of `IMPLIED` that the family reads or judges, and that may differ from the spec.
       adjusted: another spelling of a config.json -> the one that `keys` reads.
       further_fields: config.json, and the fields that `keys` and rotary embedding hold -> those that no key
         holds alone.

@@ -113,7 +113,7 @@ def _scaling(config: Config, where: str, values: dict[str, Any], positions: str)
     if (kind == "yarn" or named.get(GROWTH)) and named.get(LINEAR[1]) is None:
         original = config.get(LINEAR[1]) or config.get(positions)
         if original is None:
-            raise refused(f"rope_type 'yarn' needs {LINEAR[1]}, or {positions} beside it")
+            raise refused(f"rope_type 'yarn' or {GROWTH} needs {LINEAR[1]}, or {positions} beside it")
         named[LINEAR[1]] = original
     try:
         return RopeScaling(kind=kind, **{FIELDS[key]: value for key, value in named.items()})
