@@ -209,7 +209,8 @@ def calls_in_blocks(asked: PromptEviction) -> str:
     votes = eviction.MaskVotes() if asked.votes.of_prompt else asked.votes
     even = {"heads": eviction.EvenHeads(), "layers": eviction.UniformLayers(), "votes": votes}
     often, once = dataclasses.replace(asked, **even, **exact), dataclasses.replace(asked, reselect=False)
-    return f"Use {call(often)}, which selects again at each block, or {call(once)}, which selects once."
+    again = f"{call(often)}, which selects again at each block, unless the output head is shifted"
+    return f"Use {again}, or {call(once)}, which selects once."
 
 
 def _enters(canvas: Canvas) -> Bool[Array, "b 1"]:
