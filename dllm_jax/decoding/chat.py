@@ -110,15 +110,18 @@ def chat(
         tokens and statistics of the answer. Default: the text alone.
       forbid: Ids that are never unmasked, see `generate`; those that a processor suppresses join them.
       buckets: Bucket lengths for prompts, see `generate`.
-      **options: Options of `generate` (steps, key, ...).
+      **options: Options of `generate` (steps, key, ...), except for `prompt_mask`, `prompt_embeds`,
+        `prefix` and `trace`.
 
     Returns:
       The answer without special tokens, up to its first end or stop; a list of answers for a batch. With
       `logprobs`, a `ChatOutput`: answer, and output of `generate`.
 
     Raises:
-      ValueError: An empty or invalid conversation, a tokenizer without a chat template, or
-        images that do not go with their message.
+      ValueError: An empty or invalid conversation, a tokenizer without a chat template, images that do not
+        go with their message, or another invalid argument (`generate`).
+      TypeError: An option that `chat` does not have.
+      FloatingPointError: Logits held NaN or infinity, with nonfinite="raise".
 
     Examples:
       >>> model = dj.load(dj.bundled.path("tiny-llada"))
@@ -201,7 +204,9 @@ def prepare_chat(
         variables = with_defaults(variables, model.spec)
         prompts = Prompts(*encode_chats(tokenizer, conversations, model.spec.eos_id, variables), None)
     elif variables:
-        raise ValueError(f"template={shown(variables)} is not supported with images: their template is fixed")
+        raise ValueError(
+            f"template={shown(variables)} is not supported by a processor: its template is fixed"
+        )
     else:
         if asked.buckets is not None:
             check_ladder("buckets", asked.buckets)
@@ -341,8 +346,8 @@ def _with_system_in_user(tokenizer: Any, conversation: list[Message], name: str)
     system, *others = conversation
     if not others or others[0]["role"] != "user":
         raise ValueError(
-            f"{name} have a system message without a user message after it: the chat template has no system "
-            "role, so that its text is put there. Add a user message."
+            f"{name} have a system message without a user message right after it: the chat template has no "
+            "system role, so that its text is put there. Add a user message."
         )
     user = {**others[0], "content": f"{system['content']}\n\n{others[0]['content']}"}
     return [user, *others[1:]]

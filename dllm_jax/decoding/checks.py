@@ -105,7 +105,7 @@ def _check_own_blocks(case: CheckedRequest):
     known = host.readable(case.arrays.valid)
     if known is not None and prompt and not known[:, :prompt].any(axis=1).all():
         raise ValueError(
-            f"prompt is empty, which {name} does not support: a token predicts the next. Pass one."
+            f"prompt is empty, which {name} does not support: each token follows from others. Pass one."
         )
 
 

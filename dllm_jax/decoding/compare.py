@@ -101,6 +101,7 @@ def compare(
 
     Raises:
       ValueError: Invalid arguments (`generate`), or no policies.
+      TypeError: An option that `generate` does not have.
 
     Examples:
       >>> model = dj.load(dj.bundled.path("tiny-llada"))

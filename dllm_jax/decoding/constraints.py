@@ -204,7 +204,7 @@ def _possible_choices(choice: OneOf, canvas: ConstrainedCanvas, case: CheckedReq
         if place[-1] >= layout.end:
             raise ValueError(
                 f"start={choice.start} and the longest choice, {table.shape[1]} tokens, reach beyond the "
-                f"last of {layout.end - layout.prompt} positions. Increase length"
+                f"last of {layout.end - layout.prompt} positions. Increase length, or extend the template"
             )
         text, free = canvas.tokens[sequence, place], canvas.masked[sequence, place]
         agrees = np.all(free | (text == table), axis=1)

@@ -118,7 +118,7 @@ def explain_kernels(model: Model, batch: int, layout: Layout, policy: Policy | N
       a table.
 
     Raises:
-      ValueError: an argument of another kind.
+      ValueError: an argument of another kind, or a policy that the model does not support.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
     batch = check_argument("batch", batch, PositiveInt)

@@ -37,8 +37,9 @@ def forward(
 
     Args:
       model: the model.
-      tokens: ids, mask_id where undecided, in any form that `generate` takes: an array, lists, or the
-        result of a tokenizer. Sequences of different lengths are padded on the left.
+      tokens: ids, mask_id where undecided (DiffusionGemma has none: any ids), in any form that `generate`
+        takes: an array, lists, or the result of a tokenizer. Sequences of different lengths are padded on the
+        left.
       valid: False at (left) padding of an array; None means no padding. Logits at padding are meaningless.
       interventions: other values at named places, in the order in which they act; without `steps`.
       embeds: Inputs in place of embeddings where tokens are -1 (`dllm_jax.EMBEDS_PLACEHOLDER`), such as
@@ -56,7 +57,7 @@ def forward(
 
     Raises:
       ValueError: no model, or no such arrays, or ids outside of the vocabulary, or interventions that do not
-        fit.
+        fit, or `soft` for a model with a mask token.
 
     Examples:
       >>> model = dj.load(dj.bundled.path("tiny-llada"))

@@ -21,10 +21,10 @@ from dllm_jax.state import inputs
 def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions]) -> Output:
     """Decodes `length` tokens (`max_new_tokens`, `gen_length`) after each prompt by iterative denoising.
 
-    Compiles once per combination of shapes, layout, policy and sampler. Numeric options such as thresholds
-    are runtime arguments and do not recompile. The loop runs on the device; on GPUs XLA reads the loop's
-    conditions on the host. `generate` can be called under `jax.jit` and `jax.vmap`; argument values are then
-    not validated.
+    Compiles once per combination of shapes and static options. Most numeric options of policies and samplers,
+    such as thresholds, are runtime arguments and do not recompile. The loop runs on the device; on GPUs XLA
+    reads the loop's conditions on the host. `generate` can be called under `jax.jit` and `jax.vmap`; values
+    of traced arguments are not validated.
 
     Args:
       model: Model returned by `load`.
@@ -34,8 +34,8 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
       prompt_embeds: Float[b p m] (or [p m]), inputs in place of embeddings (`inputs_embeds`): images
         (`dllm_jax.vision`) or soft prompts. Rows are used where `prompt` holds
         `dllm_jax.EMBEDS_PLACEHOLDER` (-1), which stays in the output.
-      prefix: Computed beginning of all prompts (`prefill`), for models with blocks. `prompt` then holds what
-        follows it, and may be empty. The output is that of the whole prompts.
+      prefix: Computed beginning of all prompts (`prefill`), for models with blocks and a mask token. `prompt`
+        then holds what follows it, and may be empty. The output is that of the whole prompts.
       suffix: Token ids Int[s] or Int[b s] that follow the response. The response leads up to them.
       length: Number of tokens to generate (`max_new_tokens` in transformers, `gen_length` in LLaDA).
       max_length: Maximum number of tokens of an answer that grows (`sampler=DAEDAL()`); `length` is then the
@@ -45,9 +45,11 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
         one block; of models with blocks, their own. `Sliding(32)` slides over the response instead, blocks of
         `AdaBlock(32, delimiters=..)` end at a delimiter.
       steps: Number of denoising steps, a multiple of the number of blocks. Default: `length`, one token per
-        step. Samplers that decode until a block is done (such as `Threshold`) and other schedules
-        (`Confidence(schedule="rounded")`) need no multiple: steps per block are rounded up. Of the former,
-        only `Dynamic`, `Sequential`, `S2D2` and those with `early_commit` read it.
+        step. Samplers that decode until a block is done (such as `Threshold`, but not `WINO` nor
+        `CertaintyPrior`) and other schedules (`Confidence(schedule="rounded")`) need no multiple: steps per
+        block are rounded up. Of the former, only `Dynamic`, `Sequential`, `S2D2` and those with
+        `early_commit` read it. Not supported with `max_length`, nor by DiffusionGemma
+        (`EntropyNoise(steps=..)`).
       policy: Cache policy, which selects the tokens to recompute at each step. Default: exact decoding.
       sampler: Remasking strategy, which selects the tokens to unmask at each step. Default: LLaDA's
         low-confidence remasking; without a mask token the checkpoint's, else `EntropyNoise()`.
@@ -59,7 +61,8 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
       stop: Texts at which a response ends (`stop_strings`), as `StopTexts(tokenizer, ["\\n"])`, however their
         tokens spell them. The output holds end-of-text after the tokens that hold the first stop. Or
         sequences of token ids; then from the start of the stop on. As in LLaDA-V's reference implementation,
-        the first entry of that list that is found counts; later only it can move the end to the left.
+        the first entry of that list that is found counts; later only the list's first entry can move the end
+        to the left.
       forbid: Token ids that no position is unmasked to (`bad_words_ids`). A runtime argument.
       allow: Allowed tokens of each of the `length` positions: Bool[length, vocab] or Bool[b, length, vocab];
         or a list with token ids for each position, None for any token; or such a list per sequence. A
@@ -81,17 +84,18 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
       interventions: Values to set or change at named places of the network (`Intervention`), in order. They
         are runtime arguments.
       progress: Whether to draw a progress bar on standard error. Results do not change.
-      group: Advanced. Maximum number of sequences that run a full step together, per device. Default: enough
-        to saturate the device (`dllm_jax.engine.group`). Changes speed and memory, and no tokens up to ties
-        that rounding decides.
+      group: Advanced. Maximum number of sequences that run a full step together, of each part into which a
+        mesh splits the batch. Default: enough to saturate the device (`dllm_jax.engine.group`); of small
+        models all. Changes speed and memory, and no tokens up to ties that rounding decides.
       widths: Advanced. Static widths of partial steps. Default: the policy's. Changes speed, and no
         tokens up to ties that rounding decides.
 
     Returns:
-      The tokens, the statistics of each sequence, and the trace if one was recorded.
+      The tokens, the statistics of each sequence, and the trace and log-probabilities if asked for.
 
     Raises:
       ValueError: An argument breaks a rule; the message names the argument, its value and the rule.
+      TypeError: An option that `generate` does not have.
       FloatingPointError: Logits held NaN or infinity, with nonfinite="raise".
 
     Warns:
@@ -100,7 +104,8 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
         a policy or sampler of yours.
       dllm_jax.decoding.report.LengthWarning: Answers were to grow beyond `max_length`.
       dllm_jax.state.inputs.PositionsWarning: Prompt and response exceed the model's context length.
-      dllm_jax.state.inputs.IdleStepsWarning: There are more steps than tokens to unmask.
+      dllm_jax.state.inputs.IdleStepsWarning: There are more steps than tokens to unmask, or a policy or
+        sampler of yours lets steps idle.
 
     Examples:
       >>> model = dj.load(dj.bundled.path("tiny-llada"))
@@ -155,7 +160,8 @@ def infill(
       widths: Advanced. Static widths of partial steps (`generate`).
 
     Raises:
-      ValueError: An argument breaks a rule, or the template has no masks.
+      ValueError: An argument breaks a rule, or no template has a mask.
+      TypeError: An option that `infill` does not have.
       FloatingPointError: Logits held NaN or infinity, with nonfinite="raise".
 
     Examples:

@@ -92,10 +92,10 @@ def generate_many(
     `stats.executed_tokens`, regardless of the other requests. A finished sequence makes room for the next
     prompt between two steps. While the caller looks at answers, the devices continue.
 
-    Prompts are padded to bucket lengths. Requests of one bucket and of the same static options decode
-    together, with shorter ones whose canvas grows by at most a fifth. Where slots would be idle, others join
-    whose canvas becomes at most three times as long. Other buckets follow when the slots are empty, at the
-    latest after 8 times as many requests as there are slots.
+    Prompts are padded to bucket lengths. Requests of one bucket, of the same static options, stop texts and
+    constraints decode together, with shorter ones whose canvas grows by at most a fifth. Where slots would be
+    idle, others join whose canvas becomes at most three times as long. Other buckets follow when the slots
+    are empty, at the latest after 8 times as many requests as there are slots.
 
     Args:
       model: Model returned by `load`.
@@ -104,7 +104,8 @@ def generate_many(
         prompt, or a dict with "prompt" and options that override the common ones:
         "prompt_mask", "prompt_embeds", "suffix", "length", "max_length", "block", "steps", "key", "stop",
         "forbid", "allow", "constraints".
-      slots: Maximum number of sequences that decode together (`max_num_seqs` in vLLM).
+      slots: Maximum number of sequences that decode together (`max_num_seqs` in vLLM); a mesh that splits the
+        batch rounds it up to what it divides.
       errors: How to report an invalid request, or one with non-finite logits under `nonfinite="raise"`.
         "raise" raises the exception, after which the iterator continues; "return" yields it in place of an
         output.

@@ -202,7 +202,7 @@ def _largest_length(asked: RequestOptions, spec: ModelSpec, grows: str, stays: s
     if spec.context.has_blocks:
         raise ValueError(
             f"max_length={most} is not supported by {spec.family}: it decodes block after block, and may end "
-            "after any of them. Use stop_at_eos=True, with Threshold()."
+            "after any of them. Use stop_at_eos=True, with another sampler."
         )
     return most
 
@@ -255,7 +255,7 @@ def delimiters(tokenizer: Any, texts: Iterable[str] = ("\n",)) -> tuple[int, ...
       their ids, ascending.
 
     Raises:
-      ValueError: no texts, an empty one, or no token that ends with one.
+      ValueError: no texts, an empty one, no tokenizer, or no token that ends with one.
     """
     ends = () if isinstance(texts, str) or not isinstance(texts, Iterable) else tuple(texts)
     if not ends or not all(isinstance(end, str) and end for end in ends):

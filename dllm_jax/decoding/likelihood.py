@@ -77,7 +77,7 @@ def log_likelihood(
 
     Each draw masks x of the answer's r tokens and sums their cross entropies, weighted by r/x; the estimate
     is minus the mean over draws. x is stratified: each group of `strata` draws spreads it evenly over 1..r.
-    The paper's estimator for single-token answers needs one draw and is exact.
+    The paper's estimator for single-token answers needs one draw (draws=1, strata=1) and is exact.
 
     Args:
       model: Model returned by `load`.
@@ -92,7 +92,8 @@ def log_likelihood(
       cfg_scale: Scale of classifier-free guidance (`Sampler`).
       key: Random key of the masks.
       masks: Recorded masks Bool[draws b r] instead of a key; `draws` and `strata` are then not used.
-      chunk: Number of draws evaluated at once; memory grows with b * chunk.
+      chunk: Number of draws evaluated at once; memory grows with b * chunk. Models with experts take one at a
+        time whatever it is.
       order: "random" estimates by draws. "confidence" takes r passes instead, from an answer that is all
         masked: each reveals the true token with the highest probability, whose log-probability is added
         (iLLaDA's scoring of multiple choice, arXiv:2606.25331). Nothing is drawn; it is no bound.
@@ -101,7 +102,8 @@ def log_likelihood(
       Log-likelihoods in nats, float32 [b].
 
     Raises:
-      ValueError: An argument is out of range or does not fit the others.
+      ValueError: An argument is out of range or does not fit the others, or the model has no mask token.
+      TypeError: An option that the function does not have.
 
     Examples:
       >>> import jax
@@ -125,7 +127,7 @@ def token_log_likelihoods(
     masked one and 0 for the others; the result is the mean over draws. With masks of one's own these are
     other quantities: one draw that masks everything gives log p of every token when none is known; one draw
     per token that masks it alone (`masks[i, :, i]`, r draws) gives log p given all others, the terms of the
-    pseudo-log-likelihood.
+    pseudo-log-likelihood. Block-causal models see earlier blocks unmasked in either case, and no later ones.
 
     Arguments and errors are those of `log_likelihood`.
 

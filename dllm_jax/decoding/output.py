@@ -113,7 +113,7 @@ def show(
     confidence: bool = False,
     console: "rich.console.Console | None" = None,
 ):
-    """Prints a generation to the terminal: a line per step, in which masks turn into text.
+    """Prints a generation to the terminal: a line per step that changes it, in which masks turn into text.
 
     A generation wider than the terminal is printed in parts, each with the lines of the steps that change it.
 

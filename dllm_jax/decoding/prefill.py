@@ -45,16 +45,16 @@ def prefill(
     Args:
       model: Model returned by `load`. A prefix serves the weights that computed it, and no others.
       prompt: Token ids of one sequence.
-      prefix: Earlier prefix; what `prompt` shares with its tokens is not computed again. The next turn of a
-        chat begins with the last one.
+      prefix: Earlier prefix; the whole blocks that `prompt` shares with its tokens are not computed again.
+        The next turn of a chat begins with the last one.
       causal: Whether each token attends only to itself and those before it, as `Autoregressive` and
         `S2D2(causal_storage=True)` read prompts. In a causal context (Nemotron-Labs-Diffusion) each does.
       buckets: Bucket lengths to which the storage is padded, so that prefixes of all lengths share few
         programs. Default: a program per length.
 
     Raises:
-      ValueError: The model has no blocks, counts them from the response without a causal context, has no mask
-        token or lies on a mesh; or an argument breaks a rule.
+      ValueError: The model has no blocks, counts them from the response and its tokens do not attend
+        causally, has no mask token or lies on a mesh; or an argument breaks a rule.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
     causal = check_argument("causal", causal, bool) or model.spec.context.has_causal_passes

@@ -48,7 +48,7 @@ class StopTexts:
 
     Decoding ends once all tokens up to a stop are unmasked and no stop can begin before it. The output keeps
     these tokens, of which the last may hold text of answer, stop and more; `decode` cuts the text. The same
-    program serves other texts, unless their automaton outgrows its tables, whose sizes are powers of 2.
+    program serves other texts whose automaton has tables of the same sizes, which are powers of 2.
 
     The automaton knows the bytes of each token. A tokenizer whose texts are not its tokens' joined only has
     its text cut: decoding goes on to the end of the response.

@@ -35,14 +35,14 @@ class Snapshot(NamedTuple):
 
     Attributes:
       tokens: Token ids [b l], int32; mask_id where masked.
-      decoded: Positions unmasked since the last snapshot.
+      decoded: Positions unmasked, or given another token, since the last snapshot.
       confidence: Confidence at which each position was unmasked, float32; NaN elsewhere.
-      steps: Number of denoising steps of each sequence so far.
-      block: Index of the block, from 0, of the slowest sequence.
+      steps: Number of forward passes of each sequence so far.
+      block: Index of the block, from 0, in which the slowest sequence was.
       output: Output of `generate` in the last snapshot; None before.
       logprobs: Log-probabilities so far (`LogProbs`), if `logprobs=k`; otherwise None.
-      settled: Position [b] up to which the tokens of each sequence stay as they are: its first mask, or where
-        its block begins if the sampler may revise tokens there.
+      settled: Position [b] up to which the tokens of each sequence stay as they are: its first mask or stop,
+        or where its block begins if the sampler may revise tokens there.
     """
 
     tokens: Int[np.ndarray, "b l"]
@@ -59,7 +59,7 @@ class Snapshot(NamedTuple):
 def stream(
     model: Model, prompt: inputs.Ids, *, every: int | None = None, **options: Unpack[GenerateOptions]
 ) -> Generator[Snapshot, None, None]:
-    """Decodes like `generate`, and yields the generation after every block or every few denoising steps.
+    """Decodes like `generate`, and yields the generation after every block or every few forward passes.
 
         for snapshot in dj.stream(model, prompt, length=128, block=32):
             print(tokenizer.decode(snapshot.tokens[0]))
@@ -73,7 +73,7 @@ def stream(
     Args:
       model: Model returned by `load`.
       prompt: Prompt of `generate`.
-      every: Maximum number of denoising steps between two snapshots. A snapshot also follows when the slowest
+      every: Maximum number of forward passes between two snapshots. A snapshot also follows when the slowest
         sequence has finished its block. None yields only those.
       **options: Arguments of `generate`, except for `progress`.
 
@@ -86,7 +86,8 @@ def stream(
       FloatingPointError: Logits held NaN or infinity, with nonfinite="raise".
 
     Warns:
-      dllm_jax.engine.stats.NonFiniteWarning: Logits held NaN or infinity, with nonfinite="warn".
+      dllm_jax.engine.stats.NonFiniteWarning: Logits held NaN or infinity, with nonfinite="warn". The other
+        warnings are those of `generate`.
     """
     steps = check_argument("every", every, PositiveInt | None)
     check_options("stream", options, "every")
@@ -109,7 +110,7 @@ def snapshots(placed: Placed, every: int | None) -> Generator[Snapshot, None, No
 
     Args:
       placed: the request.
-      every: denoising steps between two of them; None: blocks alone.
+      every: forward passes between two of them; None: blocks alone.
 
     Raises:
       ValueError: inside of `jit`.

@@ -43,7 +43,7 @@ def stream_chat(
     template: Mapping[str, Any] | None = None,
     **options: Unpack[GenerateOptions],
 ) -> Generator[ChatSnapshot, None, None]:
-    """Answers like `chat`, and yields the answer so far after every block or every few denoising steps.
+    """Answers like `chat`, and yields the answer so far after every block or every few forward passes.
 
         for part in dj.stream_chat(model, tokenizer, messages, length=128, block=32):
             print(part.text)
@@ -53,20 +53,23 @@ def stream_chat(
       model: Model from `load`.
       tokenizer: Tokenizer or processor (`chat`).
       messages: A conversation, or a list of conversations (`chat`).
-      every: Maximum number of denoising steps between two snapshots (`stream`). Default: whole blocks.
+      every: Maximum number of forward passes between two snapshots (`stream`). Default: whole blocks.
       stop: Texts at which the answer ends (`chat`).
       enable_thinking: Variable of Qwen3-like chat templates (`chat`).
       template: Further variables of the chat template by name.
-      sampler: Remasking strategy (`generate`).
-      forbid: Ids that are never unmasked (`generate`).
+      sampler: Remasking strategy (`chat`).
+      forbid: Ids that are never unmasked (`chat`).
       buckets: Bucket lengths for prompts (`generate`).
-      **options: Options of `generate` (length, block, steps, policy, key, ...).
+      **options: Options of `generate` (length, block, steps, policy, key, ...), except for `prompt_mask`,
+        `prompt_embeds`, `prefix`, `logprobs` and `progress`.
 
     Yields:
       The answers so far.
 
     Raises:
       ValueError: Invalid arguments (`chat`, `stream`).
+      TypeError: An option that `stream_chat` does not have.
+      FloatingPointError: Logits held NaN or infinity, with nonfinite="raise".
     """
     check_options("stream_chat", options, "every", "enable_thinking", "template")
     asked = prepare_chat(model, tokenizer, messages, options, enable_thinking, template)

@@ -75,15 +75,16 @@ def trajectory_log_probs(
       most_per_step: upper bound of the tokens that a step decodes in one sequence, static. None counts them;
         in a traced program, where that is not known, it means the whole canvas. A sequence of which a step
         decoded more has NaN.
-      chunk: steps evaluated at once; memory grows with b * chunk.
+      chunk: steps evaluated at once; memory grows with b * chunk. Models with experts take one at a time.
       remat: recompute each layer in the backward pass instead of keeping its activations.
 
     Returns:
       log-probabilities and steps, see `Trajectory`.
 
     Raises:
-      ValueError: a run without a trace, of another vocabulary, with answers that grew (`max_length`), with
-        drafts (`FreeDave`), or whose canvases do not show what was attended to; an argument out of range.
+      ValueError: a run without a trace, of another vocabulary, with answers that grew (`max_length`), an
+        `Output` with drafts (`FreeDave`), or a run whose canvases do not show what was attended to; an
+        argument out of range.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
     trace = _trace_of(run)

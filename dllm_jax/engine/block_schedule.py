@@ -94,8 +94,8 @@ def check_schedule(layout: Layout, policy: Policy, sampler: Sampler):
         return
     if not policy.only_sets:
         raise ValueError(
-            f"block={layout.sliding!r} is not supported by {type(policy).__name__}: it caches or drops "
-            "positions by fixed blocks. Use an integer block, or SlidingCache(), DualCache() or DKVDecode()."
+            f"block={layout.sliding!r} is not supported by {type(policy).__name__}: it has layers of "
+            "its own. Use an integer block, or SlidingCache(), DualCache() or DKVDecode()."
         )
     if sampler.revises:
         raise ValueError(
