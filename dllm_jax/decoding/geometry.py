@@ -114,8 +114,8 @@ def canvas_length(asked: RequestOptions, spec: ModelSpec, prompt: int) -> int:
         asked,
         spec,
         f"whose answers grow from length={length} on. Pass max_length=, such as four times the length.",
-        f"its answers have one length. Use DAEDAL(), or length={asked.max_length}, which counts generated "
-        "tokens only.",
+        f"its answers have one length. Use length={asked.max_length}, which counts generated tokens only, or "
+        "DAEDAL() on a model without blocks.",
     )
     if most < length:
         raise ValueError(

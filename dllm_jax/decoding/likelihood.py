@@ -255,7 +255,7 @@ def _drawn(estimator: Estimator, shape: tuple[int, int], real) -> Bool[Array, "d
     """Masks of a key: draws are grouped in strata, and each sequence has masks of its own."""
     draws, strata = estimator.draws, estimator.strata
     if estimator.key is None:
-        raise ValueError("log_likelihood draws random masks: pass key=jax.random.key(seed)")
+        raise ValueError("masks are drawn at random: pass key=jax.random.key(seed)")
     check_argument("draws", draws, PositiveInt)
     check_argument("strata", strata, PositiveInt)
     if draws % strata:
