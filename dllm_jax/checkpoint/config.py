@@ -62,11 +62,12 @@ class Config:
 
         Args:
           key: name in config.json.
-          kind: the annotation of a field of `ModelSpec`.
-          default: Value in place of an absent key or null.
+          kind: Annotation of the value, such as that of a field of `ModelSpec`.
+          default: Value in place of an absent key, of null and, unless `kind` is bool, of false.
 
         Raises:
-          ValueError: the value is outside of the range, or absent and has no default.
+          ValueError: the value is outside of the range; or there is none, nor a default, and `kind` allows no
+            None.
         """
         # null is as good as absent: the reference takes n_heads for null n_kv_heads, vocab_size for null
         # embedding_size.
@@ -84,7 +85,8 @@ class Config:
 
         Args:
           keys: Keys of config.json, by field.
-          **defaults: Values of absent keys, by field; otherwise there are as many KV heads as heads.
+          **defaults: Values of absent keys, by field; otherwise there are as many KV heads as heads, and the
+            vocabulary is `vocab_size`.
 
         Raises:
           ValueError: as `read`; or no key gives a head's width, and the heads do not divide the model's.
@@ -153,7 +155,7 @@ class Config:
             raise ValueError(f"{self.where}: eos_token_id={shown(given)} {rule}") from None
 
     def check(self, requirements: tuple[Requirement, ...]):
-        """Raises ValueError that lists every key whose value no requirement allows."""
+        """Raises ValueError that lists the keys whose values their requirements do not allow."""
         lines = []
         for requirement in requirements:
             key, supported = requirement.key, " or ".join(map(json.dumps, requirement.allowed))

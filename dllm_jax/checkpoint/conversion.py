@@ -57,16 +57,18 @@ def convert(
       the destination.
 
     Raises:
-      FileExistsError: the destination exists.
-      FileNotFoundError: no such source.
-      ValueError: see `load`; also if the source is converted already, or contains the destination.
+      FileExistsError: the destination exists, and `overwrite` is False or it is no checkpoint; or another
+        process writes it.
+      FileNotFoundError: no such source, or files of it are missing.
+      ValueError: see `load`; also if the source is converted already, or source and destination are the same
+        or contain one another.
     """
     directory, target = locate_model(source, revision, family), local_path("destination", destination)
     check_apart(directory, target)
     if is_converted(directory):
         raise ValueError(
             f"{directory} is converted already; expected a Hugging Face directory. dj.load reads it as it "
-            "is, and `dllm-jax export` writes it back."
+            "is, and `dllm-jax export` writes it back, unless it holds int8 matrices."
         )
     checkpoint = open_hf(directory, family)
 

@@ -106,7 +106,7 @@ def open_converted(path: Path, family: Family | None = None) -> Source:
     params = path / PARAMS
     folders = {entry.name for entry in params.iterdir() if not entry.name.startswith(".")}
     if (layers := layers_in_all(spec)) > len(folders):  # before a list of that many is made
-        raise ValueError(f"{path / SPEC}: layers={layers}, but {params} lacks units for that many layers")
+        raise ValueError(f"{path / SPEC} describes {layers} layers, but {params} lacks units for that many")
     # The spec is a claim of a file: nothing is allocated before names, shapes and dtypes agree with it.
     units = units_of(spec, family)
     if missing := [unit.name for unit in units if not (params / unit.name).is_dir()]:
@@ -132,7 +132,7 @@ def _check_unit(where: Path, expected: dict[str, Any]):
     """
     # All layers have arrays of the same names and shapes: only the name kept with them tells them apart.
     if (unit := unit_of(where)) != where.name:
-        raise ValueError(f"{where} holds the unit {unit}: directories of units were renamed or exchanged")
+        raise ValueError(f"{where} holds the unit {unit}: its directory was renamed, exchanged or emptied")
     # What keeps the dtype that it was stored in may have any that files hold.
     wide = lambda name, dtype: name in WIDE and dtype in SAFETENSORS.values()
     kind = lambda name, dtype: "its own dtype" if wide(name, dtype) else str(dtype)

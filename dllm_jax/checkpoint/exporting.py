@@ -66,14 +66,15 @@ def export(
 
     Tensors that the conversion left in their dtype, float32 or bfloat16, come back bit for bit.
 
-    config.json, tokenizer and other small files come back as they were kept; where the spec was changed
-    (rope_factor, dtype) config.json says so.
+    config.json, tokenizer and other small files come back as they were kept; config.json changes where the
+    spec or the dtype did, where weights were quantized, and where the authors' code reads no
+    `rope_parameters`.
 
     Args:
       source: a directory written by `convert`.
       destination: directory to write; it appears only when complete.
       overwrite: replace an existing checkpoint; it stays until the new one is complete.
-      shard_bytes: largest size of a safetensors file; a larger tensor gets a file of its own.
+      shard_bytes: Most bytes of tensors in a safetensors file; a larger tensor gets a file of its own.
       show_progress: draw a bar on standard error.
       family: Layout of one's own, as `convert` took it.
 
@@ -81,9 +82,11 @@ def export(
       the destination.
 
     Raises:
-      FileExistsError: the destination exists.
+      FileExistsError: the destination exists, and `overwrite` is False or it is no checkpoint; or another
+        process writes it.
       FileNotFoundError: no such source.
-      ValueError: not a converted directory, one of int8 matrices, damaged, or it contains the destination.
+      ValueError: not a converted directory, one of int8 matrices, damaged, or source and destination are the
+        same or contain one another.
     """
     directory, target = locate(source), local_path("destination", destination)
     check_apart(directory, target)
@@ -127,9 +130,10 @@ def save_hf(
         other keys of config.json, generation_config.json and code. None takes `model.origin`, the directory
         that the model was loaded from.
       overwrite: replace an existing checkpoint; it stays until the new one is complete.
-      shard_bytes: largest size of a safetensors file; a larger tensor gets a file of its own.
+      shard_bytes: Most bytes of tensors in a safetensors file; a larger tensor gets a file of its own.
       fused_experts: Whether the experts of a layer are written as transformers 5 holds them, in one tensor
-        `experts.gate_up_proj` and one `experts.down_proj`. The authors' code reads a tensor per expert.
+        `experts.gate_up_proj` and one `experts.down_proj`; those of DiffusionGemma always are. The authors'
+        code of the others reads a tensor per expert.
       keep_from: Earlier name of `like`.
       family: Layout of one's own, as `load` took it.
 
@@ -141,7 +145,9 @@ def save_hf(
       the destination.
 
     Raises:
-      FileExistsError: the destination exists.
+      FileExistsError: the destination exists, and `overwrite` is False or it is no checkpoint; or another
+        process writes it.
+      FileNotFoundError: no such `like`.
       ValueError: parameters of another or of several dtypes, int8 matrices, LoRA adapters, or a spec its
         family's config.json cannot hold.
     """

@@ -37,8 +37,8 @@ def file_inside(folder: Path, name: str) -> Path:
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: the name leads out of the directory, or the file lies outside of it or is none (a directory,
-        a pipe, a device).
+      ValueError: the name may lead out of the directory, or the file lies outside of it or is none (a
+        directory, a pipe, a device).
     """
     try:
         name.encode()
@@ -47,7 +47,8 @@ def file_inside(folder: Path, name: str) -> Path:
 
     # An index is text that anyone may have written: its names are judged before the disk is asked for them.
     if "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
-        raise ValueError(f"{folder}: {shown(name)} leads out of the directory; only its own files are read")
+        rule = "must be a relative path without '..': only files of the directory are read"
+        raise ValueError(f"{folder}: {shown(name)} {rule}")
     path = folder / name
     place = absolute(path)
     try:

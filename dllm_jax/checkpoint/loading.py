@@ -52,7 +52,8 @@ def load(
     """Loads a checkpoint from a Hugging Face directory, the hub or a converted directory.
 
     No weights are ever initialized, and besides the model only one layer (or the embedding, or the head) is
-    in memory at a time. Each process reads only what its own devices hold.
+    in memory at a time. Each process reads only what its own devices hold; to quantize, all inputs of its
+    output channels.
 
     Args:
       path: Hugging Face directory (config.json, safetensors), directory written by `convert`, or hub id
@@ -62,8 +63,8 @@ def load(
         tools quantized (fp8, GPTQ, AWQ, compressed-tensors) are dequantized while they are read.
       mesh: Mesh of devices that share the model and its batches, with Auto or Explicit axes. None uses the
         mesh of `jax.set_mesh`, or the default device.
-      rope_factor: Factor of the rotary base (NTK scaling, LongLLaDA arXiv:2506.14429), which scales the
-        maximum context length by the same factor.
+      rope_factor: Factor of the rotary base (NTK scaling, LongLLaDA arXiv:2506.14429), and of the limit on
+        positions.
       check_finite: Whether to check every weight for NaN and infinity.
       implementation: Kernels of attention, eviction and experts ("xla", "pallas", "cudnn" or others, see
         `Model`), or of each by its name, `{"attention": "cudnn", "experts": "pallas"}`, and XLA's of those
@@ -73,31 +74,36 @@ def load(
         of the weights; None takes what the devices read faster: stacked in small models, and on TPUs unless
         there are experts; otherwise separate, as layers of different shapes have to be. Tokens do not depend
         on it.
-      weights: "int8" quantizes the matrices of the layers, but for routers, and a vocabulary head of its own
-        to int8 (`dllm_jax.nn.int8`), which takes half their memory in bfloat16; outputs can differ slightly
-        because of rounding. None keeps the stored form: a directory converted to int8 loads as int8, any
-        other one in `dtype`.
+      weights: "int8" quantizes to int8 the matrices of the layers, but for routers, those of DiffusionGemma's
+        self-conditioning, and a vocabulary head of its own (`dllm_jax.nn.int8`), which takes half their
+        memory in bfloat16; outputs can differ slightly because of rounding. None keeps the stored form:
+        a directory converted to int8 loads as int8, any other one in `dtype`.
       rules: Sharding rules that say what each axis of the mesh splits; the default knows "dp", "data" and
         "batch" (sequences), "tp", "model" and "tensor" (heads, MLP width, vocabulary), "ep" and "expert"
         (experts) and "fsdp" (parameters and sequences).
-      verify: Whether to compare every file with its stored hash first, which reads all files once more.
-      vocab: Truncate the vocabulary to this size (first rows of the embedding and head). LLaDA-V is published
-        with `len(tokenizer)` = 126349. None keeps all rows of the checkpoint.
+      verify: Whether to compare spec.json and the files of all parameters with their stored hashes first,
+        which reads them once more. Directories that `convert` wrote have hashes.
+      vocab: Truncate the vocabulary to this size (first rows of the embedding and head). LLaDA-V's authors
+        run it with `len(tokenizer)` = 126349. None keeps all rows of the checkpoint.
       revision: Branch, tag or commit of a hub id; None takes the main branch.
       family: Description of a model type that the library does not know (`Family`, docs/adding-a-family.md).
 
     Warns:
       dllm_jax.checkpoint.dtypes.DtypeWarning: several stored dtypes, or float16, and `dtype` None.
-      dllm_jax.nn.mesh.ReplicationWarning: parameters that cannot be split as the rules say, by name.
+      dllm_jax.nn.mesh.ReplicationWarning: parameters that cannot be split as the rules say, or axes of the
+        mesh without a rule, by name.
+      dllm_jax.checkpoint.config.MaskTokenWarning, dllm_jax.checkpoint.config.BlockSizeWarning: no file names
+        the mask token, or the block size.
 
     Returns:
       the model.
 
     Raises:
       FileNotFoundError: no such directory and no such hub id, or files are missing.
+      NotADirectoryError: the path is a file's.
       ValueError: unsupported config or dtype, tensors missing, unmapped or misshaped, a damaged file,
         a factor that is not positive, an unknown implementation, a mesh without any axis that the rules know,
-        other weights than an int8 directory holds, files that are not as written or of which no hash is known
+        `weights` that are neither None nor "int8", files that are not as written or of which no hash is known
         (verify), or (check_finite, int8) tensors with NaN or infinity; each by name.
 
     Examples:
@@ -167,7 +173,7 @@ def scale_rope(spec: ModelSpec, factor: float) -> ModelSpec:
         scaled = f"{spec.rope_scaling.kind}, factor {spec.rope_scaling.factor:g}"
         raise ValueError(
             f"rope_factor={factor} is not supported here: rotary frequencies of the checkpoint are scaled "
-            f"already ({scaled}). Change rope_scaling in its config.json instead."
+            f"already ({scaled}). Change them in its config.json instead."
         )
 
     if factor != 1 and spec.gemma is not None:

@@ -105,7 +105,7 @@ def _of_blocks(name: str, q: Tensor, scale: Tensor, zero: Tensor | None, block: 
     ):
         given = "" if zero is None else f" and a zero point {zero.dtype} {list(zero.shape)}"
         rule = "scales must be floats, and a zero point I8 of their shape"
-        raise ValueError(f"{name}_scale is {scale.dtype} {list(scale.shape)}{given}: {rule}")
+        raise ValueError(f"{name} has a scale {scale.dtype} {list(scale.shape)}{given}: {rule}")
     counts = scale.shape if np.prod(scale.shape, dtype=int) != 1 else (1,) * len(q.shape)
     counts = counts if len(counts) == len(q.shape) else (*counts, 1)
     sides = (1,) * (len(q.shape) - 2) + tuple(block or (0, 0))  # 0: one number or all of them
@@ -166,7 +166,8 @@ def _packed(
     bits = next((b for b in BITS if packed.shape == (outputs, -(-inputs * b // 32))), None)
     groups = scale.shape[1]
     if bits is None or scale.shape[0] != outputs or inputs % groups:
-        raise ValueError(f"{name} of {[outputs, inputs]} is not packed in 4 or 8 bits: {list(packed.shape)}")
+        shapes = f"{list(packed.shape)}, scales {list(scale.shape)}"
+        raise ValueError(f"{name} of {[outputs, inputs]} is not packed in 4 or 8 bits by groups: {shapes}")
 
     def read(ranges: Ranges) -> np.ndarray:
         rows, columns = ranges

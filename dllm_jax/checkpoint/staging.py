@@ -67,7 +67,7 @@ def _check_free(destination: Path, overwrite: bool):
     if not destination.exists():
         return
     if not overwrite:
-        raise FileExistsError(f"{destination} exists; pass --overwrite (overwrite=True) to replace it")
+        raise FileExistsError(f"{destination} exists; --overwrite (overwrite=True) replaces a checkpoint")
     if not _is_checkpoint(destination):
         raise FileExistsError(f"{destination} exists and is no checkpoint directory; it is not overwritten")
 

@@ -35,8 +35,7 @@ class LoRA(Options):
       alpha: Scale of the update, which is multiplied by alpha / rank.
       matrices: Matrices to update (`target_modules` in PEFT), names of `dllm_jax.nn.sharding.OUTPUTS`: the
         projections of attention, the MLP's three, and the vocabulary head (unless it is tied to the
-        embedding). Queries and values are the paper's choice (section 7.1); d1 and most recipes for LLaDA
-        take all seven of the layers.
+        embedding). Queries and values are the paper's choice (section 7.1).
     """
 
     rank: PositiveInt = 8
@@ -63,7 +62,7 @@ def attach(model: Model, lora: LoRA, key: Key[Array, ""], dtype: Any = None) -> 
     copied; on a mesh the factors are split as their matrix is, the rank never.
 
     Args:
-      model: float or int8 (whose matrices stay as they are and cannot be trained or merged).
+      model: float, or int8, whose matrices stay as they are: it can be neither trained nor merged.
       lora: Matrices, rank and alpha of the adapter.
       key: draws A.
       dtype: Dtype of the factors, float32 or bfloat16. Default: the model's. `train` keeps float32 master

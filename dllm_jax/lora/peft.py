@@ -54,14 +54,16 @@ def save(
       model: Model with adapters.
       directory: Directory to write; it appears only when complete.
       base: `base_model_name_or_path`, the hub id or directory of the model without them.
-      overwrite: replace an existing adapter.
+      overwrite: replace an existing adapter or checkpoint.
 
     Returns:
       the directory.
 
     Raises:
-      FileExistsError: the directory exists.
-      ValueError: no adapters, several ranks, or several processes.
+      FileExistsError: the directory exists, and `overwrite` is False or it is no adapter or checkpoint; or
+        another process writes it.
+      ValueError: no adapters, several ranks or alphas, several processes, or a model whose modules PEFT's
+        files do not fit (DiffusionGemma, LLaDA2, a `Family` of one's own).
     """
     if jax.process_count() > 1:
         raise ValueError(
@@ -95,8 +97,10 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
       directory: Directory with adapter_config.json and adapter_model.safetensors, or its hub id.
 
     Raises:
-      FileNotFoundError: one of the files is missing; says what the directory holds instead.
-      ValueError: another variant, tensors that do not fit the model, or a model with adapters.
+      FileNotFoundError: no such directory and no such hub id, or one of the files is missing; then it says
+        what the directory holds instead.
+      ValueError: another variant, tensors that do not fit the model, a model with adapters, or one that
+        `save` does not take.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
     path = locate(directory)

@@ -4,7 +4,8 @@
 
 Symmetric, to the nearest value, and of weights alone: a product converts the values to the dtype of the
 activations, which is exact, as every integer up to 256 is a bfloat16; compilers do so while they read. The
-matrices of the layers, each expert's too, and the vocabulary head are int8 (`sharding.OUTPUTS`).
+matrices of the layers, each expert's too, those of DiffusionGemma's self-conditioning, and the vocabulary
+head are int8 (`sharding.OUTPUTS`).
 Embedding, routers, norms and biases keep the model's dtype; so does a table that embedding and head share.
 """
 

@@ -172,11 +172,11 @@ class AnyRes(Views):
 
 @dataclasses.dataclass(frozen=True)
 class Pad(Views):
-    """One view: the image in the middle of a gray square. For several images in a prompt, and for training.
+    """One view: the image in the middle of a gray square. For several images in a prompt.
 
     Attributes:
-      newline: end the image's tokens with a newline, as in training (730 tokens). The published evaluation
-        hands over all images as one array, which leaves it out (729).
+      newline: end the image's tokens with a newline, as the authors' training does (730 tokens). The
+        published evaluation hands over all images as one array, which leaves it out (729).
     """
 
     newline: bool = False

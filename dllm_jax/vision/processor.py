@@ -116,6 +116,8 @@ class Processor(Options):
             programs.
 
         Raises:
+          ImportError: there are images, and Pillow is not installed.
+          FileNotFoundError: the file of an image does not exist.
           ValueError: a model without a tower, messages, placeholders or images that break a rule, or a prompt
             that is too long.
         """
@@ -142,7 +144,7 @@ class Processor(Options):
         """Encodes a batch of conversations for training: ids and mask, left-padded, and the images' pixels.
 
         Raises:
-          ValueError: as `encode`.
+          ImportError, FileNotFoundError, ValueError: as `encode`.
         """
         vision = tower.tower_of(spec)
         prompts = [self.prompt(messages, vision) for messages in conversations]

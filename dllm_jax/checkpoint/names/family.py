@@ -206,7 +206,8 @@ class Family:
       unsigned: Whether files of its model type without such classes and signs are its own.
       names: its tensors. Default: Llama's, and so of `keys` and `requirements`.
       keys: Keys of config.json, by the field of `ModelSpec` that they hold, for reading and writing.
-      expert_keys: the same of `ExpertSpec`; none of dense models.
+      expert_keys: Keys of config.json, by the field of `ExpertSpec`, for writing; `further_fields` reads
+        them. Dense models have none.
       requirements: keys that hold no field, and what this library supports of them.
       fixed: fields of `ModelSpec` that all its models share.
       defaults: Values of keys that published files leave out, by field.
