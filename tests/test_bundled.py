@@ -12,6 +12,7 @@ from dllm_jax.decoding.placement import place
 from dllm_jax.decoding.request import prepare
 from dllm_jax.engine.widths import step_widths
 from dllm_jax.tasks import Chain, FewShot, ReadNumbers, accuracy, answers, exact, examples, needle
+from tests import refuses
 
 MODELS = Path(__file__).parent / "goldens/models"
 HELD_OUT = {  # task and size, length, least share; the full figures are on the model cards
@@ -107,6 +108,7 @@ def test_each_example_draws_by_itself_in_batches_of_any_size():
     together = answers(model, read, asked, **hot)
     assert together[:2] != together[2:]
     assert answers(model, read, asked, batch=2, **hot) == together
+    refuses("examples=3 must be a list of Example", answers, model, read, 3)
 
 
 @pytest.mark.parametrize(

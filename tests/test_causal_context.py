@@ -147,6 +147,8 @@ def test_adapters_of_drafts_act_in_no_causal_pass():
         or (np.asarray(out.trace.proposed[:2]) != np.asarray(plain.trace.proposed[:2])).any()
     )
     refuses("draft_adapter=True needs a model with LoRA adapters", generated, of_drafts)
+    tied = lora.attach(tiny("nemotron", tied=True), lora.LoRA(rank=2), jax.random.key(0))
+    assert (np.asarray(generated(of_drafts, model=tied).tokens) != tied.spec.mask_id).all()
 
 
 def test_with_a_temperature_the_distribution_is_that_of_autoregressive_decoding():

@@ -8,7 +8,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from convert.verify import Tolerance, compare_logits, verify
-from dllm_jax.checkpoint import convert
+from dllm_jax.checkpoint import convert, save_hf
+from dllm_jax.nn.spec import ExpertSpec
+from dllm_jax.testing import models
 from tests import refuses
 from tests.checkpoints import save_sharded, tiny, write_hf
 
@@ -94,8 +96,14 @@ def test_another_spec_is_different(tmp_path):
     assert found.spec == ("rope_base: 500000.0 / 2000000.0", "positions: 4096 / 16384")
     assert not found.differing
     assert str(found).endswith("verdict: different")
-    other = verify(source, write_hf(tmp_path / "dream", tiny("dream")))
-    assert (other.tensors, other.ok) == (0, False)
+    more = ExpertSpec(count=8, per_token=2, mlp_width=24, renormalized=True)
+    few, many = (
+        save_hf(models.tiny("rnd1", **kind), tmp_path / n)
+        for n, kind in (("few", {}), ("many", {"experts": more}))
+    )
+    for one, differs in ((source, write_hf(tmp_path / "dream", tiny("dream"))), (few, many)):
+        other = verify(one, differs)
+        assert (other.tensors, other.ok) == (0, False)
     assert "not compared, families or shapes differ" in str(other)
 
 

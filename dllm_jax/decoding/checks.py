@@ -111,7 +111,7 @@ def _check_own_blocks(case: CheckedRequest):
 
 def _check_draft_adapter(params: Params):
     """Refuses adapters of drafts where the model has none, or has one in its head."""
-    if not adapted(params["layers"]) or is_low_rank(params["head"]):
+    if not adapted(params["layers"]) or is_low_rank(params.get("head")):
         raise ValueError(
             "draft_adapter=True needs a model with LoRA adapters in its layers, and none in its head, which "
             "verifies drafts too. Use lora.load(model, folder)"

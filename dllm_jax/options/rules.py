@@ -354,10 +354,12 @@ def absolute(path: Path) -> Path:
     """The path without `~`, `..` and links; raises ValueError if links lead in a circle."""
     with contextlib.suppress(RuntimeError):  # no such user: then it is a name like others
         path = path.expanduser()
-    try:
-        return path.resolve()
-    except (RuntimeError, OSError) as error:  # the former up to Python 3.12
-        raise ValueError(f"{path} is a link in a circle") from error
+    # Up to Python 3.12 links in a circle raise RuntimeError; later ones stay in the path.
+    with contextlib.suppress(RuntimeError, OSError):
+        resolved = path.resolve()
+        if not any(part.is_symlink() for part in (resolved, *resolved.parents)):
+            return resolved
+    raise ValueError(f"{path} is a link in a circle")
 
 
 def _instead(scheme: str, rest: str) -> str:

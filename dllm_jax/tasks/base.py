@@ -172,14 +172,20 @@ def prompt_arrays(
       template: Variables of the chat template by name, such as {"enable_thinking": True}.
     """
     check_tokenizer(tokenizer)
-    listed = isinstance(examples, list | tuple) and len(examples) > 0
-    if not listed or not all(isinstance(example, Example) for example in examples):
-        raise ValueError(f"examples={shown(examples)} must be a list of Example, at least one")
+    questions = _messages(examples)
     variables = NOTHING if template is None else template
     pad_id = spec if type(spec) is int else check_argument("spec", spec, ModelSpec).eos_id
     if isinstance(spec, ModelSpec):
         variables = with_defaults(variables, spec)
-    return encode_chats(tokenizer, [example.messages for example in examples], pad_id, variables)
+    return encode_chats(tokenizer, questions, pad_id, variables)
+
+
+def _messages(examples: Any) -> list[Any]:
+    """The messages of examples; raises ValueError if they are none, or no examples."""
+    listed = isinstance(examples, list | tuple) and len(examples) > 0
+    if not listed or not all(isinstance(example, Example) for example in examples):
+        raise ValueError(f"examples={shown(examples)} must be a list of Example, at least one")
+    return [example.messages for example in examples]
 
 
 def answers(
@@ -199,6 +205,7 @@ def answers(
       key: One random key for all examples, or one per example.
       **options: passed on to `dllm_jax.chat` (length, block, steps, policy, sampler, ...).
     """
+    questions = _messages(examples)
     decoded: dict[str, Any] = {"policy": Policy(), "block": None}
     if model.spec.has_mask_token:
         decoded["sampler"] = Confidence()
@@ -209,9 +216,8 @@ def answers(
     out = []
     for start in range(0, len(examples), batch):
         part = slice(start, start + batch)
-        questions = [example.messages for example in examples[part]]
         drawn: dict[str, Any] = {} if keys is None else {"key": keys[part]}
-        out += chat(model, tokenizer, questions, **decoded, **drawn)
+        out += chat(model, tokenizer, questions[part], **decoded, **drawn)
     return out
 
 
