@@ -135,7 +135,7 @@ def test_a_trained_view_is_saved_beside_its_origin(tmp_path):
     refuses("model has the form .*they must be alike", view.onto, changed)
     refuses("model=3 must be", ModelView, 3)
     refuses(
-        r"weights='int8', which ModelView does not support: .* variables. Load it without weights=\.$",
+        r"weights='int8', which ModelView does not support: .*. Load the original without weights=\.$",
         ModelView,
         dj.load(GOLDEN / "illada-tiny", weights="int8"),
     )

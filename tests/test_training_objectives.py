@@ -372,7 +372,10 @@ UNEQUAL = Batch(np.zeros((2, 3), int), np.zeros((3, 3), int))
         (lambda: one_step_masks(KEY, ragged()._replace(answer_mask=TRUE(3, 3))), "answer_mask has"),
         (lambda: dpo_loss(ONE, TWO, THREE, FOUR, beta=0.0), "beta=0.0 must be"),
         (lambda: dpo_loss(ONE, TWO[:3], THREE, FOUR), r"rejected has shape \(3,\); expected \(6,\)"),
-        (lambda: group_advantages(ONE, 4), r"rewards have shape \(6,\); expected a multiple of group=4"),
+        (
+            lambda: group_advantages(ONE, 4),
+            r"rewards have shape \(6,\); expected \[responses\], a multiple of group=4",
+        ),
         (lambda: group_advantages(ONE, 1), "group=1 must be"),
         (lambda: grpo_loss(*TOKENS[:2], ONE, clip=1.0), "clip=1.0 must be"),
         (lambda: grpo_loss(*TOKENS[:2], ONE, kl=-0.1), "kl=-0.1 must be"),

@@ -181,7 +181,7 @@ class Layer:
         return o
 
     def out(self, o: Float[Array, "b q h d"]) -> Float[Array, "b q m"]:
-        """The attention branch: output projection of the heads."""
+        """The attention branch: output projection of the heads, in Gemma's layers normed."""
         out = einsum("bqhd,hdm->bqm", self.head_output(o), self.weights["o"])
         return out if self.spec.gemma is None else self._normed("attn_post_norm", out)
 

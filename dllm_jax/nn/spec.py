@@ -167,7 +167,8 @@ class GemmaSpec(Options):
 
     Attributes:
       full: Layers that attend to everything; they have no projection of values, which are made of keys.
-      window: Positions that a query of the other layers attends to at most, its own included.
+      window: Positions W that a causal query of the other layers attends to at most, its own included; one
+        that is denoised attends to its canvas and to W - 1 positions before it.
       head_dim: Head width of full layers.
       kv_heads: Number of KV heads of full layers.
       rope_base: Theta of full layers' rotary embedding.
@@ -207,10 +208,11 @@ class ModelSpec(Options):
       heads: Number of query heads `h` (`num_attention_heads`).
       kv_heads: Number of KV heads `k` (`num_key_value_heads`); query head i reads KV head
         i // (heads // kv_heads). In full layers of DiffusionGemma it is `gemma.kv_heads`.
-      head_dim: Head width `d` (`head_dim`).
+      head_dim: Head width `d` (`head_dim`); `gemma.head_dim` in full layers of DiffusionGemma.
       mlp_width: Width of the gated MLP (`intermediate_size`).
       vocab: Vocabulary size `v` of the embedding, with unused ids (`vocab_size`).
-      rope_base: Theta of the rotary embedding (`rope_theta`); NTK scaling multiplies it (LongLLaDA).
+      rope_base: Theta of the rotary embedding (`rope_theta`); NTK scaling multiplies it (LongLLaDA). In full
+        layers of DiffusionGemma it is `gemma.rope_base`.
       norm_eps: Epsilon inside RMSNorm's square root (`rms_norm_eps`).
       mask_id: Token id of [MASK] (`mask_token_id`). A model without a mask token has `vocab` here, which is
         no token's id: it marks positions that no step has filled yet.
@@ -226,7 +228,8 @@ class ModelSpec(Options):
       positions: Context length in tokens, `max_sequence_length` (LLaDA) or `max_position_embeddings`; NTK
         scaling multiplies it. None if the checkpoint does not say.
       qk_norm: Whether queries and keys of each head are normed (RMSNorm) before they are rotated.
-      rope_width: Number of rotated dimensions at the beginning of a head; None for all.
+      rope_width: Number of rotated dimensions at the beginning of a head; None for all. Full layers of
+        DiffusionGemma have `gemma.rope_width`.
       block_size: Block length of block-causal attention (`dllm_jax.nn.mask`); 0 for full attention.
       experts: Mixture of experts that replaces MLPs or, with `gemma`, adds to them; None where all layers
         have an MLP of `mlp_width` alone.
@@ -302,7 +305,7 @@ class ModelSpec(Options):
         if self.gemma is not None:
             self._check_gemma(self.gemma)
         if self.rope_scaling is not None and self.rope_base <= 1:
-            raise ValueError(f"rope_base={self.rope_base} must be above 1: rope_scaling needs its logarithm")
+            raise ValueError(f"rope_base={self.rope_base} must be above 1 with rope_scaling")
         others = [("stop_ids", i) for i in self.stop_ids or ()]
         ends = [("eos_id", self.eos_id), ("eot_id", self.eot_id), *others]
         masks = [("mask_id", self.mask_id)] if self.has_mask_token else []
@@ -384,7 +387,7 @@ class ModelSpec(Options):
 
     @property
     def window(self) -> int | None:
-        """Positions that a query of this layer attends to at most (`at`); None for all."""
+        """The window of this layer (`at`), as `GemmaSpec` counts it; None where queries attend to all."""
         return self.gemma.window if self.gemma is not None and self.gemma.kind == "window" else None
 
     @property
@@ -413,7 +416,7 @@ class ModelSpec(Options):
 
     @property
     def rotated(self) -> int:
-        """Width of the part of a head that is rotated; `gemma.rope_width` in DiffusionGemma's full layers."""
+        """Width of the part of a head that is rotated, but in DiffusionGemma's full layers (`gemma`)."""
         return self.head_dim if self.rope_width is None else self.rope_width
 
     @property

@@ -46,7 +46,7 @@ class ModelView(nnx.Module):
         if model.weights is not None:
             raise ValueError(
                 f"model has weights={model.weights!r}, which ModelView does not support: optimizers of nnx "
-                "update floating-point variables. Load it without weights=."
+                "update floating-point variables. Load the original without weights=."
             )
         leaves, self._structure = jax.tree_util.tree_flatten_with_path(model)
         self._paths = tuple(_names(path) for path, _ in leaves)

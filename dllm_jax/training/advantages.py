@@ -27,7 +27,7 @@ def group_advantages(rewards: Num[AnyArray, "b"], group: int, normalize: bool = 
     of their largest magnitude has advantages of 0. Whole numbers are compared exactly.
 
     TRL and verl divide by the deviation of a sample (over group - 1) plus 1e-4 and 1e-6. There advantages
-    shrink with the scale of the rewards, and those of rewards that rounding tells apart are small, not 0.
+    shrink with the scale of the rewards, and those of rewards that rounding tells apart are not 0.
 
     Args:
       rewards: Reward of each response, of any real dtype; responses to one prompt are adjacent.
@@ -39,14 +39,16 @@ def group_advantages(rewards: Num[AnyArray, "b"], group: int, normalize: bool = 
       Advantages in float32.
 
     Raises:
-      ValueError: rewards that are not finite, a number of responses that is no multiple of `group`, or
-        differences that float32 cannot hold (without `normalize`).
+      ValueError: rewards that are no finite numbers, a group of fewer than 2, a number of responses that is
+        no multiple of it, or differences that float32 cannot hold (without `normalize`).
     """
     check_argument("group", group, Annotated[PositiveInt, Interval(ge=2)])
     check_argument("normalize", normalize, bool)
     rewards = finite_numbers("rewards", rewards)
     if rewards.ndim != 1 or rewards.size % group or not rewards.size:
-        raise ValueError(f"rewards have shape {rewards.shape}; expected a multiple of group={group}")
+        raise ValueError(
+            f"rewards have shape {rewards.shape}; expected [responses], a multiple of group={group}"
+        )
     above, span, scale = _above_least(rewards.reshape(-1, group))
     xp = host.module(above)
     # A_i = (r_i - mean) / std over the responses to one prompt; a group of equal rewards teaches nothing.

@@ -44,8 +44,8 @@ class TrainConfig(Options):
       steps: Total number of optimizer steps.
       learning_rate: Peak learning rate.
       muon: peak learning rate of Muon (K. Jordan, 2024; `optax.contrib.muon`) for the matrices of the layers
-        but routers and LoRA factors, AdamW with Nesterov momentum for the rest; None uses AdamW for
-        everything. Tiny models trained from scratch learn look-ups in far fewer steps with it.
+        but routers and those with LoRA adapters, AdamW with Nesterov momentum for the rest; None uses AdamW
+        for everything. Tiny models trained from scratch learn look-ups in far fewer steps with it.
       warmup: steps of linear growth from 0, the rate of the first step, to the peak; None means 100, or half
         of the steps before the decay where these are fewer than 200 (`warmup_steps`).
       decay: steps of linear decline to 0 at the end; between the two the rate is constant, so a run can be

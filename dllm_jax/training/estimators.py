@@ -98,7 +98,7 @@ def elbo_masks(
       masks_per_level: n_y.
 
     Raises:
-      ValueError: no batch, no key, or draws that do not divide.
+      ValueError: no batch, no key, or numbers that are not positive or do not divide.
     """
     key, ours = one_key(key), checked(batch, None)
     check_argument("draws", draws, PositiveInt)
@@ -135,8 +135,8 @@ def response_log_probs(
         out[b, k] = 1/n sum_j weight[j, b] 1[k masked in draw j] log p(y_k | masked prompt, masked answer)
 
     With `one_step_masks` that is d1's log phi(o^k | q'); with `elbo_masks`, its sum over k is VRPO's B^.
-    Memory grows with `chunk`, not with the number of draws, under `jax.grad` too: each chunk is computed
-    again in the backward pass.
+    Memory grows with `chunk`, not with the number of draws, under `jax.grad` too: each of several draws is
+    computed again in the backward pass.
 
     Args:
       model: policy or reference; wrap the latter's result in `jax.lax.stop_gradient` where both share

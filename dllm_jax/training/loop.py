@@ -88,8 +88,8 @@ def train(
 
     Raises:
       ValueError: another run trains in the directory, or it holds a run of another model, of more steps or
-        with another configuration; options that do not go together, or not with the model; a batch that does
-        not fit the model, or that mesh and `accumulate` do not divide.
+        with another configuration, or a `log.jsonl` of something else; options that do not go together, or
+        not with the model; a batch that does not fit the model, or that mesh and `accumulate` do not divide.
       TypeError: `optimizer` is not a transformation of optax.
       FloatingPointError: the loss is not finite.
       KeyboardInterrupt: Ctrl-C; if there is a directory, with a message that says which step it holds. A

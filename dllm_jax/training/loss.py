@@ -135,7 +135,8 @@ def masked_diffusion_loss(
 
     Raises:
       ValueError: an argument out of range, a batch that does not fit the model, `prompt_isolation` or
-        `blocks` for a block-causal model, or `causal_weight` for another one or without prompts.
+        `blocks` for a model with blocks, or `causal_weight` for one without a causal context or without
+        prompts.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
     check_argument("remat", remat, bool)

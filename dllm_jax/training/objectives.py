@@ -201,7 +201,7 @@ def grpo_loss(
       the loss, twice (alone for `jax.grad`, and among the metrics).
 
     Raises:
-      ValueError: shapes that differ, numbers out of range, or only one of `reference` and `kl`.
+      ValueError: arrays of other dtypes or shapes, numbers out of range, or only one of `reference` and `kl`.
     """
     check_argument("clip", clip, ClipRange)
     check_argument("kl", kl, NonNegativeFloat)
