@@ -89,7 +89,7 @@ class Evidence(NamedTuple):
     """Attention statistics of the prompt in one step.
 
     Attributes:
-      votes: attention that each prompt position received, -inf at padding.
+      votes: score of each prompt position by the attention it received (`Voters.score`), -inf at padding.
       preference: P_h (equation 14), the masked queries' attention to the prompt over that to prompt and
         masks, by KV head.
     """

@@ -57,6 +57,8 @@ class LayerBudgets(Options, abc.ABC):
     def budgets(self, layers: int, budget: int, prompt: int) -> Int[np.ndarray, "n"]:
         """Pairs per KV head of each layer: at most `prompt` each, n * min(budget, prompt) in all.
 
+        `PyramidKV(outside=True)` retains more in all.
+
         Args:
           layers: n.
           budget: average over the layers.
@@ -195,7 +197,8 @@ class PyramidKV(LayerBudgets):
     """PyramidKV (arXiv:2406.02069): a linear descent from the first layer to the last.
 
     Attributes:
-      beta: steepness; the last layer gets budget / beta, or more where the prompt caps the first.
+      beta: steepness; the last layer gets budget / beta, more where the prompt caps the first and with
+        `outside`.
       window: pairs of the observation window, which count toward the budget.
       outside: leave the window out of the pyramid (the older public code, whole-number arithmetic) instead
         of falling back to a uniform budget when the last layer could not hold it (kvpress); with the default
@@ -204,6 +207,7 @@ class PyramidKV(LayerBudgets):
         32 layers up to 6 %.
 
     With a single layer, or a budget that the window uses up, budgets are uniform: neither code covers these.
+    With `outside` so are they for prompts shorter than 2 (budget - window).
     """
 
     beta: PositiveInt = 20
@@ -212,7 +216,7 @@ class PyramidKV(LayerBudgets):
 
     @override
     def budgets(self, layers: int, budget: int, prompt: int) -> Int[np.ndarray, "n"]:
-        """A linear descent whose rounding, half to even, is the method's own."""
+        """A linear descent, rounded as in the code that it follows."""
         # A budget that holds the prompt evicts nothing; the other two cases no released code covers.
         if budget >= prompt or layers == 1 or budget <= self.window:
             return np.full(layers, min(budget, prompt), np.int32)
@@ -322,7 +326,7 @@ class OnlineLayers(LayerBudgets):
 
     @override
     def widest(self, budgets: Int[np.ndarray, "lengths n"], budget: int, prompt: int) -> int:
-        """The budget of a layer that alone has any importance, rounded up."""
+        """The budget of a layer that alone has any importance, rounded up, and one for float32."""
         # Row i of the identity is a profile in which layer i alone has any.
         base, extra = self.groups.allocate(np.eye(budgets.shape[1]), budget)
         return min(prompt, int(np.ceil(base + extra.max())) + 1)
@@ -391,7 +395,7 @@ def calibrate(
       a profile for `BoundaryMiddle(importance=...)`; 1 minus it serves `SqueezeAttention(cosine=...)`.
 
     Raises:
-      ValueError: prompts or prompt_mask break a rule of `generate`, or the model computes NaN.
+      ValueError: prompts, prompt_mask or length break a rule of `generate`, or the model computes NaN.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
     length = check_argument("length", length, PositiveInt)
@@ -408,7 +412,7 @@ def save_profile(path: str | pathlib.Path, profile: tuple[float, ...], **notes: 
     """Writes a profile as JSON, with notes on how it was measured.
 
     Raises:
-      ValueError: the profile holds something other than finite numbers.
+      ValueError: the profile is empty, or holds something other than finite numbers.
     """
     profile = check_argument("profile", profile, Profile)
     local_path("path", path).write_text(json.dumps({"importance": list(profile), **notes}, indent=1) + "\n")

@@ -20,7 +20,7 @@ from dllm_jax.traced import Count, Traced
 
 @dataclasses.dataclass(frozen=True)
 class Voters(Options, abc.ABC):
-    """The positions whose attention decides which prompt positions are kept."""
+    """The positions whose attention decides which KV pairs are retained."""
 
     of_prompt: ClassVar[bool] = False
     """Whether they are positions of the prompt, which steps of a block-causal model's later blocks lack."""
@@ -171,11 +171,13 @@ def evidence(
       mask: Keys that may be attended to; None for all.
       rows: the computed positions; votes count where all voters are among them.
       canvas: state before the step.
-      among: positions that may vote, and masks that count; None for all.
+      among: positions that may vote, as those of the prompt always may (`Voters.of_prompt`), and masks that
+        count; None for all.
 
     Returns:
-      votes, summed over the voters and averaged over the query heads of a KV head, -inf at padding; and P_h
-      of equation 14, the masked queries' attention to the prompt over that to prompt and masked positions.
+      `Voters.score` of the votes, summed over the voters and averaged over the query heads of a KV head, -inf
+      at padding; and P_h of equation 14, the masked queries' attention to the prompt over that to prompt and
+      masked positions.
     """
     p = canvas.layout.prompt
 

@@ -96,8 +96,7 @@ class Policy(Options):
 
     A cache policy is a frozen dataclass that overrides the members in which it differs. Its fields are the
     method's hyper-parameters, and their annotations define the allowed values (`dllm_jax.options`). Methods
-    are pure, and run while a program is traced; state between steps is in the `Cache`. The members follow in
-    the order in which a generation uses them.
+    are pure, and run while a program is traced; state between steps is in the `Cache`.
     """
 
     _returns = RETURNS
@@ -214,7 +213,7 @@ class Policy(Options):
     def scored(self) -> Literal["block", "response"]:
         """Names the masks that get a candidate token and a score, if they can be predicted.
 
-        "block" scores the eligible masks of the block. "response" scores all masks of the response, for a
+        "block" scores the eligible masks. "response" scores all masks of the response, for a
         policy whose `observe` ranks masks of later blocks. Only eligible masks are unmasked in either case;
         logits are computed for all scored ones.
         """
@@ -223,7 +222,8 @@ class Policy(Options):
     def eligible(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Selects the positions that may be unmasked in the coming step: a subset of `canvas.eligible`.
 
-        Called with the same canvas as `select`, which must cover the positions that predict them.
+        `select` must cover the positions that predict them. The canvas is that of the coming step, without
+        `planned_order` and, with guidance, without the second stream.
         """
         return canvas.eligible
 
@@ -248,8 +248,9 @@ class Policy(Options):
 
         A selection that fits none of them runs as a full step: in place on the canvas, with padding rows
         where a sequence does not compute the position. With the default layer, widths affect speed only. A
-        layer that treats full steps (`Rows.full`) differently must return a width that holds every other
-        selection. The default is a series of halvings of the canvas, itself included.
+        policy whose layer treats full steps (`Rows.full`) differently must return a width that holds every
+        other selection. The default is a series of halvings of the canvas, itself included; none if `select`
+        is not overridden.
         """
         return halvings(layout.length) if self.reuses else ()
 
@@ -307,8 +308,8 @@ class Policy(Options):
     def only_sets(self) -> bool:
         """Whether all positions run the default layers, so that the policy consists of two sets.
 
-        Such a policy is compatible with features that bring their own layers: `EvictPrompt`, a sampler that
-        verifies.
+        Such a policy is compatible with features that bring their own layers, such as `EvictPrompt` and
+        `WINO`.
         """
         return type(self).layer is Policy.layer and type(self).network is Policy.network
 

@@ -38,11 +38,12 @@ class D2Cache(Policy):
     The first step is a full step. A later step computes M* | X | U. M* are the k masks with the
     highest confidence times certainty density, those of the current block first (section 4.1). X are the
     tokens that the last step unmasked. U is the nucleus of the other positions by attention rollout (section
-    4.2). Only computed tokens can be unmasked.
+    4.2). Only masks that these positions predict can be unmasked.
 
     Memory: Dense keys and values, and two numbers per position.
 
-    Limits: Attention rollout grows with the square of the prompt and dominates above some thousand tokens.
+    Limits: The attention rollout of the first step grows with the cube of the canvas, and dominates above
+    some thousand tokens.
 
     Attributes:
       k: Number of masks in M*. More are computed if the sampler's schedule needs them.
@@ -55,9 +56,9 @@ class D2Cache(Policy):
     Equals exact decoding when: p=1.
     Differences: Four slips of the reference are repaired as its comments intend. From its code, unlike the
       paper: the density is normalized, the nucleus stays within p, and M* ends with the block that holds the
-      k-th mask. Beyond both: padding is never computed or counted, and negative scores ("entropy") are
-      divided by the density. Without a mask token (DiffusionGemma) M* are the k positions of the canvas with
-      the largest entropy.
+      k-th mask. Beyond both: padding is in none of the sets and never counted, and negative scores
+      ("entropy") are divided by the density. Without a mask token (DiffusionGemma) M* are the positions of
+      the canvas that read another token than they predict, filled up to k by the largest entropy.
     """
 
     k: TracedPositiveInt = MASKS

@@ -52,7 +52,7 @@ class DKVGreedy(Policy):
 
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Everything at a refresh, else D_{t-1}, D_t and the window."""
+        """Everything at a refresh, else D_{t-1}, D_t, the window, and what predicts D_t."""
         # D_{t-1} has new tokens to store, D_t needs logits.
         selected = canvas.just_decoded | canvas.planned
         assert canvas.planned_order is not None, "canvas.planned is known"

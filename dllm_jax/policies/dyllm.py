@@ -39,7 +39,7 @@ class DyLLM(Policy):
 
     Memory: Dense keys and values, attention outputs in float32 and MLP outputs, for all positions.
 
-    Limits: Queries, scores and projections run for the whole response. Nothing is computed exactly again
+    Limits: Queries, scores and projections run for the whole response. No step computes everything again
       after the first steps. Steps with the prompt, and at small batch all of them, run the other rows too and
       take what is stored in place of their results, as a step waits for weights.
 

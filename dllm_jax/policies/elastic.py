@@ -223,14 +223,14 @@ class ElasticCache(Policy):
         return canvas.masked & ~behind_first_eos(canvas) if self.cut_at_eos else canvas.masked
 
     def voters(self, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Positions that predict masks."""
+        """Positions that predict the window; without `block_caching`, all masks."""
         return canvas.predicting_positions(
             self.in_window(canvas) if self.block_caching else self.undecided(canvas)
         )
 
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        """Selects everything at first; then new and tracked tokens, and what predicts the window."""
+        """Selects everything at first; then new and tracked tokens, and the voters."""
         tracked = members(cache.shared.attended, canvas.layout.length)
         return canvas.first_step | canvas.just_decoded | tracked | self.voters(canvas)
 
@@ -288,12 +288,12 @@ class ElasticCache(Policy):
         rows: Rows,
         canvas: Canvas,
     ) -> Float[Array, "b l"]:
-        """Votes of equation 5, summed over heads and over the positions that predict the window."""
+        """Votes of equation 5, summed over heads and over the voters."""
         voting = (rows.take(self.voters(canvas)) & rows.real).astype(jnp.float32)
         return jnp.sum(layer.received(q, cache.read().k, lse, voting, cache.attends(rows, canvas)), axis=1)
 
     def top(self, votes: Float[Array, "b l"], canvas: Canvas) -> Int[Array, "b track"]:
-        """The most attended decoded tokens, which are tracked in the next step."""
+        """The most attended positions that are decided or cut off, which are tracked in the next step."""
         return most_attended(votes, canvas.valid & ~self.undecided(canvas), self.track)
 
     @override

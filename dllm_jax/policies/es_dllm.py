@@ -38,28 +38,30 @@ class WithCopies(NamedTuple):
 class ESDLLM(Policy):
     """Skips later layers (early exit) for tokens of low confidence and little change in the block (ES-dLLM).
 
-    It is predicted to pay where the number of computed tokens limits a step: batches of 8 and more, long
-    blocks.
+    Early exit is predicted to pay where the number of computed tokens limits a step: batches of 8 and more,
+    long blocks.
 
     As `DualCache`, with the positions before the block renewed at intervals, and all of them only in the
     first step. At a few depths each row is scored by its confidence in earlier steps, and by how much it has
-    changed since it last ran there. The best rows go on; the others keep their KV pairs in later layers, and
-    the step does not unmask their tokens. Every `block_every` steps, all rows of the block run all layers.
+    changed since it last went on there. The best rows go on; the others keep their KV pairs in later layers,
+    and the step does not unmask their tokens. Every `block_every` steps, all rows of the block run all
+    layers.
 
     With `evict` the step after the first `evict.delay` of a block is whole. Each layer then retains the pairs
     outside of the block that Sparse-dLLM would, and the block's later steps attend to them.
 
-    Memory: Dense keys and values for all positions, and the stored rows of each depth, response only. Evicted
-      pairs stay there, as in the reference, twice unless `prompt_every` is a multiple of the block.
+    Memory: Dense keys and values for all positions; with compare="hidden" or "query" also the rows at each
+      depth where `ratios` fall, response only. Evicted pairs stay there, as in the reference, twice unless
+      `prompt_every` is a multiple of the block.
 
     Limits: Needs an integer block, and no guidance, constraints, `early_commit` or `Edit`. By the
-      roofline, short blocks save nothing on GPUs at batch 1.
+      roofline, early exit saves nothing in short blocks on GPUs at batch 1.
 
-    Equals exact decoding when: prompt_every=1 in one block, if the output head is not shifted.
+    Equals exact decoding when: prompt_every=1, evict=None in one block, if the output head is not shifted.
     Differences: Slots, quotas and what was just decoded are counted per sequence, so a batch changes nothing.
       Stored rows and scores are float32 or of the model's dtype, and ties go to the lower position. Without a
       mask token (DiffusionGemma) uncertainty, 1 - exp(-entropy), takes the place of confidence: no row is
-      about to be unmasked. `block_every` counts from each canvas's first step.
+      about to be unmasked. `block_every` counts from each canvas's first step; 1 is exact.
 
     Attributes:
       prompt_every: Slots between steps that renew everything before the block. The scripts use 8 to 256.

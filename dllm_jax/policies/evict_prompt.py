@@ -49,27 +49,29 @@ class EvictPrompt(PromptEviction):
     to retain (`dllm_jax.eviction`). Other steps recompute no prompt token, unless with a shifted output head
     the last one; queries attend to the retained KV pairs and the response. `Policy.reads` still applies.
 
-    On block-causal models with reselect=False the first step evicts for good: it reads everything, and the
-    masks of its block vote (`SnapKV` and `PromptVotes`: the prompt). Finished blocks stay dense, and what a
-    prompt has beyond whole blocks is not evicted. With reselect=True, `EvenHeads()` and `UniformLayers()` the
-    budget bounds all earlier blocks: the masks of each new block rank the retained KV pairs and those of the
-    block before. `policy` selects positions of the block: use `Policy()`.
+    On block-causal models with reselect=False the first step evicts for good: it reads everything, and
+    `votes` takes positions of its block (`SnapKV` and `PromptVotes`: of the prompt). Finished blocks stay
+    dense, and what a prompt has beyond whole blocks is not evicted. With reselect=True, `EvenHeads()` and
+    `UniformLayers()` the budget bounds all earlier blocks: the votes of each new block rank the retained KV
+    pairs and those of the block before. `policy` selects positions of the block: use `Policy()`.
 
     Memory: The budget, and [n b r k d] for keys and for values of the response (with a shifted output head,
-    also of the position before it).
+    also of the position before it; on block-causal models, of what the prompt has beyond whole blocks). With
+    reselect=True on block-causal models, the budget and a block.
 
     Limits: Needs a policy that consists of sets (`Policy.only_sets`). Accuracy falls when one selection must
     serve a long block.
 
     Equals exact decoding when: the policy recomputes everything in every step, for example
-      `DKVDecode(refresh_every=1)`. With budget >= prompt length it equals the policy without eviction, if
-      that recomputes the prompt as a whole.
+      `DKVDecode(refresh_every=1)`; not on block-causal models. With budget >= prompt length it equals the
+      policy without eviction, if that recomputes the prompt as a whole. With reselect=True on block-causal
+      models the budget must hold the response too.
     Differences: The combination is ours; MaskKV's paper evicts under dLLM-Cache only (`MaskKV`).
 
     Attributes:
       policy: Policy that selects the tokens to recompute, such as `DualCache`, `DKVDecode` or your own; on
-        block-causal models also `Policy` and `DelayedCache`. Policies with layers of their own raise
-        `ValueError`.
+        block-causal models also `Policy` and, with reselect=False, `DelayedCache`. Policies with layers of
+        their own raise `ValueError`.
       votes: Positions whose attention scores the KV pairs. Default: the predicting positions (the masked
         tokens, unless the head is shifted).
       reselect: Whether KV pairs are selected again whenever the prompt is recomputed. False renews the KV

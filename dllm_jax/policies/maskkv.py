@@ -32,7 +32,7 @@ class MaskKV(PromptEviction, DLLMCache):
     evict under another policy, use `EvictPrompt`.
 
     A prompt refresh attends to the full prompt. After each layer's attention every KV head retains the
-    positions with the most votes. Between refreshes nothing else of the prompt is cached.
+    positions with the most votes. Between refreshes no other KV pair of the prompt is cached.
 
     On block-causal models it is `EvictPrompt` over exact decoding with these votes and budgets and this
     `reselect`: nothing is refreshed, and with reselect=False the first step alone evicts.
@@ -41,10 +41,11 @@ class MaskKV(PromptEviction, DLLMCache):
     branch outputs of the response.
 
     Limits: By default the first selection is final, which fails when later tokens need other parts of the
-    prompt; see `reselect`. On Dream the votes miss the last prompt token.
+    prompt; see `reselect`. On Dream `MaskVotes` misses the last prompt token.
 
-    Equals exact decoding when: prompt_every=1, response_every=1. With budget >= prompt length it equals
-      `DLLMCache`, except for the position before the response in the first layer (shifted output heads).
+    Equals exact decoding when: prompt_every=1, response_every=1; on block-causal models, budget >= prompt
+      length and reselect=False. With budget >= prompt length it equals `DLLMCache` of the same intervals and
+      ratio, except for the position before the response in the first layer (shifted output heads).
     Differences: Budgets are rounded so that all of the budget is used, where the paper's floors lose some.
       Online layer budgets are measured in a pass before the first step (`eviction.OnlineLayers`).
 

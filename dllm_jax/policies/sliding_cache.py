@@ -52,7 +52,7 @@ class SlidingCache(Policy):
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
-        """A block and the window, twice as much, and so on as far as blocks become longer."""
+        """The window, and with it a block, about two or four of them as far as blocks become longer."""
         before = self.window + int(spec.shifted)
         return tuple(block + before for block in halvings(layout.widest_block, smallest=layout.block)[:3])
 

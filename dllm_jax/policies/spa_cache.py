@@ -129,8 +129,9 @@ class SPACache(DLLMCache):
     Attributes:
       prompt_every: Refresh interval of the prompt, in steps of the whole generation. The response is
         refreshed with it, and every `response_every` steps.
-      ratio: Share of the response updated in the layer at `peak`.
-      start: Share at the first layer, at most `ratio`. The paper uses 0.03 for LLaDA.
+      ratio: Share of the response updated in the layer at `peak`. `start`, `end` and `least` are no
+        larger.
+      start: Share at depth 0; the first layer itself updates all. The paper uses 0.03 for LLaDA.
       end: Share after the last layer.
       peak: Relative depth of the layer with the largest share, in [0, 1].
       least: Minimum share of any layer.

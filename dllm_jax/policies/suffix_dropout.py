@@ -165,13 +165,13 @@ class SuffixDropout(Policy):
     The set of retained masks is fixed from the first step of a block to its last. Given text after the block
     is always retained, and all tokens keep their positions.
 
-    Memory: That of the other policy.
+    Memory: Dense keys and values for all positions.
 
     Limits: Needs a policy that consists of sets (`Policy.only_sets`), and a model that attends in both
     directions.
 
-    Equals exact decoding when: keep=NearAndLast(near >= response) and the other policy does; it then equals
-      that policy.
+    Equals exact decoding when: keep=NearAndLast(near >= response) and the other policy does. It then equals
+      that policy, if that recomputes the block and all after it when a block begins.
     Differences: Draws depend on a seed and are alike in all sequences; the reference draws from torch's
       global generator, for one sequence. Its early end is `generate(..., stop_at_eos=True)`, which need not
       wait for the end of the block.

@@ -32,8 +32,8 @@ class WindowDiffusion(Policy):
 
     Memory: Dense keys and values for all positions.
 
-    Limits: Windows of 8 masks or fewer lost accuracy on the bundled models; with `Threshold` at most 2% of
-    the answers were right.
+    Limits: Windows of 8 masks or fewer lost accuracy on the bundled models; with `Threshold` fewer than 3%
+    of the answers were right.
 
     Equals exact decoding when: refresh_every=1.
     Differences: Batches, padding and a shifted output head work; the positions that predict the active masks

@@ -116,8 +116,8 @@ class RollingEviction(Policy):
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         if spec.shifted:
             raise ValueError(
-                f"reselect=True is not supported by EvictPrompt on {spec.family}: the step that enters a "
-                "block unmasks a token that the block before it predicts. Use reselect=False, or MAGE()."
+                f"reselect=True is not supported on {spec.family}: the step that enters a block unmasks a "
+                "token that the block before it predicts. Use reselect=False, or MAGE()."
             )
         pairs = PlacedPairs.zeros(spec, batch, self.slots(spec, layout), dtype)
         return Cache(pairs, shared=jnp.zeros((batch, layout.length), bool))
