@@ -43,8 +43,8 @@ class SparseDLLM(Policy):
     blocks, the pairs of earlier blocks that the block's other steps attend to; `side` has no effect.
 
     Memory: [n b s k d] for keys and for values, with s = int((l - block) * keep) + block; with side="prefix"
-    s = int(prompt * keep) + response. A shifted output head has one slot more. On block-causal models, dense
-    keys and values for all positions besides.
+    s = int(prompt * keep) + response. A shifted output head has one slot more. On block-causal models
+    s = int((l - 1) * keep) + block, and dense keys and values for all positions besides.
 
     Limits: Accuracy falls quickly with small `keep`, and in blocks whose tokens need different parts of the
     prompt.
