@@ -106,6 +106,7 @@ def test_methods_that_need_a_mask_are_refused_by_name():
     refuses(f"infill {calls}", dj.infill, model, [[1, 2, 3]])
     refuses(f"log_likelihood {calls}", dj.log_likelihood, model, [[1]], [[2]])
     refuses(f"prefill {calls}", dj.prefill, model, [1, 2, 3])
+    refuses(f"calibrate {calls}", dj.eviction.calibrate, model, [[1, 2, 3]], 4)
     refuses("rope_factor=2.0 is not supported by diffusion-gemma", dj.load, MODEL, rope_factor=2.0)
     refuses("ValueProxy does not support diffusion-gemma", policies.ValueProxy.of, model, 2)
     refuses("soft is not supported by llada", dj.forward, tiny("llada"), TOKENS, soft=jnp.zeros((1, 20, 32)))

@@ -18,7 +18,7 @@ from typing_extensions import override
 from dllm_jax.eviction.heads import Vector, exactly, round_to_total
 from dllm_jax.nn.arithmetic import cosine
 from dllm_jax.nn.layer import Layer, embed, walk
-from dllm_jax.nn.mask import block_causal, key_mask
+from dllm_jax.nn.mask import block_causal, key_mask, require_mask_token
 from dllm_jax.nn.mesh import number_modes
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.rope import rope_of
@@ -395,9 +395,11 @@ def calibrate(
       a profile for `BoundaryMiddle(importance=...)`; 1 minus it serves `SqueezeAttention(cosine=...)`.
 
     Raises:
-      ValueError: prompts, prompt_mask or length break a rule of `generate`, or the model computes NaN.
+      ValueError: prompts, prompt_mask or length break a rule of `generate`, the model computes NaN, or it has no
+        mask token.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
+    require_mask_token(model.spec, "calibrate", "Leave importance=None")
     length = check_argument("length", length, PositiveInt)
     ids, mask = inputs.padded_ids(prompts, prompt_mask, model.spec, "prompts")
     tokens, valid = map(jnp.asarray, inputs.masked_response(ids, mask, length, model.spec))
