@@ -395,8 +395,8 @@ def calibrate(
       a profile for `BoundaryMiddle(importance=...)`; 1 minus it serves `SqueezeAttention(cosine=...)`.
 
     Raises:
-      ValueError: prompts, prompt_mask or length break a rule of `generate`, the model computes NaN, or it has no
-        mask token.
+      ValueError: prompts, prompt_mask or length break a rule of `generate`, the model computes NaN, or it has
+        no mask token.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
     require_mask_token(model.spec, "calibrate", "Leave importance=None")
