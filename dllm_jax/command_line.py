@@ -265,6 +265,7 @@ def version() -> int:
 def run(main: Callable[[], object], interrupted: str = "interrupted") -> NoReturn:
     """Runs a command and ends the process with its status: the number that `main` returns, else 0.
 
+    After an error the status is that of `plain_errors`; 141 if nobody reads the output.
     `--version` prints versions in place of it.
 
     After Ctrl-C the interpreter is not torn down: threads of XLA may still work, and crash without it.

@@ -54,11 +54,11 @@ class Prediction:
     """Lower bounds on the time of a generation.
 
     Attributes:
-      full_ms: milliseconds of a full step, which recomputes the canvas.
+      full_ms: milliseconds of the mean full step, which recomputes the canvas.
       partial_ms: the same of the mean partial step, None if there are none.
       seconds: the generation.
       ms_per_token: the same per token of the batch.
-      memory_bound: fraction of the time spent in steps that wait for memory.
+      memory_bound: fraction of `seconds` in steps, or the tower's pass, that wait for memory.
       tower_ms: milliseconds of the images' pass through the tower, part of `seconds`.
     """
 
@@ -129,8 +129,8 @@ def work(
 
     Args:
       spec: the model.
-      policy: one of `dllm_jax.policies`.
-      layout: the geometry; `layout.steps` denoising steps, none left out by end-of-text.
+      policy: Cache policy. Extra traffic of layers is counted for the library's policies alone.
+      layout: the geometry; scheduled for `layout.steps` steps, none left out by end-of-text.
       batch: sequences, all of this layout.
       dtype: Dtype of parameters, activations and storage.
       assumed: Assumptions about data-dependent decisions.
@@ -224,14 +224,14 @@ def throughput(
 
     Args:
       spec: the model.
-      policy: Cache policy; a block begins with a full step.
+      policy: Cache policy; each block is assumed to begin with a full step.
       layout: Layout of every request.
       requests: denoising steps of each block of each request, in order of arrival.
       slots: sequences in flight, or of a batch.
       hardware: Hardware whose rates count.
 
     Raises:
-      ValueError: no slots, no requests, or one without blocks or with a block of no step.
+      ValueError: those of `work`; no slots, no requests, or one without blocks or with a block of no step.
     """
     slots = check_argument("slots", slots, PositiveInt)
     if not requests or not all(len(blocks) and min(blocks) > 0 for blocks in requests):

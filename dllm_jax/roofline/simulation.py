@@ -35,8 +35,9 @@ if jax.__version_info__ < (0, 11):  # newer versions have no other emitters
 def schedule(
     policy: Policy, spec: ModelSpec, layout: Layout, assumed: Assumed = Assumed()
 ) -> dict[Step, float]:
-    """Steps of each kind in a generation of `layout.steps` steps, none of which ends early.
+    """Steps of each kind in a generation scheduled for `layout.steps` steps, none of which ends early.
 
+    On block-causal models there may be more: causal passes, or a first block that begins with a prompt's end.
     Any policy can be scheduled: its `select` is asked on a canvas that is decoded from left to right at the
     even schedule's pace. What its layers move besides is known for the library's own (`traffic`).
 
