@@ -195,7 +195,7 @@ def test_prefixes_of_wrappers_are_removed(tmp_path, family, prefix):
     name = next(name for name in weights if other(name) != name)
     (path / "model.safetensors.index.json").unlink()
     save_file({name: weights[name]}, path / "more.safetensors")
-    refuses("are both .* without their prefixes", dj.load, path)
+    refuses("are both .* but for prefixes", dj.load, path)
 
 
 def test_the_index_decides_which_file_a_tensor_comes_from(tmp_path):

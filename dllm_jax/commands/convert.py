@@ -28,9 +28,9 @@ def main(
         bfloat16 for float16.
       rope_factor: Factor of the rotary base (NTK scaling for long contexts).
       overwrite: Replace an existing checkpoint, which stays until the new one is complete.
-      check_finite: End with an error if a weight is NaN or infinite.
-      weights: Quantize the matrices of the layers, but for routers, and a vocabulary head of its own to int8;
-        they cannot be exported.
+      check_finite: End with an error if a parameter holds NaN or infinity.
+      weights: Quantize to int8 the matrices of the decoder's layers, but for routers, of self-conditioning,
+        and of a vocabulary head of its own; they cannot be exported.
       revision: Branch, tag or commit of a hub id. Default: its main branch.
     """
     how: dict[str, Any] = dict(weights=weights, revision=revision, show_progress=True)

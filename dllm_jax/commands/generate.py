@@ -59,7 +59,7 @@ class Question(NamedTuple):
     said: str | list[Message]
 
     def messages(self, system: str | None) -> list[Message]:
-        """The conversation, which begins with a system message if it has none and there is one."""
+        """The conversation, after the system message if there is one, unless it begins with its own."""
         talk = [{"role": "user", "content": self.said}] if isinstance(self.said, str) else self.said
         begins = bool(talk) and isinstance(talk[0], dict) and talk[0].get("role") == "system"
         return talk if system is None or begins else [{"role": "system", "content": system}, *talk]
@@ -136,7 +136,7 @@ def question_request(
 
 
 def settings_of(asked: GenerateArguments, lm: LanguageModel, options: dict[str, Any]) -> dict[str, Any]:
-    """All that an answer depends on besides its prompt, as JSON holds it."""
+    """All that an answer depends on besides its prompt and, of samplers that draw, its place, as JSON."""
     said = lambda value: expressions.described_call(value) if isinstance(value, Policy | Sampler) else value
     settings = {name: said(value) for name, value in options.items() if name != "stop"}
     settings |= {
@@ -155,8 +155,8 @@ def read_questions(path: Path) -> Iterator[Question]:
 
     Raises:
       FileNotFoundError: no such file.
-      ValueError: a line of JSON without a prompt, or a text file all of whose lines are JSON with one; names
-        file and line.
+      ValueError: a file that is not UTF-8, a line that is no JSON object or has no prompt, or a text file all
+        of whose lines are JSON with one; names file and line.
     """
     if path.suffix.lower() in JSON_LINES:
         for where, value in read_objects(path):

@@ -45,7 +45,7 @@ class DecodingArguments(Checkpoint):
             check_text(f"--{name.replace('_', '-')}", getattr(self, name) or "")
 
     def given(self) -> dict[str, Any]:
-        """The options of `chat` that are given.
+        """The length, maximum length, steps, policy, sampler and block that are given.
 
         Raises:
           ValueError: no such policy, sampler or block, or arguments that it refuses.

@@ -37,7 +37,7 @@ class Tolerance:
 
     Attributes:
       max_abs: Largest accepted difference of a logit, and of a weight that logits of a text do not show.
-      kl: Largest accepted mean KL divergence of B's distribution from A's, in nats per position.
+      kl: Largest accepted mean KL(A || B) of the distributions, in nats per position.
       agreement: Smallest accepted mean share of A's top k tokens among B's top k.
       top_k: Number k of top tokens.
     """
@@ -55,7 +55,7 @@ class TensorDifference(NamedTuple):
       name: Its name in the checkpoint, with `{e}` for the numbers of experts.
       dtype_a: Dtype in A, "absent" if it is not there.
       dtype_b: Dtype in B, "absent" if it is not there.
-      max_abs: Largest difference in value.
+      max_abs: Largest difference in value; infinity if a tensor is absent or of another shape.
       shows: Whether logits of a text depend on all of it.
     """
 

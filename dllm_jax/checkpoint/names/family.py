@@ -186,7 +186,7 @@ BLOCK_SIZE = ("block_size", "block_length", "bd_size")  # spellings of one numbe
 
 
 class Tokens(NamedTuple):
-    """Ids of special tokens for a config.json that names none; None: not known."""
+    """Ids of special tokens where config.json does not name them; None: not known."""
 
     mask: int | None = None
     eos: int | None = None
@@ -216,7 +216,7 @@ class Family:
       blocks: Block size where config.json names none; None takes that of `defaults`, with a warning.
       scaling_type: key of the type in `rope_scaling`.
       rope_key: Key of the object that holds rotary embedding in published files. In "rope_parameters" stand
-        the base and the growth of queries too.
+        the base, the rotated part and the growth of queries too.
       newer_rope: Whether the authors' code reads "rope_parameters" as well, so that a file keeps them.
       also_read: Further keys of `IMPLIED` that the family reads or judges, and that may differ from the spec.
       adjusted: another spelling of a config.json -> the one that `keys` reads.
@@ -224,7 +224,7 @@ class Family:
         holds alone.
       more: spec -> what it determines besides `keys`.
       carried: Pattern of tensors that no parameter is made of, which conversion and export keep bit for bit.
-      fuses_experts: Whether its files hold the experts of a layer in one tensor.
+      fuses_experts: Whether its files hold the experts of a layer in two tensors, gate_up_proj and down_proj.
       template: spec -> keys that hold no field, for a model that never had a config.json.
     """
 
@@ -309,7 +309,7 @@ class Family:
         sizes = {name: config.get(name) for name in BLOCK_SIZE if config.get(name) is not None}
         if len({*map(repr, sizes.values())}) > 1:
             named = " and ".join(f"{name}={shown(value)}" for name, value in sizes.items())
-            raise ValueError(f"{config.where}: {named} must be equal: both are the block size")
+            raise ValueError(f"{config.where}: {named} must be equal: each is the block size")
         size = next(iter(sizes.values()), self.blocks)
         if size is None:
             size = self.defaults["block_size"]

@@ -292,7 +292,7 @@ def spelled(names: Iterable[str], expected: Iterable[str], where: str) -> dict[s
         spellings = (name, bare, OUTER + bare, bare.removeprefix(OUTER))
         known = next((other for other in spellings if _beginning(other) in beginnings), name)
         if (other := ours.setdefault(known, name)) != name:
-            raise ValueError(f"{where}: {other} and {name} are both {known} without their prefixes")
+            raise ValueError(f"{where}: {other} and {name} are both {known} but for prefixes")
     return {name: known for known, name in ours.items()}
 
 
