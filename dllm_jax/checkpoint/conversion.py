@@ -46,7 +46,7 @@ def convert(
       dtype: float32 or bfloat16; None keeps the stored one as `load` does.
       rope_factor: multiplies the rotary base and the limit on positions for good (NTK scaling).
       overwrite: replace an existing checkpoint; it stays until the new one is complete.
-      check_finite: refuse weights with NaN or infinity.
+      check_finite: refuse weights with NaN or infinity, but those that are only carried along.
       show_progress: draw a bar on standard error.
       weights: "int8" writes matrices in int8, half of bfloat16's size; the way back is refused. See
         `dllm_jax.nn.int8`.

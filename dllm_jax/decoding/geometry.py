@@ -60,7 +60,7 @@ def blocks_of(
     if isinstance(block, BlockSchedule):
         raise ValueError(
             f"block={shown(block)} is not supported by {spec.family}: it is trained in blocks "
-            f"of its own. Use an integer that divides block_size={size}."
+            f"of its own. Use an integer, such as {size}."
         )
     together: int = size if block is None else check_argument("block", block, PositiveInt)
     if context.has_causal_passes:

@@ -119,7 +119,7 @@ class Search(Options):
 
         Args:
           lm: Model with its tokenizer.
-          questions: objects with `prompt` and `answer`, or pairs.
+          questions: objects or dictionaries with `prompt` and `answer`, or pairs.
           decoding: Settings of exact decoding; length and block may be None (`exact_decoding`).
           policies: the settings, see `dllm_jax.eval.tuning.candidates.candidates`.
           journal: answers of earlier runs, which are not computed again, and where new ones go; closed.
