@@ -139,6 +139,6 @@ class SelfSpeculation(LeftToRight):
 
     @override
     def max_steps(self, layout: Layout) -> int:
-        """A prompt's pass, then a draft and its verification for each token at worst."""
+        """A prompt's pass, then the passes of a draft and its verification for each token at worst."""
         drafting = 1 if fixed_at(self.threshold, 0) else self.block - 1
         return 1 + (layout.end - layout.prompt) * (drafting + 1)

@@ -243,7 +243,8 @@ class Sampler(Options, abc.ABC):
     def whole_blocks(self) -> bool:
         """Whether blocks must have equally many steps, as LLaDA's schedule, and positions.
 
-        Models with blocks of their own do not ask for the latter.
+        Models with blocks of their own do not ask for the latter, and those whose blocks are counted from the
+        response (Nemotron-Labs-Diffusion) for neither.
         """
         return True
 
@@ -264,7 +265,7 @@ class Sampler(Options, abc.ABC):
 
     @property
     def may_idle(self) -> bool:
-        """Whether a block may wait for its schedule with nothing left to decode: such steps are counted.
+        """Whether steps may find nothing to decode although the block had a mask for each: these are counted.
 
         They are where a decision of yours meets the library's `finished`. The library's own decisions follow
         the schedule; one that revises tokens has something to do without masks.

@@ -45,7 +45,7 @@ class Decision(NamedTuple):
     """Decision of a sampler in one denoising step.
 
     Attributes:
-      chosen: candidates that are decoded; all others stay masked.
+      chosen: candidates that are decoded; all others stay as they are, unless revoked.
       memory: State for later steps, of the structure that `Sampler.init` returned.
       revoked: candidates whose token becomes a mask again, where the sampler verifies (`Procedure.verifies`,
         `Procedure.drafts`); else None.
@@ -94,7 +94,7 @@ class Noise(Protocol):
         ...
 
     def order_uniform(self, canvas: Canvas, index: Int[Array, "b c"]) -> Float[Array, "b c"]:
-        """Uniform [0, 1) noise that orders positions, float32."""
+        """Uniform [0, 1) noise for each position, float32: for an order, a coin or a token of noise."""
         ...
 
     def order_gumbel(self, canvas: Canvas, index: Int[Array, "b c"]) -> Float[Array, "b c"]:
@@ -162,14 +162,15 @@ class RecordedNoise(NamedTuple):
 
     Attributes:
       token: Gumbel noise by step, sequence, position and token; a scalar if no token is drawn.
-      order: uniform or Gumbel noise, whichever the sampler asks for; a scalar if no order is drawn.
+      order: uniform or Gumbel noise by step, sequence and position, whichever the sampler asks for; a scalar
+        if it asks for neither.
     """
 
     token: Float[Array, "t b l v"] | Float[Array, ""]
     order: Float[Array, "t b l"] | Float[Array, ""]
 
     def check(self, steps: int, batch: int, length: int, vocab: int):
-        """Raises ValueError if the recording is of other sequences, another canvas or model, or too short."""
+        """Raises ValueError for arrays of other sizes, with too few steps, or not of floats."""
         for name, of_one in (("token", (batch, length, vocab)), ("order", (batch, length))):
             array = getattr(self, name)
             if not isinstance(array, jax.Array | np.ndarray | np.generic):

@@ -75,8 +75,8 @@ class DAEDAL(GrowingAnswers):
     the mask becomes `expansion` masks. The confidence in the end is the mean probability of end-of-text at
     the last `checked` positions whose most likely token it is; each missing one counts 0.
 
-    Works with `Policy`, `PrefixCache` and `DualCache`. All positions of the answer meet the vocabulary in
-    every step that computes them.
+    Works with `Policy`, `PrefixCache` and `DualCache`, on models without blocks of their own. All positions
+    of the answer meet the vocabulary in every step that computes them.
 
     With length=max_length it is `Threshold(high)`, except for a first forward pass, and that the confidence
     must exceed the threshold. `grow_below=0` switches growth off, `insert_below=0` insertion.

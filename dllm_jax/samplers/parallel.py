@@ -130,13 +130,13 @@ class LocalLeap(UntilDone):
 
     Equals `Threshold(threshold)` when: radius=0, or relaxed=threshold.
 
-    Differences: By default [MASK] is not chosen; the released code repeats a step that chooses only that.
-      Each sequence goes on to its next block alone.
+    Differences: By default [MASK] is not chosen; the reference (lizhuo-luo/DAWN) repeats a step that chooses
+      only that. Each sequence goes on to its next block alone.
 
     Attributes:
       threshold: Minimum probability of an anchor.
       relaxed: Minimum probability near an anchor, at most the threshold; 0.75 for LLaDA and 0.8 for Dream in
-        the released scripts.
+        DAWN's scripts.
       radius: Maximum distance from an anchor, in positions.
     """
 

@@ -146,7 +146,7 @@ class PCSampler(FixedSchedule):
         """The probability of the token times its information in the corpus, clipped; in nats."""
         probability = super().confidence(logits, token, index, canvas, noise)
 
-        # In nats. The released code's 1e-10 keeps it finite for a token that the corpus does not have.
+        # In nats. d2Cache's 1e-10 (the authors' 1e-9) keeps it finite for a token that the corpus lacks.
         information = -jnp.log(jnp.asarray(self.frequencies.values)[token] + 1e-10)
         return jnp.minimum(probability * information, self.clip)
 

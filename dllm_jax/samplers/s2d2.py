@@ -56,8 +56,8 @@ class S2D2(UntilDone):
     accepted with probability min(1, (q / p)^gamma); the first refused one is drawn from (q - p)+. At
     temperature 0 the token must be the most likely one of q. `Dynamic` unmasks what its schedule then lacks.
 
-    Works with `Policy()`, on block-causal models that were made from autoregressive ones: others were never
-    trained on blocks of one token. No accuracy was measured.
+    Works with `Policy()`, on block-causal models without a causal context. Use it with those that were made
+    from autoregressive models: others were never trained on blocks of one token. No accuracy was measured.
 
     Equals `Autoregressive()` at temperature 0 when: on=None, causal_storage=True, block=the model's, a step
       per token.

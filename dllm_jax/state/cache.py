@@ -234,8 +234,8 @@ class LayerCache(NamedTuple):
     def attends(self, rows: Rows, canvas: Canvas) -> Mask | None:
         """Builds the attention mask of the rows, for keys in the order of the canvas [b #h #q l].
 
-        None where these are all positions: nothing is padding, and the policy reads everything. So programs
-        of policies without a set of their own hold no mask. Of a policy that stores nothing, the keys are
+        None where these are all positions: nothing is padding, the policy reads everything, and the model has
+        no blocks. Programs of such runs hold no mask. Of a policy that stores nothing, the keys are
         those of the rows; of a layer that stores a window (`WindowKV`), its slots, but in a full step.
         """
         mask = canvas.attends(rows, self.readable)

@@ -40,8 +40,8 @@ class Canvas:
 
     Each sequence has its own current block; none waits for others to finish theirs.
 
-    Sets are Bool[b l]; `first_step`, `block_begins` and `every_n_steps` are Bool[b 1] and combine with
-    them by broadcasting. A policy reads as set algebra:
+    Sets are Bool[b l]; conditions that policies ask, such as `first_step`, `block_begins` and
+    `every_n_steps`, are Bool[b 1] and combine with them by broadcasting. A policy reads as set algebra:
     `canvas.block_begins | canvas.predicting_positions(canvas.block)`.
 
     Attributes:
@@ -225,7 +225,7 @@ class Canvas:
 
     @property
     def block_begins(self) -> Bool[Array, "b 1"]:
-        """Whether the coming step is the first of its block."""
+        """Whether the coming step is the first of its block, or of a sliding block's round."""
         return (self.block_step == 0)[:, None]
 
     def every_n_steps(self, every: Count) -> Bool[Array, "b 1"]:

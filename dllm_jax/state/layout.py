@@ -91,7 +91,7 @@ class Layout(Options):
         whole_blocks: bool = True,
         cut_short: bool = False,
     ) -> "Layout":
-        """With the defaults of `generate`: one block, and one step per response position.
+        """Makes a layout: by default of one block, with a step for each position of its blocks.
 
         Without `whole_blocks`, or with `cut_short`, the last block may be shorter. Without `whole_blocks`
         steps per block are rounded up.

@@ -14,8 +14,9 @@ class Sliding(Options):
     """Block schedule `generate(..., block=Sliding(32))`, in which the block slides over the response (DSB).
 
     The block begins at the first mask. Its end moves by one for every unmasked token, up to a length of
-    `longest`. So a token that stays masked does not hold up later ones. Policies start a new round whenever
-    `block` tokens have been unmasked. A sampler's fixed schedule is that of the whole response.
+    `longest`. So a token that stays masked does not hold up later ones within that length. Policies start a
+    new round whenever `block` tokens have been unmasked. A sampler's fixed schedule is that of the whole
+    response.
 
     Attributes:
       block: Length of the first block, and number of tokens of a round.
@@ -33,9 +34,10 @@ class AdaBlock(Options):
 
     AdaBlock-dLLM (arXiv:2509.26432). The first step of a block sets its end: after the position of the window
     whose most likely token is a delimiter, with the largest probability. Without one that reaches the
-    threshold the block has `block` positions. It costs no forward pass. It needs a sampler that stays in a
-    block until nothing is masked (`UntilDone`) and revises no token, and a policy that promises
-    `fixed_within_blocks`, such as `PrefixCache` or `DualCache`.
+    threshold the block has `block` positions. It costs no forward pass. It needs a model without blocks of
+    its own, a sampler that stays in a block until nothing is masked (`UntilDone`) and revises no token, and a
+    policy that promises `fixed_within_blocks`, such as `PrefixCache` or `DualCache`. `infill` does not
+    support it.
 
     Equals fixed blocks when: threshold is above 1.
 
