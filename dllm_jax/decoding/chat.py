@@ -247,8 +247,9 @@ def chat_ids(
       name: Name of the conversation in errors.
 
     Raises:
-      ValueError: an empty conversation, a message with images, a text with a lone surrogate, a template that
-        rewrites a special token of a message, or a tokenizer without a chat template.
+      ValueError: an empty or invalid conversation, a message with images, a text with a lone surrogate, a
+        template that refuses the conversation or rewrites a special token of a message, or a tokenizer
+        without a chat template.
     """
     ids = _chat_ids(tokenizer, conversation, template, name)
     warn_of_unread(tokenizer, template)
@@ -298,8 +299,8 @@ def render(
       **how: Further arguments of `apply_chat_template`.
 
     Raises:
-      ValueError: the template rewrites a special token that a message spells, or a text holds a lone
-        surrogate.
+      ValueError: the template refuses the conversation or rewrites a special token that a message spells, or
+        a text holds a lone surrogate.
     """
     _check_template(template)
     check_texts(name, conversation)

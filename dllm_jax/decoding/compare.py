@@ -102,6 +102,7 @@ def compare(
     Raises:
       ValueError: Invalid arguments (`generate`), or no policies.
       TypeError: An option that `generate` does not have.
+      FloatingPointError: Logits held NaN or infinity, with nonfinite="raise".
 
     Examples:
       >>> model = dj.load(dj.bundled.path("tiny-llada"))

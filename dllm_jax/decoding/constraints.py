@@ -17,7 +17,10 @@ from dllm_jax.state import host
 from dllm_jax.state.host import AnyArray
 from dllm_jax.state.layout import Layout
 
-FORMS = "must be Bool[length, vocab], Bool[b, length, vocab], or a list with token ids or None per position"
+FORMS = (
+    "must be Bool[length, vocab], Bool[b, length, vocab], a list with token ids or None per position, or "
+    "such a list per sequence"
+)
 Lists = Sequence[Any]  # per position ids or None, or such a list per sequence
 ChoiceTable = Int[np.ndarray, "choices width"]
 Choices = list[tuple[int, ChoiceTable]]  # first position and table, of each sequence
@@ -50,8 +53,9 @@ def allowed_tokens(case: CheckedRequest) -> Allowed | None:
     Ids that the sampler suppresses join `forbid`. The sets must leave the choices of constraints.
 
     Raises:
-      ValueError: ids outside of the vocabulary, sets of another shape, a mask without an allowed token, or a
-        choice that is not allowed or contradicts other choices.
+      ValueError: ids outside of the vocabulary, sets of another shape, a mask without an allowed token, a
+        choice that is not allowed or contradicts other choices, or an end-of-text that is forbidden where the
+        sampler appends it.
     """
     asked, arrays, layout, spec = case.asked, case.arrays, case.layout, case.model.spec
     banned = [*_ids("forbid", asked.forbid, spec), *(asked.sampler.suppress_tokens or ())]
@@ -130,7 +134,7 @@ def _of_lists(allow: Lists, valid: Bool[AnyArray, "b l"], count: int, spec: Mode
 
 
 def _together(rows: list[list[Any]], spec: ModelSpec):
-    """Rows of each position as different sets; their number is a power of 2, for few programs."""
+    """Rows of each position as different sets; with that of all tokens, a power of 2, for few programs."""
     seen = [dict[bytes, int]() for _ in rows]
     which = [
         [

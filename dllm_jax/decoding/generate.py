@@ -57,7 +57,7 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
         temperature.
       noise: Recorded draws instead of a key.
       stop_at_eos: Whether a sequence ends when everything up to an end-of-text is unmasked. Remaining masks
-        are then filled with end-of-text. Tokens up to it do not change.
+        are then filled with end-of-text, on DiffusionGemma all that follows. Tokens up to it do not change.
       stop: Texts at which a response ends (`stop_strings`), as `StopTexts(tokenizer, ["\\n"])`, however their
         tokens spell them. The output holds end-of-text after the tokens that hold the first stop. Or
         sequences of token ids; then from the start of the stop on. As in LLaDA-V's reference implementation,
@@ -80,15 +80,17 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
         is not part of the output.
       nonfinite: Action for sequences whose logits hold NaN or infinity: "warn", "raise" or "ignore". They end
         at that step (`Stats.finite`); other sequences continue. "ignore" does not wait for the
-        results, unless other warnings may depend on them (constraints, answers that grow, classes of yours).
+        results, unless other warnings may depend on them (constraints, answers that grow, classes of yours)
+        or the host cuts them (`trace`, `buckets`, a batch that a mesh does not divide).
       interventions: Values to set or change at named places of the network (`Intervention`), in order. They
         are runtime arguments.
       progress: Whether to draw a progress bar on standard error. Results do not change.
       group: Advanced. Maximum number of sequences that run a full step together, of each part into which a
         mesh splits the batch. Default: enough to saturate the device (`dllm_jax.engine.group`); of small
-        models all. Changes speed and memory, and no tokens up to ties that rounding decides.
-      widths: Advanced. Static widths of partial steps. Default: the policy's. Changes speed, and no
-        tokens up to ties that rounding decides.
+        models on canvases of at most 512 positions, all. Changes speed and memory, and no tokens up to ties
+        that rounding decides.
+      widths: Advanced. Static widths of partial steps. Default: the policy's; of small models on such
+        canvases its widest. Changes speed, and no tokens up to ties that rounding decides.
 
     Returns:
       The tokens, the statistics of each sequence, and the trace and log-probabilities if asked for.
@@ -104,8 +106,8 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
         a policy or sampler of yours.
       dllm_jax.decoding.report.LengthWarning: Answers were to grow beyond `max_length`.
       dllm_jax.state.inputs.PositionsWarning: Prompt and response exceed the model's context length.
-      dllm_jax.state.inputs.IdleStepsWarning: There are more steps than tokens to unmask, or a policy or
-        sampler of yours lets steps idle.
+      dllm_jax.state.inputs.IdleStepsWarning: A schedule has more steps than tokens to unmask, on a model
+        without blocks, or a policy or sampler of yours lets steps idle.
 
     Examples:
       >>> model = dj.load(dj.bundled.path("tiny-llada"))

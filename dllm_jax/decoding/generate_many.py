@@ -107,8 +107,8 @@ def generate_many(
       slots: Maximum number of sequences that decode together (`max_num_seqs` in vLLM); a mesh that splits the
         batch rounds it up to what it divides.
       errors: How to report an invalid request, or one with non-finite logits under `nonfinite="raise"`.
-        "raise" raises the exception, after which the iterator continues; "return" yields it in place of an
-        output.
+        "raise" raises it as `ValueError` or `FloatingPointError`, after which the iterator continues;
+        "return" yields the exception in place of an output.
       buckets: Bucket lengths for prompts. None compiles a program for each prompt length.
       key: A `jax.random` key. Request i draws by `jax.random.fold_in(key, i)` unless it has its own key. Keys
         of other implementations become threefry keys first (`dllm_jax.nn.keys`).

@@ -37,8 +37,9 @@ def blocks_of(
       sampler: may decode in blocks of its own.
 
     Raises:
-      ValueError: the model is block-causal, and the block does not divide its blocks or is another than the
-        sampler's own, or something is given after the answer, or nothing before it.
+      ValueError: the model is block-causal, and the block does not divide its blocks, is a schedule or
+        another than the sampler's own, or something is given after the answer, or nothing before it; or a
+        delimiter of `AdaBlock` is no id that is decoded.
     """
     if isinstance(block, AdaBlock):
         block.check(spec)
@@ -99,8 +100,9 @@ def canvas_length(asked: RequestOptions, spec: ModelSpec, prompt: int) -> int:
       prompt: Prompt positions, without those that a bucket adds.
 
     Raises:
-      ValueError: a largest length below the first, beyond the model's context, or without a sampler that
-        grows, and the other way round; options that have no meaning for answers that grow.
+      ValueError: a sampler that fills templates alone; a largest length below the first, beyond the model's
+        context, or without a sampler that grows, and the other way round; options that have no meaning for
+        answers that grow.
     """
     length: int = check_argument("length", asked.length, PositiveInt)
     if asked.max_length is None and not asked.sampler.procedure.grows:
@@ -143,7 +145,7 @@ def template_room(
     Raises:
       ValueError: a sampler that makes answers longer after a prompt alone; a largest length without a sampler
         that grows, below the masks of a template, or beyond the model's context, and the other way round;
-        options that have no meaning for answers that grow.
+        options that have no meaning for answers that grow; tokens whose masks the host cannot count.
     """
     if asked.max_length is None and not asked.sampler.procedure.grows:
         return 0

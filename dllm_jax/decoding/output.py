@@ -51,8 +51,8 @@ class Output(NamedTuple):
           the page as text; in a notebook it shows itself.
 
         Raises:
-          ValueError: the run was not recorded (`generate(..., trace=True)`), no such sequence, or an
-            invalid tokenizer.
+          ValueError: the run was not recorded (`generate(..., trace=True)`) or is traced or mapped
+            (`jax.vmap`), no such sequence, or an invalid tokenizer.
         """
         return side_by_side({"": self}, tokenizer, sequence=sequence)
 

@@ -54,7 +54,7 @@ def prefill(
 
     Raises:
       ValueError: The model has no blocks, counts them from the response and its tokens do not attend
-        causally, has no mask token or lies on a mesh; or an argument breaks a rule.
+        causally, has no mask token, lies on a mesh or is traced; or an argument breaks a rule.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
     causal = check_argument("causal", causal, bool) or model.spec.context.has_causal_passes
@@ -124,7 +124,8 @@ def with_prefix(prefix: Prefix, asked: RequestOptions, prompts: Prompts, model: 
     """The prompts with a prefix in front of each.
 
     Raises:
-      ValueError: an option that a prefix does not go with, or prompts that are not known.
+      ValueError: an option that a prefix does not go with, a prefix of another model or attention, or prompts
+        that are not known.
     """
     if (reason := refusal(model, asked.policy, asked.sampler)) is not None:
         raise ValueError(reason)

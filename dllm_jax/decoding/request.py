@@ -304,7 +304,8 @@ def stop_of(stop: Stops, spec: ModelSpec) -> StopIds | StopTable | None:
     """Where a response ends; None if nothing ends it, or its tokens do not say where a stop text is.
 
     Raises:
-      ValueError: what is no list of sequences of ids, an empty one, or ids outside the vocabulary.
+      ValueError: what is no list of sequences of ids, an empty one, texts without a tokenizer, or ids outside
+        the vocabulary or of the mask.
     """
     rule = "must be sequences of one or more token ids, such as [[198], [126348]], or texts in a dj.StopTexts"
     if isinstance(stop, StopTexts):

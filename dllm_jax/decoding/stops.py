@@ -58,7 +58,7 @@ class StopTexts:
       texts: Stop texts; one may be or hold a special token's.
 
     Raises:
-      ValueError: no texts, an empty one, or one with half of a character.
+      ValueError: no texts, an empty one, or one with half of a character; no tokenizer.
     """
 
     tokenizer: Any

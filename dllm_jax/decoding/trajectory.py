@@ -34,8 +34,8 @@ class Trajectory(NamedTuple):
     Attributes:
       log_prob: float32, in nats; 0 where no step of the run decoded the token (prompt, padding, masks that
         are left, end-of-text filled in by `stop_at_eos` or, as an `Output` tells, in place of a stop).
-      decoded_at: the denoising step that decoded it, from 0 and common to the batch; -1 where none did. Of a
-        token that was remasked and decoded again, or replaced, it is the last such step.
+      decoded_at: the denoising step that decoded it, by the sequence's own count from 0; -1 where none did.
+        Of a token that was remasked and decoded again, or replaced, it is the last such step.
     """
 
     log_prob: Float[Array, "b l"]

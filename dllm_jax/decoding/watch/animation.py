@@ -252,7 +252,7 @@ def animate(
       The path.
 
     Raises:
-      ValueError: An output without a trace, or no output.
+      ValueError: An output without a trace or sequence, or no output.
     """
     named = {"": outputs} if isinstance(outputs, Output) else check_argument("outputs", outputs, Mapping)
     if not named:
