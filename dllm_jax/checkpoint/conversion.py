@@ -60,6 +60,7 @@ def convert(
       FileExistsError: the destination exists, and `overwrite` is False or it is no checkpoint; or another
         process writes it.
       FileNotFoundError: no such source, or files of it are missing.
+      NotADirectoryError: the source is a file.
       ValueError: see `load`; also if the source is converted already, or source and destination are the same
         or contain one another.
     """

@@ -68,7 +68,7 @@ def choose(dtype: Any, stored: Iterable[np.dtype], where: str, matrices: np.dtyp
             "jax.tree.map(lambda array: array.astype(jnp.bfloat16), model)"
         )
     chosen = matrices if matrices in SUPPORTED else np.dtype(jnp.bfloat16)
-    why = f"that of the matrices is {matrices}" if len(kinds) > 1 else "no model runs in it"
+    why = f"that of the matrices is {matrices}" if matrices in SUPPORTED else f"no model runs in {matrices}"
     warnings.warn(
         f"{where} stores {listed}; it is loaded in {chosen}, as {why}. Pass dtype='float32' or 'bfloat16' to "
         "choose",

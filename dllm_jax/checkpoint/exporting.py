@@ -64,7 +64,8 @@ def export(
 ) -> Path:
     """Writes a converted checkpoint back as a Hugging Face directory.
 
-    Tensors that the conversion left in their dtype, float32 or bfloat16, come back bit for bit.
+    Tensors that the conversion left in their dtype, float32 or bfloat16, come back bit for bit. Experts that
+    were fused come back one by one (DiffusionGemma's fused), and a tied head that was stored too does not.
 
     config.json, tokenizer and other small files come back as they were kept; config.json changes where the
     spec or the dtype did, where weights were quantized, and where the authors' code reads no
@@ -85,6 +86,7 @@ def export(
       FileExistsError: the destination exists, and `overwrite` is False or it is no checkpoint; or another
         process writes it.
       FileNotFoundError: no such source.
+      NotADirectoryError: the source is a file.
       ValueError: not a converted directory, one of int8 matrices, damaged, or source and destination are the
         same or contain one another.
     """
@@ -127,8 +129,8 @@ def save_hf(
       model: parameters of one dtype, float32 or bfloat16.
       destination: directory to write; it appears only when complete.
       like: Directory or hub id whose tokenizer and chat template go along, and of a model of the same family
-        other keys of config.json, generation_config.json and code. None takes `model.origin`, the directory
-        that the model was loaded from.
+        other keys of config.json, generation_config.json, code and DiffusionGemma's vision tower. None takes
+        `model.origin`, the directory that the model was loaded from.
       overwrite: replace an existing checkpoint; it stays until the new one is complete.
       shard_bytes: Most bytes of tensors in a safetensors file; a larger tensor gets a file of its own.
       fused_experts: Whether the experts of a layer are written as transformers 5 holds them, in one tensor
@@ -139,7 +141,7 @@ def save_hf(
 
     Warns:
       LostFilesWarning: `like` is not given, and the model's origin was dropped (by a program, `jax.tree.map`
-        or a restored checkpoint) or is gone: it is written without a tokenizer.
+        or a restored checkpoint) or is gone: it is written without a tokenizer and what else `like` gives.
 
     Returns:
       the destination.
@@ -148,6 +150,7 @@ def save_hf(
       FileExistsError: the destination exists, and `overwrite` is False or it is no checkpoint; or another
         process writes it.
       FileNotFoundError: no such `like`.
+      NotADirectoryError: `like` is a file.
       ValueError: parameters of another or of several dtypes, int8 matrices, LoRA adapters, or a spec its
         family's config.json cannot hold.
     """

@@ -74,9 +74,9 @@ def load(
         of the weights; None takes what the devices read faster: stacked in small models, and on TPUs unless
         there are experts; otherwise separate, as layers of different shapes have to be. Tokens do not depend
         on it.
-      weights: "int8" quantizes to int8 the matrices of the layers, but for routers, those of DiffusionGemma's
-        self-conditioning, and a vocabulary head of its own (`dllm_jax.nn.int8`), which takes half their
-        memory in bfloat16; outputs can differ slightly because of rounding. None keeps the stored form:
+      weights: "int8" quantizes the matrices of the decoder's layers (not routers), of DiffusionGemma's
+        self-conditioning and of a vocabulary head of its own to int8 (`dllm_jax.nn.int8`), which takes half
+        their memory in bfloat16; outputs can differ slightly because of rounding. None keeps the stored form:
         a directory converted to int8 loads as int8, any other one in `dtype`.
       rules: Sharding rules that say what each axis of the mesh splits; the default knows "dp", "data" and
         "batch" (sequences), "tp", "model" and "tensor" (heads, MLP width, vocabulary), "ep" and "expert"
@@ -94,6 +94,8 @@ def load(
         mesh without a rule, by name.
       dllm_jax.checkpoint.config.MaskTokenWarning, dllm_jax.checkpoint.config.BlockSizeWarning: no file names
         the mask token, or the block size.
+      UserWarning: the directory holds a LoRA adapter, or model.safetensors next to an index that leaves
+        it out; neither is read.
 
     Returns:
       the model.
@@ -102,9 +104,12 @@ def load(
       FileNotFoundError: no such directory and no such hub id, or files are missing.
       NotADirectoryError: the path is a file's.
       ValueError: unsupported config or dtype, tensors missing, unmapped or misshaped, a damaged file,
-        a factor that is not positive, an unknown implementation, a mesh without any axis that the rules know,
-        `weights` that are neither None nor "int8", files that are not as written or of which no hash is known
-        (verify), or (check_finite, int8) tensors with NaN or infinity; each by name.
+        a factor that is not positive or that the model does not take, an unknown implementation, a mesh
+        without any axis that the rules know or another than that of `jax.set_mesh`, `weights` that are
+        neither None nor "int8", stacked layers of a model whose layers differ, a `vocab` beyond the rows or
+        without a special token, a revision of a directory, files that are not as written or of which no hash
+        is known (verify), or (check_finite, int8) tensors with NaN or infinity; each by name.
+      TypeError: an argument that `load` does not have.
 
     Examples:
       >>> model = dj.load(dj.bundled.path("tiny-llada"))

@@ -29,7 +29,9 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
 
     Raises:
       FileNotFoundError: no such directory or hub id, or it holds no tokenizer.
-      ValueError: the tokenizer needs code of the checkpoint, or is damaged.
+      NotADirectoryError: the path is a file's.
+      ValueError: the tokenizer needs code of the checkpoint, names files elsewhere, lacks its vocabulary, or
+        is damaged.
 
     Examples:
       >>> tokenizer = dj.load_tokenizer(dj.bundled.path("tiny-llada"))

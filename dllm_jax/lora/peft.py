@@ -90,7 +90,8 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
     They keep the dtype they are stored in, but for float16, which becomes float32.
     Rank-stabilized adapters (rsLoRA) are read, alpha then being sqrt(rank) times the file's. Dropout is of no
     consequence. Every other key that changes the update (DoRA, ranks per module, initializations that change
-    the base weights, ...) is refused by name, unknown keys too, and so is an adapter of some layers only.
+    the base weights, ...) is refused by name, unknown keys too unless they are null, false or empty, and so
+    is an adapter of some layers only.
 
     Args:
       model: Base model of the adapter, without adapters.
@@ -99,6 +100,7 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
     Raises:
       FileNotFoundError: no such directory and no such hub id, or one of the files is missing; then it says
         what the directory holds instead.
+      NotADirectoryError: the directory is a file.
       ValueError: another variant, tensors that do not fit the model, a model with adapters, or one that
         `save` does not take.
     """

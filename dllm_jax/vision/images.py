@@ -83,8 +83,9 @@ class AnyRes(Views):
 
     Attributes:
       budget: N of "anyres_max_N"; None never scales down ("anyres").
-      canvases: sizes (width, height) that images are fitted into, in the order of preference; multiples of a
-        view's side. None means every grid of up to 6 x 6 views, wider ones later.
+      canvases: sizes (width, height) that images are fitted into, multiples of a view's side; of those that
+        suit an image equally, the first is taken. None means every grid of up to 6 x 6 views, wider ones
+        later.
     """
 
     budget: Annotated[PositiveInt | None, NoneMeans("no limit")] = 4

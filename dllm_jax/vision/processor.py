@@ -84,7 +84,8 @@ class Processor(Options):
           **options: fields, in place of the checkpoint's.
 
         Raises:
-          FileNotFoundError: no such directory, no config.json, or no tokenizer.
+          FileNotFoundError: no such directory or hub id, no config.json, or no tokenizer.
+          NotADirectoryError: the path is a file's.
           ValueError: an unsupported value, or a tokenizer that cannot be read; names the file.
         """
         folder = locate(path)
