@@ -104,6 +104,8 @@ def test_given_options_win_and_settings_for_open_lengths_give_way():
         TypeError, match=r"generation_defaults\(\) got .* 'gen_length'. Did you mean length=8"
     ):
         dj.generation_defaults(model, gen_length=8)
+    with pytest.raises(ValueError, match="sampler='x' must be a Sampler"):
+        dj.generation_defaults(model, sampler="x")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

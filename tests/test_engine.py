@@ -72,6 +72,8 @@ def test_infilling_a_padded_row_equals_the_row_alone(family):
     assert_same_run(of_sequence(batch.trace, 1, 6), alone.trace)
     assert batch.stats.decoded_tokens.tolist() == [2, *alone.stats.decoded_tokens.tolist()] == [2, 2]
     assert batch.stats.answer_tokens[1] == alone.stats.answer_tokens[0] == 6
+    last = [[*range(5), model.spec.mask_id]]  # blocks without masks take no step
+    assert dj.infill(model, last, block=2).stats.nfe.tolist() == [1]
 
 
 UNEVEN = {  # family, block, policy, sampler

@@ -129,8 +129,7 @@ class RequestOptions:
     drafting: Drafting | None = dataclasses.field(default=None, init=False)
 
     def __post_init__(self):
-        check_argument("policy", self.policy, Policy, ", such as dj.policies.DualCache()")
-        check_argument("sampler", self.sampler, Sampler, ", such as dj.samplers.Confidence()")
+        _check_methods(self.policy, self.sampler)
         check_argument("nonfinite", self.nonfinite, NonFinite)
         check_argument("group", self.group, PositiveInt | None)
         check_argument("logprobs", self.logprobs, NonNegativeInt | None)
@@ -193,6 +192,12 @@ UNSET = ("length", "policy", "sampler")
 OF_ONE_LENGTH = {"length", "max_length", "block", "steps", "sampler", "suffix", "allow", "constraints"}
 
 
+def _check_methods(policy: Any, sampler: Any):
+    """Raises ValueError for what is no policy or no sampler."""
+    check_argument("policy", policy, Policy, ", such as dj.policies.DualCache()")
+    check_argument("sampler", sampler, Sampler, ", such as dj.samplers.Confidence()")
+
+
 def generation_defaults(model: Model, **options: Unpack[GenerateOptions]) -> dict[str, Any]:
     """Returns the options of `chat` with the values that it takes for those that are left out.
 
@@ -213,6 +218,7 @@ def generation_defaults(model: Model, **options: Unpack[GenerateOptions]) -> dic
 
     Raises:
       TypeError: An option that `generate` does not have.
+      ValueError: A policy or sampler that is none.
 
     Examples:
       >>> model = dj.load(dj.bundled.path("tiny-sdar"))
@@ -227,6 +233,7 @@ def generation_defaults(model: Model, **options: Unpack[GenerateOptions]) -> dic
     if not model.spec.has_mask_token:
         own_blocks |= {"policy": Policy(), "sampler": EntropyNoise()}
     complete: dict[str, Any] = USUAL | own_blocks | dict(model.generation.fixed) | given
+    _check_methods(complete["policy"], complete["sampler"])
     growing = dict(model.generation.growing)
     fixed = {name for name in given.keys() & OF_ONE_LENGTH if name != "max_length" or given[name] is None}
     if growing and not fixed and complete["policy"].fixed_within_blocks:

@@ -218,12 +218,13 @@ class Sampler(Options, abc.ABC):
         """Marks the sequences that have finished the current block.
 
         The default is those that have taken the block's scheduled steps and have no mask left in it. If a
-        policy offered fewer positions than the schedule wanted, further steps follow. In a block-causal
-        model, whose first block may begin with a prompt's end, a block without masks is finished whatever its
-        schedule, as in SDAR's reference implementation. With `allow_mask_token` the schedule alone decides:
-        masks are a result like any other token.
+        policy offered fewer positions than the schedule wanted, further steps follow. A block that began
+        without masks is finished whatever its schedule, and in a block-causal model, whose first block may
+        begin with a prompt's end, each block without masks, as in SDAR's reference implementation. With
+        `allow_mask_token` the schedule alone decides of blocks that began with masks: they are a result like
+        any other token.
         """
-        schedule_over = canvas.schedule_step >= canvas.steps_per_block
+        schedule_over = (canvas.schedule_step >= canvas.steps_per_block) | (canvas.block_masks == 0)
         if self.allow_mask_token:
             return schedule_over
         return (schedule_over | canvas.spec.context.has_blocks) & ~any_marked(canvas.unanswered)
