@@ -60,7 +60,7 @@ class Journal:
       entries: Entry of each key: a dictionary with "key", "answer", "error" and what was added to these.
 
     Raises:
-      ValueError: a broken line that is not the last, with file and line; or another device or version.
+      ValueError: a finished line that is broken, with file and line; or another device or version.
     """
 
     _file = _lock = None  # open for appending, and its lock
@@ -110,7 +110,8 @@ class Journal:
         """Appends the answer to an item of `left`, with `more` about it, such as costs; syncs it to disk.
 
         Raises:
-          ValueError: another run adds to the journal, or JSON cannot hold the answer.
+          ValueError: another run adds to the journal, or the answer holds NaN or infinity.
+          TypeError: JSON cannot hold the answer.
           OSError: the file cannot be written, such as on a full disk; what was added before is kept.
         """
         self._add(asked, answer, None, more)

@@ -37,11 +37,11 @@ class Row:
 
     Attributes:
       setting: policy, sampler, block and steps.
-      questions: Number of questions that it answered.
+      questions: Number of questions that it was asked.
       accuracy: mean score, with Wilson's interval.
       difference: mean score minus that of the exact decoder on the same questions, with a paired interval.
       cost: Cost by the objective; None if it answered nothing.
-      dropped: why it was dropped after these questions; None if it answered all.
+      dropped: why it was dropped after these questions; None if it was not.
       forwards: Forward passes per question, the mean; None if it answered nothing.
       computed: Computed tokens per question, the mean.
       seconds: Seconds per question without compilation, the mean; of a batch its share.
@@ -92,7 +92,7 @@ class Tuned:
     def front(self) -> tuple[Row, ...]:
         """The Pareto front by ascending cost: no other setting is as cheap and as accurate, or better.
 
-        Of the settings that answered all questions; what was dropped failed, or is worse beyond doubt.
+        Of the settings that were not dropped; what was dropped failed, or is worse beyond doubt.
         """
         # Walked by ascending cost, a setting is on the front if it is more accurate than all before it.
         rows: list[Row] = []
@@ -145,7 +145,7 @@ class Tuned:
         return text
 
     def described(self) -> dict[str, Any]:
-        """All of it as JSON values; policies and samplers as constructor calls."""
+        """All of it but the model's name as JSON values; policies and samplers as constructor calls."""
         plain = lambda value: value._asdict() if isinstance(value, Estimate) else value
         text = lambda value: call(value) if dataclasses.is_dataclass(value) else plain(value)
         rows = [vars(row.setting) | vars(row) for row in self.rows]
