@@ -26,7 +26,10 @@ from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.rows import gather
 
-BEGIN = "\x01"  # text of a token that only the automaton reads, before the first one
+# Text of a token that only the automaton reads, before the first one. The compiler looks for it everywhere,
+# and is exponentially slow where it may lie: most classes lack one of its characters, `.` the first.
+BEGIN = "\n" + "".join(map(chr, range(32, 127))) + "\x01"
+BEGINS = "".join(f"\\x{ord(letter):02x}" for letter in BEGIN)
 OUTSIDE = -1  # a state that no expression has
 MOST = 2**27  # entries of states x vocabulary while an automaton is made, 512 MiB of int32
 
@@ -159,17 +162,18 @@ class Regex(Constraint):
         whole, texts = of_whole_text(pattern), token_texts(tokenizer, spec)
         if start:  # no token of the expression is the first of the text
             texts = {i: (later, later) for i, (_, later) in texts.items()}
-        ids: dict[bytes, list[int]] = {BEGIN.encode(): [spec.vocab]}
+        unread = 2 * spec.vocab + 1  # only says that a text exists
+        ids = {BEGIN[i:].encode(): [unread if i else spec.vocab] for i in range(len(BEGIN))}
         for i, (alone, later) in texts.items():
             ids.setdefault(later.encode(), []).append(i)
             if alone != later:
                 ids.setdefault(f"{BEGIN}{alone}".encode(), []).append(spec.vocab + 1 + i)
-                ids.setdefault(alone.encode(), []).append(2 * spec.vocab + 1)  # only says that it exists
+                ids.setdefault(alone.encode(), []).append(unread)
         try:
             # Between two ends, so that the automaton is that of the longest text, not of the first one.
-            index = Index(f"{BEGIN}(?:{whole})$", Vocabulary(spec.eos_id, ids))
+            index = Index(behind := f"{BEGINS}(?:{whole})$", Vocabulary(spec.eos_id, ids))
         except ValueError as error:
-            reason = _reason(pattern, error)
+            reason = _reason(pattern, str(error).replace(behind, pattern))
             raise ValueError(f"pattern={shown(pattern)} is not supported: {reason}") from error
         changed = {i for i, (alone, later) in texts.items() if alone != later}
         transitions, first, finals = _begun(index, changed, spec.vocab)
@@ -263,17 +267,24 @@ def _begun(index: Any, changed: set[int], vocab: int) -> tuple[dict[int, dict[in
     begun = every.pop(index.get_initial_state())
     first = begun[vocab]
     transitions = {state: {i: to for i, to in row.items() if i < vocab} for state, row in every.items()}
-    if not changed:
-        return transitions, first, finals
-    row = {i: to for i, to in transitions.get(first, {}).items() if i not in changed}
-    transitions[OUTSIDE] = row | {i - vocab - 1: to for i, to in begun.items() if vocab < i <= 2 * vocab}
-    return transitions, OUTSIDE, finals | ({OUTSIDE} if first in finals else set())
+    if changed:
+        row = {i: to for i, to in transitions.get(first, {}).items() if i not in changed}
+        transitions[OUTSIDE] = row | {i - vocab - 1: to for i, to in begun.items() if vocab < i <= 2 * vocab}
+        finals |= {OUTSIDE} if first in finals else set()
+        first = OUTSIDE
+    # Other states lie within `BEGIN`.
+    reached, new = {first}, [first]
+    while new:
+        after = set(transitions.get(new.pop(), {}).values()) - reached
+        reached |= after
+        new += after
+    return {state: transitions[state] for state in reached & transitions.keys()}, first, finals & reached
 
 
-def _reason(pattern: str, error: ValueError) -> str:
+def _reason(pattern: str, error: str) -> str:
     """Why an expression is not supported, by Python's own parser if that does not take it either."""
     try:
         re.compile(pattern)
     except re.error as python_error:
         return str(python_error)
-    return "Rust's crate regex does not take it" if "building NFA" in str(error) else str(error)[:200]
+    return "Rust's crate regex does not take it" if "building NFA" in error else error[:200]
