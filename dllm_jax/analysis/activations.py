@@ -132,7 +132,7 @@ def capture(
     Raises:
       ValueError: an output without a trace, or whose canvases do not show what was attended to
         (`prompt_embeds=`; blocks counted from the response; causal passes; a last block cut short); a model
-        without a mask token; an argument out of range; a call inside jit.
+        without a mask token; an argument of another kind or out of range; a layer twice; a call inside jit.
 
     Examples:
       >>> model = dj.load(dj.bundled.path("tiny-llada"))

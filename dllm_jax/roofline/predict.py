@@ -51,7 +51,10 @@ class MemoryUse:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Lower bounds on the time of a generation.
+    """Lower bounds on the time of a generation, if what was assumed holds.
+
+    `DyLLM` counts as if all rows were salient, `D2Cache` without `Assumed.nucleus` as if influence were
+    uniform: their times may be lower.
 
     Attributes:
       full_ms: milliseconds of the mean full step, which recomputes the canvas.
@@ -138,8 +141,8 @@ def work(
         `layout.prompt`.
 
     Raises:
-      ValueError: batch is not positive, or the policy refuses the model or layout; views of a model without a
-        tower; blocks that do not divide those of a block-causal model; a dtype that is none.
+      ValueError: an argument of another kind or out of range, or the policy refuses the model or layout;
+        views of a model without a tower; blocks that do not divide those of a block-causal model.
     """
     check_argument("spec", spec, ModelSpec, ', such as dj.presets.model_spec("llada-8b")')
     policy = for_model(check_argument("policy", policy, Policy, ", such as dj.policies.DualCache()"), spec)

@@ -119,10 +119,10 @@ class Cost:
     """Bytes moved to or from the main memory, and FLOPs, of a step of the whole batch.
 
     Attributes:
-      weights: bytes of the layers and the vocabulary head, streamed once (the head of DiffusionGemma twice);
-        of experts those that a position is expected to be sent to, of the embedding the vectors of the
-        computed tokens.
-      dense_flops: FLOPs of all products with weights but routers'.
+      weights: bytes of what the step needs of the layers and the vocabulary head, streamed once (the head of
+        DiffusionGemma twice); of experts those that a position is expected to be sent to, of the embedding
+        the vectors of the computed tokens. Of a tower, also pixels and features.
+      dense_flops: FLOPs of products with weights, but routers' and those in `Step.products`.
       attention_flops: FLOPs of scores and weighted values, and `Step.products`.
       pairs: bytes of keys and values read and written, copies of them included.
       outputs: bytes of stored attention and MLP outputs.
