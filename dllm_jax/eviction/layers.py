@@ -57,7 +57,7 @@ class LayerBudgets(Options, abc.ABC):
     def budgets(self, layers: int, budget: int, prompt: int) -> Int[np.ndarray, "n"]:
         """Pairs per KV head of each layer: at most `prompt` each, n * min(budget, prompt) in all.
 
-        `PyramidKV(outside=True)` retains more in all.
+        `PyramidKV(outside=True)` retains more in all; other `PyramidKV` may miss the sum by one.
 
         Args:
           layers: n.
@@ -204,10 +204,10 @@ class PyramidKV(LayerBudgets):
         of falling back to a uniform budget when the last layer could not hold it (kvpress); with the default
         beta and window the latter happens below 640 pairs, except under that cap. The descent is divided by
         the number of layers and rounded down, so that `outside` keeps more than the budget: of 512 pairs in
-        32 layers up to 6 %.
+        32 layers by default 4 %.
 
-    With a single layer, or a budget that the window uses up, budgets are uniform: neither code covers these.
-    With `outside` so are they for prompts shorter than 2 (budget - window).
+    With a single layer, or a budget that the window uses up, budgets are uniform. With `outside` so are they
+    for prompts shorter than 2 (budget - window).
     """
 
     beta: PositiveInt = 20
@@ -217,7 +217,7 @@ class PyramidKV(LayerBudgets):
     @override
     def budgets(self, layers: int, budget: int, prompt: int) -> Int[np.ndarray, "n"]:
         """A linear descent, rounded as in the code that it follows."""
-        # A budget that holds the prompt evicts nothing; the other two cases no released code covers.
+        # A budget that holds the prompt evicts nothing; the other two cases have no pyramid.
         if budget >= prompt or layers == 1 or budget <= self.window:
             return np.full(layers, min(budget, prompt), np.int32)
         depth = np.arange(layers)

@@ -222,8 +222,8 @@ class Policy(Options):
     def eligible(self, canvas: Canvas) -> Bool[Array, "b l"]:
         """Selects the positions that may be unmasked in the coming step: a subset of `canvas.eligible`.
 
-        `select` must cover the positions that predict them. The canvas is that of the coming step, without
-        `planned_order` and, with guidance, without the second stream.
+        A step unmasks only those whose predicting positions it computes. The canvas is that of the coming
+        step, without `planned_order` and, with guidance, without the second stream.
         """
         return canvas.eligible
 

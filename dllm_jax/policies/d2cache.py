@@ -36,29 +36,29 @@ class D2Cache(Policy):
     the GPU that was measured, `DualCache` was faster.
 
     The first step is a full step. A later step computes M* | X | U. M* are the k masks with the
-    highest confidence times certainty density, those of the current block first (section 4.1). X are the
+    highest confidence times certainty density (section 4.1), those of the current block first. X are the
     tokens that the last step unmasked. U is the nucleus of the other positions by attention rollout (section
     4.2). Only masks that these positions predict can be unmasked.
 
     Memory: Dense keys and values, and two numbers per position.
 
-    Limits: The attention rollout of the first step grows with the cube of the canvas, and dominates above
-    some thousand tokens.
+    Limits: The attention rollout of the first step grows with the cube of the canvas.
 
     Attributes:
       k: Number of masks in M*. More are computed if the sampler's schedule needs them.
       sigma: Width of the certainty density, in positions. The sampler's own is independent of it.
       p: Fraction of the total influence that the nucleus U holds, in [0, 1].
-      inflate: Maximum gap between two computed positions that is filled, in positions. The reference advises
-        4 for parallel decoding in blocks.
+      inflate: Maximum distance of two computed positions between which all others are computed too. The
+        reference advises 4 for parallel decoding in blocks.
       rollout_layers: Number of first layers in the rollout ("Rollout-5" of table 4); None uses all layers.
 
     Equals exact decoding when: p=1.
     Differences: Four slips of the reference are repaired as its comments intend. From its code, unlike the
-      paper: the density is normalized, the nucleus stays within p, and M* ends with the block that holds the
-      k-th mask. Beyond both: padding is in none of the sets and never counted, and negative scores
-      ("entropy") are divided by the density. Without a mask token (DiffusionGemma) M* are the positions of
-      the canvas that read another token than they predict, filled up to k by the largest entropy.
+      paper: the density is normalized, the nucleus stays within p, and M* begins with the current block and
+      ends with the block that holds the k-th mask. Beyond both: padding is in none of the sets and never
+      counted, and negative scores ("entropy") are divided by the density. Without a mask token
+      (DiffusionGemma) M* are the positions of the canvas that read another token than they predict, filled up
+      to k by the largest entropy; `sigma` has no effect.
     """
 
     k: TracedPositiveInt = MASKS

@@ -44,7 +44,7 @@ class DelayedCache(Policy):
 
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
-        """The block's tokens that are not reusable; all of them if none is."""
+        """The block's tokens that are not reusable; if all are, the whole block."""
         open_ = canvas.in_model_block & ~reusable(canvas)
         return open_ | ~jnp.any(open_, axis=1, keepdims=True)
 

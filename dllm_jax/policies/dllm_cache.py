@@ -63,13 +63,14 @@ class DLLMCache(Policy):
     Memory: Dense keys and values, and both branch outputs of the response.
 
     Limits: Every step passes the whole response through every layer. On small
-    models use `response_every` of 4 or less: 8 lost all accuracy on `tiny-llada`.
+    models use `response_every` of 4 or less: 8 lost all accuracy on the chains of `tiny-llada`.
 
     Equals exact decoding when: prompt_every=1, response_every=1.
     Differences: Prompt outputs are not cached between refreshes, because nothing reads them, except for the
       position that predicts the first response token. Steps are counted per sequence, so the sequences of a
       batch may refresh at different times. Without a mask token (DiffusionGemma) a canvas takes the place of
-      the response: the context is exact, and intervals are counted from each canvas's first step.
+      the response: the context is exact, so that `prompt_every` has no effect, and `response_every` counts
+      from each canvas's first denoising step.
 
     Attributes:
       prompt_every: Prompt refresh interval Kp, in steps of the whole generation.

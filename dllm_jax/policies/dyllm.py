@@ -46,8 +46,8 @@ class DyLLM(Policy):
     Equals exact decoding when: full_steps is at least the number of steps. tau=1 is not exact.
     Differences: On Dream the position before the response is computed while it predicts a mask; the reference
       lets the first token's own output predict it. Steps are counted per sequence. Without a mask token
-      (DiffusionGemma) a canvas takes the place of the response. Its steps are counted from its first one, and
-      all of its rows are salient in the first layer.
+      (DiffusionGemma) a canvas takes the place of the response. Its steps are counted from its first one, all
+      of its rows are salient in the first layer, and `prompt_every` has no effect.
 
     Attributes:
       tau: Cosine below which a row is salient, in [0, 1]. The README has 0.99 and 0.995 for LLaDA, 0.995 and

@@ -336,7 +336,7 @@ class ElasticCache(Policy):
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
-        """Four windows, which usually hold the tracked tokens too; else halvings of the canvas.
+        """Four windows, which usually hold the tracked tokens too; without `block_caching`, halvings.
 
         None of a small model: a layer that computes the selection alone is one more to compile, besides that
         which computes all positions after drift, and saves little.

@@ -44,8 +44,8 @@ class ESDLLM(Policy):
     As `DualCache`, with the positions before the block renewed at intervals, and all of them only in the
     first step. At a few depths each row is scored by its confidence in earlier steps, and by how much it has
     changed since it last went on there. The best rows go on; the others keep their KV pairs in later layers,
-    and the step does not unmask their tokens. Every `block_every` steps, all rows of the block run all
-    layers.
+    and the step does not unmask their tokens. In every `block_every`-th slot, all rows of the block run all
+    layers. A block has as many slots as positions, and a step takes one; slots that are left are skipped.
 
     With `evict` the step after the first `evict.delay` of a block is whole. Each layer then retains the pairs
     outside of the block that Sparse-dLLM would, and the block's later steps attend to them.
@@ -54,14 +54,15 @@ class ESDLLM(Policy):
       depth where `ratios` fall, response only. Evicted pairs stay there, as in the reference, twice unless
       `prompt_every` is a multiple of the block.
 
-    Limits: Needs an integer block, and no guidance, constraints, `early_commit` or `Edit`. By the
-      roofline, early exit saves nothing in short blocks on GPUs at batch 1.
+    Limits: Needs an integer block, and no guidance, constraints, `early_commit`, `Edit`, `WINO`, `FreeDave`,
+      `DAEDAL` or `DreamOn`. By the roofline, early exit saves nothing in short blocks on GPUs at batch 1.
 
     Equals exact decoding when: prompt_every=1, evict=None in one block, if the output head is not shifted.
     Differences: Slots, quotas and what was just decoded are counted per sequence, so a batch changes nothing.
-      Stored rows and scores are float32 or of the model's dtype, and ties go to the lower position. Without a
-      mask token (DiffusionGemma) uncertainty, 1 - exp(-entropy), takes the place of confidence: no row is
-      about to be unmasked. `block_every` counts from each canvas's first step; 1 is exact.
+      Scores are float32, stored rows of the model's dtype, and ties go to the lower position. Without a mask
+      token (DiffusionGemma) uncertainty, 1 - exp(-entropy), takes the place of confidence: no row is about to
+      be unmasked. `block_every` counts from each canvas's first denoising step; 1 is exact, and
+      `prompt_every` has no effect.
 
     Attributes:
       prompt_every: Slots between steps that renew everything before the block. The scripts use 8 to 256.

@@ -51,9 +51,10 @@ class EvictPrompt(PromptEviction):
 
     On block-causal models with reselect=False the first step evicts for good: it reads everything, and
     `votes` takes positions of its block (`SnapKV` and `PromptVotes`: of the prompt). Finished blocks stay
-    dense, and what a prompt has beyond whole blocks is not evicted. With reselect=True, `EvenHeads()` and
-    `UniformLayers()` the budget bounds all earlier blocks: the votes of each new block rank the retained KV
-    pairs and those of the block before. `policy` selects positions of the block: use `Policy()`.
+    dense, and what a prompt has beyond whole blocks is not evicted. With reselect=True the budget bounds all
+    earlier blocks: the votes of each new block rank the retained KV pairs and those of the block before. That
+    needs `EvenHeads()`, `UniformLayers()`, voters of the block, and a head that is not shifted. `policy`
+    selects positions of the block: use `Policy()`.
 
     Memory: The budget, and [n b r k d] for keys and for values of the response (with a shifted output head,
     also of the position before it; on block-causal models, of what the prompt has beyond whole blocks). With
@@ -70,8 +71,8 @@ class EvictPrompt(PromptEviction):
 
     Attributes:
       policy: Policy that selects the tokens to recompute, such as `DualCache`, `DKVDecode` or your own; on
-        block-causal models also `Policy` and, with reselect=False, `DelayedCache`. Policies with layers of
-        their own raise `ValueError`.
+        block-causal models also `Policy` and `DelayedCache`, with reselect=True `Policy` alone. Policies with
+        layers of their own raise `ValueError`.
       votes: Positions whose attention scores the KV pairs. Default: the predicting positions (the masked
         tokens, unless the head is shifted).
       reselect: Whether KV pairs are selected again whenever the prompt is recomputed. False renews the KV

@@ -30,7 +30,7 @@ class MAGE(ChosenReads):
     With a shifted output head, the first step is the one after the step that unmasks the block's first token.
 
     Memory: Dense keys and values for all positions, and [n b s k d] for the chosen ones, with
-    s = keep + block.
+    s = keep + block, or int((l - 1) * keep) + block for a fraction.
 
     Limits: It saves reads, not memory or computed tokens, and at most (steps per block)-fold.
 

@@ -35,7 +35,8 @@ class MaskKV(PromptEviction, DLLMCache):
     positions with the most votes. Between refreshes no other KV pair of the prompt is cached.
 
     On block-causal models it is `EvictPrompt` over exact decoding with these votes and budgets and this
-    `reselect`: nothing is refreshed, and with reselect=False the first step alone evicts.
+    `reselect`: nothing is refreshed, and with reselect=False the first step alone evicts. There reselect=True
+    needs what it needs in `EvictPrompt`.
 
     Memory: The budget for the prompt, stored back to back over layers and heads, and dense keys, values and
     branch outputs of the response.

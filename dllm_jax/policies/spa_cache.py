@@ -124,7 +124,8 @@ class SPACache(DLLMCache):
 
     Equals exact decoding when: prompt_every=1. With start = end = ratio, no proxy and prompt_every a multiple
       of response_every it equals `DLLMCache` with new keys for the whole response.
-    Differences: As for `DLLMCache`. Proxies are computed from the values; the cosines are the same.
+    Differences: As for `DLLMCache`, but without a mask token `prompt_every` refreshes the canvas. Proxies are
+      computed from the values; the cosines are the same.
 
     Attributes:
       prompt_every: Refresh interval of the prompt, in steps of the whole generation. The response is

@@ -167,8 +167,8 @@ class SuffixDropout(Policy):
 
     Memory: Dense keys and values for all positions.
 
-    Limits: Needs a policy that consists of sets (`Policy.only_sets`), and a model that attends in both
-    directions.
+    Limits: Needs a policy that consists of sets (`Policy.only_sets`), an integer block, and a model that
+    attends in both directions.
 
     Equals exact decoding when: keep=NearAndLast(near >= response) and the other policy does. It then equals
       that policy, if that recomputes the block and all after it when a block begins.

@@ -88,7 +88,7 @@ class WindowDiffusion(Policy):
 
     @override
     def widths(self, spec: ModelSpec, layout: Layout) -> tuple[int, ...]:
-        """From twice the active masks on, doubled up to three times: the phase's tokens come one by one."""
+        """From at most twice the active masks on, doubled up to three times: tokens come one by one."""
         return halvings(layout.response_inputs(spec.shifted), smallest=2 * self.active)[:4]
 
     def refreshed_at(self, canvas: Canvas) -> Int[Array, "b 1"]:
