@@ -5,6 +5,7 @@ import dis
 import functools
 import hashlib
 import inspect
+import re
 import sys
 import types
 import typing
@@ -216,7 +217,8 @@ def refuse(options: Any, reasons: Mapping[str, str], instead: str = "Leave it ou
     """Raises ValueError for the first of some fields that is given, with its name and value.
 
     Args:
-      options: Dataclass that does not support them, where None, False, 0 and () stand for nothing.
+      options: Dataclass that does not support them, where None, False, 0 and an empty tuple or list stand for
+        nothing.
       reasons: The reason for each field, by its name.
       instead: What to do, in a sentence.
       by: Ends "is not supported"; the default is the name of the options' class.
@@ -430,5 +432,6 @@ def _remedy(value: Any, expected: str) -> str:
     if not isinstance(value, jax.Array | np.ndarray | np.generic):
         return "Return an array."
     if "#" in expected:
-        return "A condition of each sequence may be Bool[b 1]: index it by [:, None], or pass keepdims=True."
+        shape = re.sub(r"#\w+", "1", expected)
+        return f"Cast or compare it. One for all positions may be {shape}, by [:, None] or keepdims=True."
     return "Compare, cast or index it."

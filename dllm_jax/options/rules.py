@@ -82,7 +82,7 @@ def check_argument(name: str, value: Any, annotation: Any, example: str = "") ->
       example: End of the message for a class, which names an instance: ", such as Confidence()".
 
     Returns:
-      the value, as Python's number or tuple.
+      the value as a field holds it: Python's number for one of NumPy, a tuple for a list or an array.
 
     Raises:
       ValueError: a value outside of the annotation.

@@ -37,8 +37,8 @@ class Autoregressive(LeftToRight):
 
     Works with `Policy()` on models with blocks and a mask token, in blocks of one token. In a causal context
     (Nemotron-Labs-Diffusion), and with a shifted output head (Fast-dLLM v2), the last token's output predicts
-    the next one, as in any autoregressive model. Elsewhere (SDAR, LLaDA2) a mask attends to all tokens before
-    it. All but Nemotron-Labs-Diffusion were trained with longer blocks.
+    the next one, as in any autoregressive model. Elsewhere, such as in SDAR, a mask attends to all tokens
+    before it. All but Nemotron-Labs-Diffusion were trained with longer blocks.
     """
 
     @property

@@ -242,10 +242,11 @@ class Sampler(Options, abc.ABC):
 
     @property
     def whole_blocks(self) -> bool:
-        """Whether blocks must have equally many steps, as LLaDA's schedule, and positions.
+        """Whether blocks of `generate` must have equally many steps, as LLaDA's schedule, and positions.
 
         Models with blocks of their own do not ask for the latter, and those whose blocks are counted from the
-        response (Nemotron-Labs-Diffusion) for neither.
+        response (Nemotron-Labs-Diffusion, A2D's `bd3lm`) for neither. `infill` asks for neither, unless the
+        sampler verifies blocks (`WINO`): they must then divide each template.
         """
         return True
 

@@ -31,8 +31,8 @@ class Candidates(NamedTuple):
       token: the candidate token of each.
       score: the sampler's confidence in it, float32; -inf where it may not be decoded.
       logits: those that the confidence was taken from, float32: after temperature only with
-        `Sampler.tempered_confidence` and by `EntropyNoise`, and -inf where filters and switches rule a token
-        out.
+        `Sampler.tempered_confidence` and by `EntropyNoise`, and -inf where filters, switches, `forbid`,
+        `allow` or constraints rule a token out.
     """
 
     index: Ids

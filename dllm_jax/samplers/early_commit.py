@@ -19,7 +19,8 @@ class EarlyCommit(Options):
     An answer is settled in a step in which the gap between the two largest logits, averaged over the answer's
     positions that may hold several tokens, reaches a threshold; without such positions it is settled too. The
     threshold falls as the generation goes on. The rule is tested before the step unmasks anything. It needs
-    the logits of the answer and of all masks, so it applies only in steps that predict all of them.
+    the logits of the answer and of all masks, so it applies only in steps that predict all of them, and in
+    which no mask waits for a constraint.
 
     With thresholds that no gap reaches, the sampler is otherwise unchanged.
     Differences: The position of the answer may be left open; the reference implementation needs it.

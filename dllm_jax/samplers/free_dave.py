@@ -47,7 +47,7 @@ class FreeDave(Sampler):
 
     Use it for the answer of one token per step, on accelerators at small batch: each branch computes the rows
     of a step again, which costs time where arithmetic limits a step, as on CPUs. `Threshold` alone takes
-    fewer passes and gives other answers.
+    fewer passes on `tiny-llada`, and gives other answers.
 
     Works with `Policy`, `PrefixCache` and `DualCache`, as with others that promise
     `Policy.fixed_within_blocks`, and with samplers that decide by scores: `Sampler.by_score`. Other policies
@@ -104,9 +104,10 @@ class FreeDave(Sampler):
         """
         for field in dataclasses.fields(Sampler):
             if (value := getattr(self, field.name)) != field.default:
+                use = f"FreeDave({type(self.sampler).__name__}({field.name}={value!r}))"
+                instead = "Leave it out" if field.name in ("cfg_scale", "early_commit") else f"Use {use}"
                 raise ValueError(
-                    f"{field.name}={value!r} is not an option of FreeDave: its sampler decodes. Use "
-                    f"FreeDave({type(self.sampler).__name__}({field.name}={value!r}))."
+                    f"{field.name}={value!r} is not an option of FreeDave: its sampler decodes. {instead}."
                 )
         # Draws differ between steps.
         skips = self.sampler.counts_no_steps and not self.sampler.draws

@@ -93,8 +93,8 @@ class DAEDAL(GrowingAnswers):
       expansion: Number of masks appended at once, and in the place of one.
       checked: Number of positions that the confidence in the end is averaged over. Half as many end-of-texts
         are appended when the growth ends, as far as there is room.
-      any_end: Whether end-of-turn counts as an end like end-of-text, for answers that may fill their length
-        up to it.
+      any_end: Whether end-of-turn and `ModelSpec.stop_ids` count as ends like end-of-text, for answers that
+        may fill their length up to them.
     """
 
     high: TracedFraction = 0.9

@@ -45,7 +45,7 @@ class KLASS(UntilDone):
 
     Attributes:
       confidence_threshold: Minimum confidence, in [0, 1].
-      divergence: Maximum KL divergence of a stable position, in nats. The reference uses 0.01 (MATH) and
+      divergence: KL divergence below which a position is stable, in nats. The reference uses 0.01 (MATH) and
         0.015 (GSM8K) for LLaDA.
       history: Number of divergences that must be below it.
     """

@@ -146,7 +146,7 @@ class Regex(Constraint):
           tokenizer: Tokenizer of the checkpoint. Special tokens, and tokens that are a part of a character,
             are never used.
           spec: Description of the model (`model.spec`).
-          start: First position, counted from the response's first.
+          start: First position, counted from the response's first; in `infill` from the template's first.
 
         Raises:
           ImportError: outlines-core is not installed.
@@ -193,7 +193,7 @@ class Regex(Constraint):
             needs = "no text of its tokens" if least is None else f"at least {least} tokens"
             raise ValueError(
                 f"pattern={shown(self.automaton.source)} has {needs}: start={self.start} leaves {room} "
-                "positions. Increase length, or change the pattern"
+                "positions. Increase length, extend the template, or change the pattern"
             )
 
     @override

@@ -51,10 +51,11 @@ class Draft(NamedTuple):
 class S2D2(UntilDone):
     """Drafts with `Dynamic`, then verifies the draft with the same model token by token, where that may pay.
 
-    A step of `Dynamic` is a draft. If the first run of masks is expected to be accepted, a further forward
-    pass computes the distribution q of each of its tokens after the drafts before it. A draft drawn from p is
-    accepted with probability min(1, (q / p)^gamma); the first refused one is drawn from (q - p)+. At
-    temperature 0 the token must be the most likely one of q. `Dynamic` unmasks what its schedule then lacks.
+    A step of `Dynamic` is a draft. If enough of the first run of masks is expected to be accepted (`on`), a
+    further forward pass computes the distribution q of each of its tokens after the drafts before it. A draft
+    drawn from p is accepted with probability min(1, (q / p)^gamma); the first refused one is drawn from
+    (q - p)+. At temperature 0 the token must be the most likely one of q. `Dynamic` unmasks what its schedule
+    then lacks.
 
     Works with `Policy()`, on block-causal models without a causal context. Use it with those that were made
     from autoregressive models: others were never trained on blocks of one token. No accuracy was measured.

@@ -52,16 +52,19 @@ class Canvas:
         answer (`Layout.end`) or a later one.
       block_until: End of the current block. With `AdaBlock` its first step sets it; before that it is the
         furthest that it may be set to.
-      step: denoising steps each sequence has taken: its network forwards, unless drafts are verified.
-      block_step: the same since the block began, or a sliding block's round.
-      block_masks: masks each sequence had in the block when it began; of a sliding block, in the response.
-      active: sequences that take part in the coming step.
-      done: sequences that are finished.
+      step: denoising steps each sequence has taken: its network forwards, unless `FreeDave` drafts them.
+      block_step: the same since the block, a sliding block's round or a draft began, or the length of an
+        answer that grows changed.
+      block_masks: masks each sequence had in the block when it began; of a sliding block, in the response;
+        of drafts, in the first.
+      active: sequences that take part in the step; in `Policy.select`, those with something left to decode.
+      done: sequences that were ended, such as by a stop, or are padding alone; with all blocks decoded a
+        sequence need not be.
       spec: the model (static).
       layout: the geometry (static).
       planned_order: order in which the coming step decodes the positions, from 0, -1 for those it does not
-        decode; None where the sampler decides by the model's output.
-      stop: Where answers stop; None if nothing stops them.
+        decode; None where the sampler decides by the model's output, and outside of `Policy.select`.
+      stop: Where answers stop by `stop=`; None if no stop is looked for.
       keeps_block: sequences that stay in their block even if nothing in it is masked, as its tokens are still
         edited. None if the sampler does not edit.
     """
@@ -134,7 +137,7 @@ class Canvas:
 
     @property
     def decoded(self) -> Bool[Array, "b l"]:
-        """Response positions that are no longer masked, padding excluded."""
+        """Response positions that are not masked, given text among them, padding excluded."""
         return self.valid & self.response & ~self.masked
 
     @property
@@ -186,7 +189,8 @@ class Canvas:
         """Positions that the coming step decodes, where the order does not depend on the model.
 
         Raises:
-          ValueError: the sampler's order depends on the model's output.
+          ValueError: the sampler's order depends on the model's output, or it is asked outside of
+            `Policy.select`.
         """
         if self.planned_order is None:
             raise ValueError(
@@ -209,7 +213,7 @@ class Canvas:
 
     @property
     def stops_at(self) -> Int[Array, "b"]:
-        """Position of the stop in each answer; l where there is none."""
+        """`Stop.position` of each answer; l where there is none."""
         return jnp.full_like(self.step, self.layout.length) if self.stop is None else self.stop.position
 
     def in_front_of_stop(self, positions: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
@@ -225,7 +229,7 @@ class Canvas:
 
     @property
     def block_begins(self) -> Bool[Array, "b 1"]:
-        """Whether the coming step is the first of its block, or of a sliding block's round."""
+        """Whether the coming step is the first of its block, or `block_step` begins again."""
         return (self.block_step == 0)[:, None]
 
     def every_n_steps(self, every: Count) -> Bool[Array, "b 1"]:
@@ -251,7 +255,10 @@ class Canvas:
 
     @property
     def before_model_block(self) -> Bool[Array, "b l"]:
-        """Positions of earlier blocks of the model, without padding: their keys and values are final."""
+        """Positions of earlier blocks of the model, without padding.
+
+        Their keys and values are final, from the first step of the current block on.
+        """
         return ~self.everything
 
     @property
@@ -283,7 +290,8 @@ class Canvas:
     def without_final(self, selected: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
         """Selects what a step computes: of the selected positions, those whose keys and values are not final.
 
-        The selection itself, if the model attends everywhere and answers do not grow.
+        The first steps in a block of the model, and causal passes, compute what they need whatever is
+        selected. The selection itself, if the model attends everywhere and answers do not grow.
         """
         return selected
 
@@ -425,7 +433,7 @@ def is_one_of(tokens: Int[Array, "..."], ids: tuple[int, ...]) -> Bool[Array, ".
 
 
 def first_eos(canvas: Canvas) -> Int[Array, "b"]:
-    """Position of the first end-of-text in the response, of a suffix none; l if there is none."""
+    """Position of the first of `ModelSpec.ends` in the response, of a suffix none; l if there is none."""
     hit = is_one_of(canvas.tokens, canvas.spec.ends) & canvas.response & canvas.valid
     if canvas.layout.end < canvas.layout.length:
         hit &= canvas.position < canvas.layout.end
@@ -447,7 +455,7 @@ def with_stop(canvas: Canvas, tokens: Int[Array, "b l"]) -> Int[Array, "b l"]:
 
 
 def behind_first_eos(canvas: Canvas) -> Bool[Array, "b l"]:
-    """Positions after the leftmost end-of-text of the first step that decoded one."""
+    """Positions after the leftmost end (`ModelSpec.ends`) of the first step that decoded one."""
     # Only decoded ones count: an end-of-text in the prompt is text. Without any, a step after all steps.
     eos = is_one_of(canvas.tokens, canvas.spec.ends) & (canvas.decoded_at >= 0)
     first = jnp.min(jnp.where(eos, canvas.decoded_at, jnp.iinfo(jnp.int32).max), axis=1)

@@ -97,7 +97,7 @@ class Rows:
         return jnp.where(real.reshape(*real.shape, *[1] * (x.ndim - 2)), new, x)
 
     def spread(self, values: Shaped[Array, "b q *d"]) -> Shaped[Array, "b l *d"]:
-        """The values at the computed positions, and zeros elsewhere."""
+        """The values at the computed positions, and zeros elsewhere; in place, padding has its own values."""
         if self.in_place:
             return jnp.pad(values, ((0, 0), (self.start, 0), *((0, 0),) * (values.ndim - 2)))
         return self.put(jnp.zeros((len(values), self.length, *values.shape[2:]), values.dtype), values)
