@@ -79,7 +79,7 @@ class DAEDAL(GrowingAnswers):
     of the answer meet the vocabulary in every step that computes them.
 
     With length=max_length it is `Threshold(high)`, except for a first forward pass, and that the confidence
-    must exceed the threshold. `grow_below=0` switches growth off, `insert_below=0` insertion.
+    must exceed the threshold. `grow_below=0` appends no masks, `insert_below=0` inserts none.
 
     Differences: [MASK] is never chosen. Prompts of other lengths change nothing; the reference implementation
       attends to their padding. Under `DualCache` the confidence is that of the last step that computed the

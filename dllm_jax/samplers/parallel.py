@@ -35,7 +35,7 @@ from dllm_jax.xla.reductions import any_marked
 class UntilDone(Sampler, abc.ABC):
     """Base of samplers that stay in a block until nothing in it is masked (parallel decoding).
 
-    Every step unmasks at least one position, unless a subclass overrides `max_steps`. `steps` of the layout
+    Every step selects at least one position, unless a subclass overrides `max_steps`. `steps` of the layout
     ends no block; some subclasses schedule by it, such as `Dynamic`.
     """
 
@@ -48,7 +48,7 @@ class UntilDone(Sampler, abc.ABC):
 
     @override
     def max_steps(self, layout: Layout) -> int:
-        """One step per response position, since each step decodes at least one."""
+        """One step per response position, since each step selects at least one."""
         return layout.response
 
     @property
