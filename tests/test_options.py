@@ -470,3 +470,6 @@ def test_help_begins_with_a_short_signature():
     assert shown.startswith("model, prompt, *, prompt_mask=None, ")
     assert "sampler=Confidence(), " in shown
     assert max(map(len, lines[begin:end])) < 80
+    shown = str(inspect.signature(dj.tune))
+    assert "score=exact_match" in shown
+    assert shown.endswith("**old\n) -> Tuned")

@@ -85,6 +85,21 @@ def test_pairs_are_chosen_anew_or_kept():
     assert np.abs(scores(anew)[8:] - scores(kept)[8:]).max() > 1e-4
 
 
+def test_voters_of_a_rank_are_those_of_the_first_block():
+    """Also where a block-causal model chooses its pairs once: the first block has the same ones either way."""
+    options = dict(
+        budget=6, votes=eviction.MiddleVote(), policy=policies.Policy(), layers=eviction.UniformLayers()
+    )
+    anew, once = (
+        dj.generate(
+            tiny("sdar", block_size=4), np.arange(5, 21)[None], length=8, trace=True,
+            policy=policies.EvictPrompt(**options, heads=eviction.EvenHeads(), reselect=reselect),
+        )
+        for reselect in (True, False)
+    )  # fmt: skip
+    np.testing.assert_allclose(scores(anew)[:4], scores(once)[:4], atol=1e-5)
+
+
 def test_policies_that_recompute_the_prompt_are_refused():
     with pytest.raises(ValueError, match="recomputes the prompt in every step"):
         generated(policy=policies.EvictPrompt(policy=policies.Policy()))

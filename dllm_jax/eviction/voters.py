@@ -188,9 +188,12 @@ def evidence(
         return layer.received(q, k, lse, weight, mask) * (k.shape[2] / q.shape[2])
 
     # Equation 14: S_mp and S_mm, what masked queries give to the prompt and to masked positions.
-    masked, voters = canvas.masked, voter.voters(canvas)
+    masked, voting = canvas.masked, canvas
     if among is not None:
-        masked, voters = masked & among, voters & (among | voter.of_prompt)
+        masked = masked & among
+    if among is not None and not voter.of_prompt:
+        voting = dataclasses.replace(canvas, valid=canvas.valid & among)
+    voters = voter.voters(voting) & voting.valid
     from_masks = received(masked)
     to_prompt = jnp.sum(from_masks[..., :p], axis=-1)
     to_masks = jnp.sum(jnp.where(masked[:, None, p:], from_masks[..., p:], 0.0), axis=-1)

@@ -329,11 +329,11 @@ def call(value: Any, always: tuple[str, ...] = ()) -> str:
     """The constructor call that makes options, without the fields that are at their defaults.
 
     Args:
-      value: a dataclass, or a literal.
+      value: a dataclass, a literal, or a function, of which the name is written.
       always: names of fields to write even at their defaults.
     """
     if not dataclasses.is_dataclass(value):
-        return repr(value)
+        return value.__name__ if inspect.isfunction(value) else repr(value)
     fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
     arguments = [
         f"{field.name}={call(now)}" for field, now in fields if now != field.default or field.name in always
@@ -353,8 +353,10 @@ class ShortSignature(inspect.Signature):
         for parameter in self.parameters.values():
             if parameter.kind is parameter.KEYWORD_ONLY and not starred:
                 names, starred = [*names, "*"], True
+            name = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
             has_default = parameter.default is not parameter.empty
-            names.append(f"{parameter.name}={call(parameter.default)}" if has_default else parameter.name)
+            name += f"{parameter.name}={call(parameter.default)}" if has_default else parameter.name
+            names.append(name)
         lines = textwrap.wrap(", ".join(names), 75, break_long_words=False, break_on_hyphens=False)
         returned = self.return_annotation
         name = "" if returned is self.empty else f" -> {getattr(returned, '__name__', returned)}"

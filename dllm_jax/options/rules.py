@@ -354,8 +354,8 @@ def absolute(path: Path) -> Path:
     """The path without `~`, `..` and links; raises ValueError if links lead in a circle."""
     with contextlib.suppress(RuntimeError):  # no such user: then it is a name like others
         path = path.expanduser()
-    # Up to Python 3.12 links in a circle raise RuntimeError; later ones stay in the path.
-    with contextlib.suppress(RuntimeError, OSError):
+    # Links in a circle raise RuntimeError up to Python 3.12; later they stay in the path.
+    with contextlib.suppress(RuntimeError):
         resolved = path.resolve()
         if not any(part.is_symlink() for part in (resolved, *resolved.parents)):
             return resolved
