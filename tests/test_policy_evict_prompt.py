@@ -93,7 +93,7 @@ def test_voters_of_a_rank_are_those_of_the_first_block():
     anew, once = (
         dj.generate(
             tiny("sdar", block_size=4), np.arange(5, 21)[None], length=8, trace=True,
-            policy=policies.EvictPrompt(**options, heads=eviction.EvenHeads(), reselect=reselect),
+            policy=policies.EvictPrompt(**options, reselect=reselect),
         )
         for reselect in (True, False)
     )  # fmt: skip
