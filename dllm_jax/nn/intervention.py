@@ -35,10 +35,11 @@ Held = Array | np.ndarray
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Intervention:
-    """Replaces x by `gain * x + value` at some layers, positions and denoising steps of one place.
+    """Replaces x by `gain * x + value` at some layers, positions, denoising steps and heads of one place.
 
     Made by `patch`, `steer` and `mask`. A pytree: everything but the place and shapes is a runtime argument,
-    so other values, layers, positions and steps do not recompile, and can be mapped over and differentiated.
+    so other values, layers, positions, steps and heads do not recompile, and can be mapped over. `forward` is
+    differentiable in values.
 
     Places: "residual", the input of a layer (index n is the output of the last one); "attention_output" and
     "mlp_output", the outputs of the branches; "head_output", the output of each query head before the output

@@ -43,7 +43,7 @@ class Layer:
 
     Attributes:
       weights: this layer's parameters, see `dllm_jax.nn.modules.LayerParameters`.
-      spec: the model.
+      spec: the model, as it describes this layer (`ModelSpec.at`).
       rope: rotary tables of all canvas positions.
       index: Index of the layer.
       kernels: Implementations of `pallas_kernels.OPERATIONS`, see `Model`.
@@ -108,7 +108,8 @@ class Layer:
           mask: True where a query may attend; None means everywhere.
           lookahead: Bound on the mask: query i attends to no key from i + lookahead on. From 2048
             queries on, segments of them are computed apart, without the keys after them. None: no bound.
-          reads_lse: Whether the caller reads the log-sum-exp of many queries, which cuDNN does not return.
+          reads_lse: Whether the caller reads the log-sum-exp of many queries, which cuDNN's attention
+            leaves to XLA.
         """
         operation = ATTENTION_AND_LSE if reads_lse else ATTENTION
         run = lambda q, k, v, mask: self.kernels.run(operation, *self._in_order(q, k, v), mask, None)

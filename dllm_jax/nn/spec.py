@@ -240,10 +240,12 @@ class ModelSpec(Options):
         shorter.
       causal_context: Whether prompt and finished blocks attend causally, and the current block alone to all
         of itself. A causal pass stores each of them, and its last output predicts the next block's first
-        token (not in DiffusionGemma). `block_size` is then the default of `generate(block=)`.
+        token (not in DiffusionGemma). `block_size` is then the default of `generate(block=)`, and the only
+        value in DiffusionGemma.
       completes_blocks: Whether masks that are not returned complete the last block of an answer (SDAR), or
         the canvas ends with the answer, so that its last block may be shorter (Stable-DiffCoder). Of
-        blocks that are counted from the response, `infill` completes the last one.
+        blocks that are counted from the response, `infill` completes the last one, and `generate` the last
+        canvas of DiffusionGemma.
       gemma: Gemma 4's layers of two kinds, with a denoiser of uniform noise (DiffusionGemma); None without.
     """
 

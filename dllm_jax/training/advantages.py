@@ -24,7 +24,8 @@ def group_advantages(rewards: Num[AnyArray, "b"], group: int, normalize: bool = 
     float32 (inside of `jit`) from 1e-37 to 1e38, outside of it over the whole range of float64.
 
     Rewards that rounding alone tells apart are equal: a group whose rewards span at most 2**-20 (a millionth)
-    of their largest magnitude has advantages of 0. Whole numbers are compared exactly.
+    of their largest magnitude has advantages of 0. Whole numbers are compared exactly, but those of 64 bits
+    inside of `jit`.
 
     TRL and verl divide by the deviation of a sample (over group - 1) plus 1e-4 and 1e-6. There advantages
     shrink with the scale of the rewards, and those of rewards that rounding tells apart are not 0.
@@ -39,8 +40,9 @@ def group_advantages(rewards: Num[AnyArray, "b"], group: int, normalize: bool = 
       Advantages in float32.
 
     Raises:
-      ValueError: rewards that are no finite numbers, a group of fewer than 2, a number of responses that is
-        no multiple of it, or differences that float32 cannot hold (without `normalize`).
+      ValueError: rewards that are no finite numbers of shape [responses], a group of fewer than 2, a number
+        of responses that is 0 or no multiple of it, or differences that float32 cannot hold (without
+        `normalize`).
     """
     check_argument("group", group, Annotated[PositiveInt, Interval(ge=2)])
     check_argument("normalize", normalize, bool)
@@ -107,5 +109,6 @@ def finite_numbers(name: str, values: Any, dtype: DTypeLike | None = None) -> Nu
         with np.errstate(over="ignore"):  # which makes infinity, and is refused
             numbers = array if dtype is None else array.astype(dtype)
         if not np.isfinite(numbers).all():
-            raise ValueError(f"{name} holds {array[~np.isfinite(numbers)][0]}; expected finite numbers")
+            of = "" if dtype is None else f" of {np.dtype(dtype)}"
+            raise ValueError(f"{name} holds {array[~np.isfinite(numbers)][0]}; expected finite numbers{of}")
     return array

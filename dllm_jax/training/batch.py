@@ -38,12 +38,14 @@ class Batch(NamedTuple):
 
     An answer token of -100 does not count, wherever it stands (Hugging Face's ignore index): it is not learnt
     and not attended to, and no other token replaces it. An example without any token that counts adds 0.
+    DiffusionGemma's canvases are filled: after an answer's last token that counts they hold end-of-text,
+    which is learnt, in place of -100 and of padding.
 
     Attributes:
       prompt: ids, which the loss never masks; left-padded if lengths differ.
       answer: ids, right-padded if lengths differ; -100 at tokens that do not count.
       prompt_mask: False at the prompt's padding; None means none.
-      answer_mask: False at the answer's padding, which is neither learnt nor attended to; None means none.
+      answer_mask: False at the answer's padding, which counts as little as -100; None means none.
       t_min: noise levels are t ~ U[t_min, 1), t_min in (0, 1]. Larger values leave out the levels with few
         masks and large weights, which carry most of the gradient's variance and, where an answer follows
         from the prompt alone, little to learn; the loss is then no longer a bound of the likelihood.

@@ -61,13 +61,13 @@ class TrainConfig(Options):
         `masked_diffusion_loss`.
       blocks: Block lengths, one of which is drawn for each example, with one of its blocks to learn. Earlier
         tokens are known and later ones masked, as when `generate` decodes in blocks (Blockwise SFT,
-        arXiv:2508.19529). None, or the length of the whole answer, is LLaDA's loss.
+        arXiv:2508.19529). None, or the length of the whole answer, learns all of it.
       causal_weight: weight of the clean answer's next-token loss, see `masked_diffusion_loss`; of models with
         a causal context alone.
       master_weights: keep trained parameters of narrower models (bfloat16), and with them the optimizer's
         state, in float32; every step computes with a copy in the model's dtype. Without, steps below
         half the spacing of bfloat16 numbers (1/512 to 1/256 of a weight) are lost.
-      seed: Random seed of the masks.
+      seed: Random seed of all draws.
       review_every: steps between calls of the source's `review`; one also comes at the end.
       save_every: steps between checkpoints; one is also written at the end.
     """

@@ -34,8 +34,8 @@ class Run(NamedTuple):
     Attributes:
       model: the trained model.
       memory: the source's memory at the end.
-      log: one entry per review: step, mean loss and accuracy on masked tokens since the entry before,
-        tokens processed and seconds so far, and the source's memory.
+      log: one entry per review: step, mean loss and accuracy (`Metrics`) since the entry before, tokens
+        processed and seconds so far, and the source's memory.
     """
 
     model: Model
@@ -91,6 +91,7 @@ def train(
         with another configuration, or a `log.jsonl` of something else; options that do not go together, or
         not with the model; a batch that does not fit the model, or that mesh and `accumulate` do not divide.
       TypeError: `optimizer` is not a transformation of optax.
+      OSError: the directory cannot be made, or its log cannot be written or locked.
       FloatingPointError: the loss is not finite.
       KeyboardInterrupt: Ctrl-C; if there is a directory, with a message that says which step it holds. A
         checkpoint that is being written is finished first.

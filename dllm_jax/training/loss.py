@@ -115,7 +115,7 @@ def masked_diffusion_loss(
       model: differentiable; cross entropy is in float32 whatever its dtype.
       batch: prompts and answers, see `Batch`. Ids, masks and padding are checked; inside of jit, where values
         are not known, shapes and dtypes alone.
-      key: draws t and the masks.
+      key: random key of all draws.
       remat: recompute layers in the backward pass instead of keeping their activations.
       prompt_isolation: probability, for each example, that its prompt's rows attend to the prompt alone,
         while the answer's attend to everything (a block mask). Not part of LLaDA's recipe. A small model
