@@ -185,7 +185,7 @@ def grpo_loss(
     the tokens' probabilities at the steps that decoded them.
 
     Loss and gradient are finite: log-ratios above 80 nats, or less where an advantage or `kl` exceeds 1,
-    count as this bound without a gradient, also infinite ones.
+    count as this bound without a gradient, also infinite ones; those below -1e9 count as -1e9.
 
     Args:
       log_prob: Log-probability of each response token under the policy, in nats; differentiable.
