@@ -232,7 +232,7 @@ def until_end(answer: Ids, eos_id: int | Sequence[int], eot_id: int | None = Non
       eot_id: end-of-turn, or None.
     """
     ids, real = padded_ids(answer, None, None, "answer", side="right", least=IGNORED, empty=True)
-    ends = [eos_id] if isinstance(eos_id, int) else [*eos_id]
+    ends = [eos_id] if isinstance(eos_id, int | np.integer) else [*eos_id]
     ends += [] if eot_id is None else [eot_id]
     with number_modes():
         answer = jnp.asarray(ids)
