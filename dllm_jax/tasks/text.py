@@ -14,7 +14,7 @@ from dllm_jax.tasks.base import DIGITS, FILLER, LETTERS, ChecksumSplit, Example
 
 @dataclasses.dataclass(frozen=True)
 class Chain(ChecksumSplit):
-    """A chained look-up: `c>T;b>c;T>b;...;b>` is answered with `b>c;c>T;T>b;...`, step after step.
+    """A chained look-up: `c>T;b>c;T>z;...;b>` is answered with `b>c;c>T;T>z;...`, step after step.
 
     The size is the number of steps, of four characters each.
 
@@ -213,6 +213,6 @@ def needle(tokens: int, asked: int = 1) -> tuple[Recall, int]:
 
 
 def asked_pair(example: Example) -> int:
-    """Finds the index, from 0, of the pair that a recall prompt asks for."""
+    """Finds the index, from 0, of the pair that a recall prompt of one key asks for."""
     *pairs, asked = (part.split("=")[0].strip(FILLER) for part in example.prompt.split(";"))
     return pairs.index(asked)

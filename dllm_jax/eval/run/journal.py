@@ -60,7 +60,8 @@ class Journal:
       entries: Entry of each key: a dictionary with "key", "answer", "error" and what was added to these.
 
     Raises:
-      ValueError: a finished line that is broken, with file and line; or another device or version.
+      ValueError: a finished line that is broken, with file and line; a file that is no journal; or another
+        device or version.
     """
 
     _file = _lock = None  # open for appending, and its lock
@@ -88,7 +89,8 @@ class Journal:
             answered with other settings has no answer.
 
         Raises:
-          ValueError: another run adds to the journal; or an item or settings that JSON cannot hold.
+          ValueError: another run adds to the journal; items that are one text or no iterable; or an item or
+            settings that JSON cannot hold.
           OSError: the file cannot be made or locked.
         """
         asked = _asked(items, settings)
@@ -110,8 +112,9 @@ class Journal:
         """Appends the answer to an item of `left`, with `more` about it, such as costs; syncs it to disk.
 
         Raises:
-          ValueError: another run adds to the journal, or the answer holds NaN or infinity.
-          TypeError: JSON cannot hold the answer.
+          ValueError: another run adds to the journal; answer or `more` holds NaN or infinity; or `more` has a
+            name that every entry has, such as `key`.
+          TypeError: JSON cannot hold answer or `more`.
           OSError: the file cannot be written, such as on a full disk; what was added before is kept.
         """
         self._add(asked, answer, None, more)
@@ -134,7 +137,7 @@ class Journal:
         """Takes the journal's lock, which this journal keeps, and reads what others added before.
 
         Raises:
-          ValueError: another run holds the lock.
+          ValueError: another run holds the lock; or the file is refused, as when a `Journal` is made.
           OSError: the file cannot be made or locked.
         """
         if self._file is not None or self.path is None:
@@ -168,7 +171,8 @@ class Journal:
         """Appends the entries and syncs them to disk; claims the journal, if that was not done.
 
         Raises:
-          ValueError: another run adds to it.
+          ValueError: another run adds to it, or an entry holds NaN or infinity.
+          TypeError: JSON cannot hold an entry.
           OSError: the file cannot be written, such as on a full disk; what was added before is kept.
         """
         self.claim()
@@ -234,7 +238,7 @@ class Journal:
 
         Raises:
           FileNotFoundError: a journal is missing.
-          ValueError: one is broken, or of another device or version.
+          ValueError: another run adds to this one; or one is broken, or of another device or version.
         """
         # Claimed first, so that nobody adds to it between what is read and what is written.
         self.claim()

@@ -31,7 +31,7 @@ class Candidate(Options):
     Attributes:
       policy: Cache policy.
       sampler: Sampler.
-      block: positions decoded together, or how the block slides.
+      block: Block length, or a block schedule.
       steps: denoising steps in all, for samplers with a fixed schedule.
     """
 

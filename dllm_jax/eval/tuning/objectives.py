@@ -25,8 +25,8 @@ class Objective(abc.ABC):
 
     Attributes:
       unit: Unit of the cost, for tables and axes.
-      timed: Whether `cost` reads the answers' `seconds`. The rows are then those of whole runs over the same
-        questions, by all settings in turns; `seconds` is a run's wall time over its questions.
+      timed: Whether `cost` reads the answers' `seconds`. The rows are then those of whole runs over the first
+        round's questions, by all settings in turns; `seconds` is a run's wall time over its questions.
     """
 
     unit: str

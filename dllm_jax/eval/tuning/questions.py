@@ -20,7 +20,8 @@ def read_jsonl(path: Path | str) -> list[Example]:
 
     Raises:
       FileNotFoundError: no such file.
-      ValueError: a line that is no such object, or bytes that are not UTF-8; names file and line.
+      ValueError: a line that is no such object, bytes that are not UTF-8, or a text with half of a character;
+        names file and line.
     """
     questions = []
     for where, value in read_objects(Path(path)):

@@ -309,16 +309,16 @@ def tune(
     """Finds the cheapest setting that answers your questions about as well as exact decoding.
 
     All settings answer the same questions, in rounds of ever more of them. After each round those are
-    dropped that are less accurate than the exact decoder by more than the tolerance, or that cost no less
-    than another one and are less accurate, both beyond doubt: by one-sided bounds on paired differences,
-    all of which hold with the given confidence.
+    dropped that failed to answer one, that are less accurate than the exact decoder by more than the
+    tolerance, or that cost no less than another one and are less accurate. The last two hold beyond doubt: by
+    one-sided bounds on paired differences, all of which hold with the given confidence.
 
     Args:
       model: Model returned by `load`.
       tokenizer: Tokenizer of the checkpoint, from `load_tokenizer`.
-      questions: pairs (prompt, answer), examples of `dllm_jax.tasks`, or your own objects with `prompt` and
-        `answer`. A prompt is text of the user, messages of a conversation, or token ids, which get no chat
-        template.
+      questions: pairs (prompt, answer), examples of `dllm_jax.tasks`, or dictionaries or objects with
+        `prompt` and `answer`. A prompt is text of the user, messages of a conversation, or token ids, which
+        get no chat template.
       policies: Settings to compare: `dllm_jax.eval.tuning.Candidate`s, policies, or classes of policies,
         which stand for a grid of their settings that fits the requests. None: of the grids of `policies.ALL`
         what the model does not refuse, some fifty programs to compile for LLaDA.
@@ -328,10 +328,10 @@ def tune(
       accelerator: "h100" or the like (`dllm_jax.roofline.HARDWARE`), or a `Hardware`: time is predicted for
         it instead of measured.
       length: Number of tokens to generate. Default: enough for the longest right answer and its end.
-      block: Block length of exact decoding, or a sliding block. Default: the model's own, else the longest
+      block: Block length of exact decoding, or a block schedule. Default: the model's own, else the longest
         of 32, 16, 8 and 4 that leaves four blocks, else 4; one block if none of them divides `length`.
       steps: Number of denoising steps of exact decoding. Default: one per token.
-      sampler: Sampler of exact decoding, and of policies given without one.
+      sampler: Sampler of exact decoding, and of settings without one unless `samplers` names others.
       score: Function of an answer (text) and its question that returns True, False or a number in [0, 1].
       first_round: Number of questions of the first round; each round doubles it.
       confidence: Probability that no setting is dropped wrongly; also the confidence level of each interval.
@@ -341,7 +341,8 @@ def tune(
         or policies.
       name: Name of the model in results. Default: that of its directory, else its family.
       progress: report rounds and answers to standard error.
-      samplers: Samplers to combine with each policy. Default: that of exact decoding.
+      samplers: Samplers to combine with each setting that has none of its own. Default: that of exact
+        decoding.
       keep_all: Whether all settings answer all questions: one table of your policies and samplers, in which
         none is dropped unless it fails.
       **old: `first` and `batch`, the former names of `first_round` and `slots`, with a warning.
@@ -352,6 +353,7 @@ def tune(
     Raises:
       ValueError: bad input, a model without a mask token, a setting that the model refuses, a journal that
         another run adds to or whose answers are of another device or version.
+      TypeError: an argument that `tune` does not have, or one under both of its names.
       RuntimeError: the exact decoder failed to answer.
     """
     parameters = inspect.signature(tune).parameters

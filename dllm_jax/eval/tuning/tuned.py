@@ -40,7 +40,8 @@ class Row:
       questions: Number of questions that it was asked.
       accuracy: mean score, with Wilson's interval.
       difference: mean score minus that of the exact decoder on the same questions, with a paired interval.
-      cost: Cost by the objective; None if it answered nothing.
+      cost: Cost by the objective; None if it answered nothing, or if an answer failed in the first round and
+        the cost is measured time.
       dropped: why it was dropped after these questions; None if it was not.
       forwards: Forward passes per question, the mean; None if it answered nothing.
       computed: Computed tokens per question, the mean.
@@ -197,7 +198,7 @@ class Tuned:
     def figure(self) -> "Figure":
         """Accuracy by cost with intervals: the front, the chosen setting, what was dropped in gray.
 
-        Settings without a cost, which answered nothing, are left out. Needs matplotlib, of the `eval` extra.
+        Settings without a cost are left out. Needs matplotlib, of the `eval` extra.
         """
         from matplotlib.figure import Figure
 
