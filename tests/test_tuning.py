@@ -433,7 +433,7 @@ def test_the_table_the_figure_and_the_description_show_every_setting(found):
         ({"questions": []}, "questions=.* must be pairs .* one or more"),
         ({"questions": "what?"}, "questions='what\\?' must be pairs"),
         ({"questions": [("a", 3)]}, r"questions hold .*, 3\): they must be pairs|'a'.* answer being text"),
-        ({"policies": []}, "nothing but the exact decoder"),
+        ({"policies": []}, "no setting but the exact decoder"),
         ({"policies": policies.DualCache()}, r"policies=DualCache\(\) must be a list"),
         ({"policies": ["DualCache"]}, "policies hold 'DualCache', which is no policy"),
         ({"policies": [Candidate(block=3)]}, "candidate Policy.*length=4 must be a multiple of block=3"),

@@ -230,5 +230,7 @@ def candidates(
     unique = dict.fromkeys(candidate.filled(exact) for candidate in candidates)
     unique.pop(Candidate().filled(exact), None)
     if not unique:
-        raise ValueError("policies hold nothing but the exact decoder: there is nothing to compare with it")
+        raise ValueError(
+            "policies give no setting but the exact decoder: there is nothing to compare with it"
+        )
     return tuple(unique)

@@ -316,9 +316,9 @@ def tune(
     Args:
       model: Model returned by `load`.
       tokenizer: Tokenizer of the checkpoint, from `load_tokenizer`.
-      questions: pairs (prompt, answer), examples of `dllm_jax.tasks`, or dictionaries or objects with
-        `prompt` and `answer`. A prompt is text of the user, messages of a conversation, or token ids, which
-        get no chat template.
+      questions: pairs (prompt, answer), examples of `dllm_jax.tasks` without images, or dictionaries or
+        objects with `prompt` and `answer`. A prompt is text of the user, messages of a conversation, or token
+        ids, which get no chat template.
       policies: Settings to compare: `dllm_jax.eval.tuning.Candidate`s, policies, or classes of policies,
         which stand for a grid of their settings that fits the requests. None: of the grids of `policies.ALL`
         what the model does not refuse, some fifty programs to compile for LLaDA.
