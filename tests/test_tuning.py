@@ -27,7 +27,7 @@ from dllm_jax.eval.tuning.search import exact_decoding
 from dllm_jax.policies import Policy
 from dllm_jax.published.preset import read_preset
 from dllm_jax.roofline import HARDWARE, work
-from dllm_jax.tasks import Example
+from dllm_jax.tasks import Example, ReadNumbers, examples
 from tests.models import tiny
 
 DECODING = Decoding(length=4, block=2, steps=4, batch=2)
@@ -254,6 +254,8 @@ def test_questions_may_be_dicts_of_prompt_and_answer():
     assert as_questions([asked, ("1+1=", "2")]) == (Example("2+2=", "4"), Example("1+1=", "2"))
     with pytest.raises(ValueError, match="they must be pairs"):
         as_questions([{"prompt": "2+2="}])
+    with pytest.raises(ValueError, match=r"questions.0. has an image, .* tasks\.accuracy"):
+        as_questions(examples(ReadNumbers(), 0, 2, 1, "held_out"))
 
 
 def test_open_settings_follow_from_the_answers(lm):

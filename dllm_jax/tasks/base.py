@@ -26,6 +26,7 @@ Split = Literal["train", "held_out"]
 LETTERS = "bcdfghjklmnpqrstvwxzBCDFGHJKLMNPQRSTVWXZ"  # no vowels: no accidental words
 DIGITS = "0123456789"
 FILLER = "aeiou"
+WITH_IMAGES = "Score them with tasks.accuracy(model, vision.Processor.load(path), examples)."
 
 
 class Example(NamedTuple):

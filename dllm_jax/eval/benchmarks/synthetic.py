@@ -7,7 +7,7 @@ import numpy as np
 
 from dllm_jax.eval.run.runner import EvalRequest, Runner
 from dllm_jax.tasks import Example, Recall, Task, asked_pair, examples, needle
-from dllm_jax.tasks.base import exact_match
+from dllm_jax.tasks.base import WITH_IMAGES, exact_match
 
 RECALLED = Recall().answer_length(1) + 1  # positions: the value and its end
 
@@ -22,7 +22,7 @@ def synthetic_requests(runner: Runner, task: Task, sizes: Sequence[int], count: 
       count: examples of each size.
 
     Raises:
-      ValueError: a size that the task does not have, no size, or a count below 1.
+      ValueError: a size that the task does not have, no size, a count below 1, or a task with images.
     """
     if not sizes or count < 1:
         raise ValueError(f"sizes={tuple(sizes)} and count={count}: there is nothing to evaluate")
@@ -44,6 +44,8 @@ def synthetic_request(
     runner: Runner, id: str, example: Example, group: str, length: int, cell: tuple[int, float] | None = None
 ) -> EvalRequest:
     """An example as a request, scored 1 where the answer is exactly right, else 0."""
+    if example.image is not None:
+        raise ValueError(f"examples of {group} have images, which are not supported here. {WITH_IMAGES}")
     ids = tuple(runner.lm.chat_ids(example.prompt))
     score = lambda answer: float(exact_match(answer, example))
     return EvalRequest(id, ids, length, group=group, references=(example.answer,), score=score, cell=cell)

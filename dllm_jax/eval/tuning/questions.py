@@ -11,6 +11,7 @@ from dllm_jax.options import shown
 from dllm_jax.options.hints import NOTHING
 from dllm_jax.state.text import check_text
 from dllm_jax.tasks import Example
+from dllm_jax.tasks.base import WITH_IMAGES
 
 RULE = 'must be pairs (prompt, answer), examples of dllm_jax.tasks, or objects with "prompt" and "answer"'
 
@@ -35,7 +36,7 @@ def as_questions(values: Iterable[Any]) -> tuple[Any, ...]:
     """The questions as objects with `prompt` and `answer`; a pair, or a dict of both, becomes an `Example`.
 
     Raises:
-      ValueError: there are none, or something that is no question.
+      ValueError: there are none, or something that is no question of text.
     """
     if isinstance(values, str | bytes) or not isinstance(values, Iterable) or not (given := tuple(values)):
         raise ValueError(f"questions={shown(values)} {RULE}, one or more")
@@ -45,6 +46,8 @@ def as_questions(values: Iterable[Any]) -> tuple[Any, ...]:
         if not hasattr(example, "prompt") or not isinstance(answer, str):
             raise ValueError(f"questions hold {shown(example)}: they {RULE}, the answer being text")
         check_text(f"questions[{i}].answer={shown(answer)}", answer)
+        if getattr(example, "image", None) is not None:
+            raise ValueError(f"questions[{i}] has an image, which is not supported here. {WITH_IMAGES}")
     return examples
 
 
