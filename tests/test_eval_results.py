@@ -196,7 +196,7 @@ def test_a_malformed_record_is_refused_with_what_it_lacks(tmp_path):
     options = cli.EvalOptions(decoding=Decoding(length=4, block=2), out=tmp_path)
     assert cli.run_tasks(options, "FewShot", (5,), 1) == 0
     with pytest.raises(ValueError, match="have images, which are not supported here"):
-        cli.run_tasks(options, "ReadNumbers", (2,), 1)
+        cli.run_tasks(dataclasses.replace(options, out=tmp_path / "images"), "ReadNumbers", (2,), 1)
     whole = read(path)
     assert (whole["decoding"]["policy"], whole["model"]["dtype"]) == ("Policy()", "float32")
     assert "temperature=0.0" in whole["decoding"]["sampler"]
