@@ -46,18 +46,18 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
         `AdaBlock(32, delimiters=..)` end at a delimiter.
       steps: Number of denoising steps, a multiple of the number of blocks. Default: `length`, one token per
         step. Samplers that decode until a block is done (such as `Threshold`, but not `WINO` nor
-        `CertaintyPrior`) and other schedules (`Confidence(schedule="rounded")`) need no multiple: steps per
-        block are rounded up. Of the former, only `Dynamic`, `Sequential`, `S2D2` and those with
-        `early_commit` read it. Not supported with `max_length`, nor by DiffusionGemma
-        (`EntropyNoise(steps=..)`).
+        `CertaintyPrior`), other schedules (`Confidence(schedule="rounded")`) and models that count blocks
+        from the response need no multiple: steps per block are rounded up. Of the first, only `Dynamic`,
+        `Sequential`, `S2D2` and those with `early_commit` read it; so does the policy `D2Cache`. Not
+        supported with `max_length`, nor by DiffusionGemma (`EntropyNoise(steps=..)`).
       policy: Cache policy, which selects the tokens to recompute at each step. Default: exact decoding.
       sampler: Remasking strategy, which selects the tokens to unmask at each step. Default: LLaDA's
         low-confidence remasking; without a mask token the checkpoint's, else `EntropyNoise()`.
       key: A `jax.random` key, or one per sequence [b]. Required if the sampler draws, for example with a
         temperature.
       noise: Recorded draws instead of a key.
-      stop_at_eos: Whether a sequence ends when everything up to an end-of-text is unmasked. Remaining masks
-        are then filled with end-of-text, on DiffusionGemma all that follows. Tokens up to it do not change.
+      stop_at_eos: Whether a sequence ends when everything up to an end-of-text is unmasked. Masks that it
+        leaves become end-of-text, on DiffusionGemma all that follows. Tokens up to it do not change.
       stop: Texts at which a response ends (`stop_strings`), as `StopTexts(tokenizer, ["\\n"])`, however their
         tokens spell them. The output holds end-of-text after the tokens that hold the first stop. Or
         sequences of token ids; then from the start of the stop on. As in LLaDA-V's reference implementation,
@@ -80,11 +80,13 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
         is not part of the output.
       nonfinite: Action for sequences whose logits hold NaN or infinity: "warn", "raise" or "ignore". They end
         at that step (`Stats.finite`); other sequences continue. "ignore" does not wait for the
-        results, unless other warnings may depend on them (constraints, answers that grow, classes of yours)
-        or the host cuts them (`trace`, `buckets`, a batch that a mesh does not divide).
+        results, unless other warnings may depend on them (constraints, answers that grow, classes of yours),
+        the host cuts them (`trace`, `buckets`, a batch that a mesh does not divide, `logprobs` where masks
+        complete the last block), or `progress` shows them.
       interventions: Values to set or change at named places of the network (`Intervention`), in order. They
         are runtime arguments.
-      progress: Whether to draw a progress bar on standard error. Results do not change.
+      progress: Whether to draw a progress bar on standard error, outside of `jit` and `vmap`. Changes no
+        tokens up to ties that rounding decides, on CPUs none.
       group: Advanced. Maximum number of sequences that run a full step together, of each part into which a
         mesh splits the batch. Default: enough to saturate the device (`dllm_jax.engine.group`); of small
         models on canvases of at most 512 positions, all. Changes speed and memory, and no tokens up to ties

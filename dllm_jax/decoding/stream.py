@@ -65,10 +65,10 @@ def stream(
             print(tokenizer.decode(snapshot.tokens[0]))
         out = snapshot.output  # the output of dj.generate(model, prompt, length=128, block=32)
 
-    Tokens, statistics, trace and confidences equal those of `generate`, on CPUs bit for bit and elsewhere up
-    to ties that rounding decides. The loop runs in pieces of one compiled program; while the host reads one
-    piece, the devices compute the next. A stream that is closed computes at most one piece beyond the last
-    snapshot.
+    Tokens, statistics, trace and log-probabilities equal those of `generate`, on CPUs bit for bit and
+    elsewhere up to ties that rounding decides. The loop runs in pieces of one compiled program; while the
+    host reads one piece, the devices compute the next. A stream that is closed computes at most one piece
+    beyond the last snapshot.
 
     Args:
       model: Model returned by `load`.
