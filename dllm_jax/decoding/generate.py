@@ -34,8 +34,8 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
       prompt_embeds: Float[b p m] (or [p m]), inputs in place of embeddings (`inputs_embeds`): images
         (`dllm_jax.vision`) or soft prompts. Rows are used where `prompt` holds
         `dllm_jax.EMBEDS_PLACEHOLDER` (-1), which stays in the output.
-      prefix: Computed beginning of all prompts (`prefill`), for models with blocks and a mask token. `prompt`
-        then holds what follows it, and may be empty. The output is that of the whole prompts.
+      prefix: Computed beginning of all prompts (`prefill`, which says for which models). `prompt` then holds
+        what follows it, and may be empty. The output is that of the whole prompts.
       suffix: Token ids Int[s] or Int[b s] that follow the response. The response leads up to them.
       length: Number of tokens to generate (`max_new_tokens` in transformers, `gen_length` in LLaDA).
       max_length: Maximum number of tokens of an answer that grows (`sampler=DAEDAL()`); `length` is then the
@@ -66,7 +66,8 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
       forbid: Token ids that no position is unmasked to (`bad_words_ids`). A runtime argument.
       allow: Allowed tokens of each of the `length` positions: Bool[length, vocab] or Bool[b, length, vocab];
         or a list with token ids for each position, None for any token; or such a list per sequence. A
-        position's confidence is that of the distribution over its allowed tokens. A runtime argument.
+        position's confidence is that of the distribution over its allowed tokens. A runtime argument, up to a
+        power of 2 in the number of different sets.
       constraints: Constraints that depend on tokens that are unmasked already (`dllm_jax.samplers.OneOf`,
         `Constraint`). End-of-text that `stop_at_eos` and `stop` fill in is not constrained. Choices that
         contradict each other raise `ValueError`. Other masks that never have an allowed token are left, with
@@ -98,7 +99,7 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
       The tokens, the statistics of each sequence, and the trace and log-probabilities if asked for.
 
     Raises:
-      ValueError: An argument breaks a rule; the message names the argument, its value and the rule.
+      ValueError: An argument breaks a rule, or is not supported with another; the message says which and why.
       TypeError: An option that `generate` does not have.
       FloatingPointError: Logits held NaN or infinity, with nonfinite="raise".
 

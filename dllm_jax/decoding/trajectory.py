@@ -73,8 +73,8 @@ def trajectory_log_probs(
       prompt_mask: Bool[b p], or `infill`'s token_mask, False at padding. None: as the trace says.
       temperature: that of the sampler, to score the distribution it drew from; 1 is the model's own.
       most_per_step: upper bound of the tokens that a step decodes in one sequence, static. None counts them;
-        in a traced program, where that is not known, it means the whole canvas. A sequence of which a step
-        decoded more has NaN.
+        in a traced program or over several processes, where that is not known, it means the whole canvas. A
+        sequence of which a step decoded more has NaN.
       chunk: steps evaluated at once; memory grows with b * chunk. Models with experts take one at a time.
       remat: recompute each layer in the backward pass instead of keeping its activations.
 
