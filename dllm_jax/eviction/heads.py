@@ -109,7 +109,7 @@ class HeadBudgets(Options, abc.ABC):
         Args:
           seen: votes and preferences, see `eviction.evidence`.
           budget: pairs per head, on average; at most `prompt`.
-          prompt: prompt length of each sequence.
+          prompt: prompt length of each sequence, on block-causal models of its whole blocks.
         """
 
     def widest(self, budget: int, heads: int, prompt: int) -> int:

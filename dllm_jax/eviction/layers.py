@@ -57,7 +57,7 @@ class LayerBudgets(Options, abc.ABC):
     def budgets(self, layers: int, budget: int, prompt: int) -> Int[np.ndarray, "n"]:
         """Pairs per KV head of each layer: at most `prompt` each, n * min(budget, prompt) in all.
 
-        `PyramidKV(outside=True)` retains more in all; other `PyramidKV` may miss the sum by one.
+        `PyramidKV(outside=True)` retains more in all; other `PyramidKV` may miss the sum by a few.
 
         Args:
           layers: n.
@@ -88,7 +88,7 @@ class LayerBudgets(Options, abc.ABC):
           budgets: those of `budgets` for the sequences' prompt lengths.
           importance: measures each layer's importance for each sequence (`eviction.importance`).
           budget: average over the layers.
-          prompt: prompt length of each sequence.
+          prompt: prompt length of each sequence, on block-causal models of its whole blocks.
         """
         return budgets
 
@@ -395,8 +395,8 @@ def calibrate(
       a profile for `BoundaryMiddle(importance=...)`; 1 minus it serves `SqueezeAttention(cosine=...)`.
 
     Raises:
-      ValueError: prompts, prompt_mask or length break a rule of `generate`, the model computes NaN, or it has
-        no mask token.
+      ValueError: prompts that are no token ids or hold an empty sequence, another mask than `generate` takes,
+        no positive length, a model that computes NaN, or one without a mask token.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
     require_mask_token(model.spec, "calibrate", "Leave importance=None")
@@ -414,7 +414,8 @@ def save_profile(path: str | pathlib.Path, profile: tuple[float, ...], **notes: 
     """Writes a profile as JSON, with notes on how it was measured.
 
     Raises:
-      ValueError: the profile is empty, or holds something other than finite numbers.
+      ValueError: the profile is empty, or holds something other than finite numbers; or the path is empty,
+        or a URL.
     """
     profile = check_argument("profile", profile, Profile)
     local_path("path", path).write_text(json.dumps({"importance": list(profile), **notes}, indent=1) + "\n")

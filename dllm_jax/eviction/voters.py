@@ -30,7 +30,10 @@ class Voters(Options, abc.ABC):
         """The positions whose queries vote."""
 
     def score(self, votes: Float[Array, "b k p"], canvas: Canvas) -> Float[Array, "b k p"]:
-        """The score by which positions are ranked, from the summed votes; by default the votes themselves."""
+        """The score by which positions are ranked, from the summed votes; by default the votes themselves.
+
+        Not asked by `MAGE`, nor by `EvictPrompt` and `MaskKV` with reselect=True on block-causal models.
+        """
         return votes
 
 

@@ -196,8 +196,8 @@ class Policy(Options):
     def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
         """Stores statistics for later steps; called after the network and before tokens are unmasked.
 
-        A policy whose layers compute more than the selection stores the number of these positions in
-        `cache.extra_positions`, which statistics and trace count.
+        A policy whose layers compute more or fewer positions than the selection stores the difference, by
+        layer, in `cache.extra_positions`, which statistics and trace count.
 
         Args:
           cache: Cache after the last layer.

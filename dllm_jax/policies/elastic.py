@@ -164,8 +164,8 @@ def _mean(x: Float[Array, "..."], where: Bool[Array, "..."]) -> Float[Array, "..
 class ElasticCache(Policy):
     """Recomputes a window of masks and tracked tokens; recomputes whole layers when attention drifts.
 
-    Use it in one long block. It adapts the refreshes to the model's attention. Fewest tokens is not fastest:
-    on the GPU that was measured, `DualCache` was faster.
+    Use it in one long block. It adapts the refreshes to the model's attention. On the GPU that was measured
+    (random weights, blocks of 32), `DualCache` was faster and computed fewer tokens.
 
     Only the first `window` masks may be unmasked. Each layer tests whether the attention of the tracked
     tokens (the most attended ones of the last step) has changed. Where the similarity falls below `gamma`,

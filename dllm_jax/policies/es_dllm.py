@@ -41,11 +41,12 @@ class ESDLLM(Policy):
     Early exit is predicted to pay where the number of computed tokens limits a step: on an H100 beyond about
     300 rows (batch times block).
 
-    As `DualCache`, with the positions before the block renewed at intervals, and all of them only in the
-    first step. At a few depths each row is scored by its confidence in earlier steps, and by how much it has
-    changed since it last went on there. The best rows go on; the others keep their KV pairs in later layers,
-    and the step does not unmask their tokens. In every `block_every`-th slot, all rows of the block run all
-    layers. A block has as many slots as positions, and a step takes one; slots that are left are skipped.
+    As `DualCache`, with the positions before the block renewed at intervals, and those after it computed in
+    the first step alone. At a few depths each row is scored by its confidence in earlier steps, and by how
+    much it has changed since it last went on there. The best rows go on; the others keep their KV pairs in
+    later layers, and the step does not unmask their tokens. In every `block_every`-th slot, all rows of the
+    block run all layers. A block has as many slots as positions, and a step takes one; slots that are left
+    are skipped.
 
     With `evict` the step after the first `evict.delay` of a block is whole. Each layer then retains the pairs
     outside of the block that Sparse-dLLM would, and the block's later steps attend to them.
@@ -72,7 +73,8 @@ class ESDLLM(Policy):
       ratios: Proportions of the rows that run, in (0, 1], which never increase.
       depths: Relative depth from which on each proportion holds, in [0, 1], ascending from 0.
       compare: What has changed: the "hidden" output of the layer, or its "key", "value" or "query".
-      evict: Sparse-dLLM's rule (`SparseDLLM`) for the pairs to attend to. None attends to all.
+      evict: Sparse-dLLM's rule (`SparseDLLM`) for the pairs to attend to. None, which
+        DiffusionGemma needs, attends to all.
     """
 
     prompt_every: PositiveInt = 64
@@ -249,7 +251,7 @@ class ESDLLM(Policy):
 
     @override
     def observe(self, cache: Cache, canvas: Canvas, rows: Rows, proposal: Proposal) -> Cache:
-        """Stores how sure the rows of the last layer are; where more is computed, those of the block."""
+        """Stores how sure the rows of the last layer are; in steps that renew all before it, the block's."""
         block = canvas.predicting_positions(canvas.block)
         assert cache.no_output is not None, "a cache of `init`"
         written = rows.mask() & ~cache.no_output & (block | ~self._renews(canvas))

@@ -57,7 +57,7 @@ class EvictPrompt(PromptEviction):
     selects positions of the block: use `Policy()`.
 
     Memory: The budget, and [n b r k d] for keys and for values of the response (with a shifted output head,
-    also of the position before it; on block-causal models, of what the prompt has beyond whole blocks). With
+    also of the position before it; on block-causal models, of up to a block less one before it). With
     reselect=True on block-causal models, the budget and a block.
 
     Limits: Needs a policy that consists of sets (`Policy.only_sets`). Accuracy falls when one selection must

@@ -41,9 +41,9 @@ class FOCUS(DelayedCache):
 
     Memory: Dense keys and values for all positions.
 
-    Limits: Needs a head that is not shifted, and no guidance, constraints, `early_commit`, `Edit`,
-    `Autoregressive`, `FreeDave` or `S2D2`. By the roofline, dense models save nothing on an H100 up to about
-    300 rows (batch times block), as steps wait for weights.
+    Limits: Needs a block-causal model whose head is not shifted, and no guidance, constraints,
+    `early_commit`, `Edit`, `Autoregressive`, `FreeDave` or `S2D2`. By the roofline, dense models save nothing
+    on an H100 up to about 300 rows (batch times block), as steps wait for weights.
 
     Equals exact decoding when: delayed=False and alpha is at least the block length.
     Differences: Unmasked tokens right of the last row that stays are read, which the reference leaves out.

@@ -20,7 +20,7 @@ class MAGE(ChosenReads):
     """Attends to the cached KV pairs that a block's masks attend to most in its first step (MAGE).
 
     It is predicted to pay on block-causal models with long prompts, where reading the cache limits a step. On
-    the GPU that was measured, `Policy()` was faster.
+    the GPU that was measured, before a fix, `Policy()` was faster.
 
     The first step of a model's block is exact. Per layer and KV head it averages the attention weights of the
     block's masks, and retains the `keep` best pairs of earlier blocks. The other steps of the block attend to
@@ -28,6 +28,7 @@ class MAGE(ChosenReads):
     values of a block are computed against everything.
 
     With a shifted output head, the first step is the one after the step that unmasks the block's first token.
+    On DiffusionGemma it is a canvas's first denoising step, in which all of the canvas votes.
 
     Memory: Dense keys and values for all positions, and [n b s k d] for the chosen ones, with
     s = keep + block, or int((l - 1) * keep) + block for a fraction.

@@ -100,7 +100,7 @@ class MaskKV(PromptEviction, DLLMCache):
     def due(
         self, canvas: Canvas, first: Bool[Array, ""] | bool
     ) -> tuple[Bool[Array, "b 1"], Bool[Array, "b 1"]]:
-        """As `DLLMCache`, but the first layer does not refresh the prompt either: its pairs are evicted."""
+        """As `DLLMCache`, but the first layer refreshes the prompt no more often: its pairs are evicted."""
         return canvas.every_n_steps(self.prompt_every), canvas.every_n_steps(self.response_every) | first
 
     @override

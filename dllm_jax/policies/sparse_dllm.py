@@ -39,17 +39,18 @@ class SparseDLLM(Policy):
     With a shifted output head the positions that predict the block are recomputed. The KV pair of the block's
     last position is always retained, as in `DualCache`, which this policy is with keep=1, delay=0.
 
-    On block-causal models nothing is evicted. The step that would evict chooses, for each of the model's
-    blocks, the pairs of earlier blocks that the block's other steps attend to; `side` has no effect.
+    On block-causal models and DiffusionGemma nothing is evicted. The step that would evict chooses, for each
+    of the model's blocks or canvases, the pairs before it that its other steps attend to; `side` has no
+    effect.
 
     Memory: [n b s k d] for keys and for values, with s = int((l - block) * keep) + block; with side="prefix"
-    s = int(prompt * keep) + response. A shifted output head has one slot more. On block-causal models
+    s = int(prompt * keep) + response. A shifted output head has one slot more. Where nothing is evicted
     s = int((l - 1) * keep) + block, and dense keys and values for all positions besides.
 
     Limits: Accuracy falls quickly with small `keep`, and in blocks whose tokens need different parts of the
     prompt.
 
-    Equals exact decoding when: every block takes at most 1 + delay steps; on block-causal models also keep=1.
+    Equals exact decoding when: every block takes at most 1 + delay steps; with nothing evicted also keep=1.
     Differences: Batches and padding work; each sequence retains a fraction of its own candidates. On Dream no
       token is unmasked unconditionally. Scores are float32 in every dtype, and ties go to the lower position.
       Even kernels raise `ValueError`, because they give one score too many.
