@@ -183,7 +183,7 @@ REFUSED = {
     "sparse": (COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
     "other bits": ({"quant_method": "gptq", "bits": 8}, "is not packed in 8 bits"),
     "other blocks": (BLOCKS | {"weight_block_size": [16, 16]}, "weight_block_size=.* does not fit"),
-    "no blocks": (BLOCKS | {"weight_block_size": 3}, "weight_block_size=3 must be two numbers"),
+    "no blocks": (BLOCKS | {"weight_block_size": 3}, "weight_block_size=3 must be two whole numbers"),
 }  # fmt: skip
 
 

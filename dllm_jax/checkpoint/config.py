@@ -66,8 +66,8 @@ class Config:
           default: Value in place of an absent key, of null and, unless `kind` is bool, of false.
 
         Raises:
-          ValueError: the value is outside of the range; or there is none, nor a default, and `kind` allows no
-            None.
+          ValueError: the value is of another kind or outside of the range; or there is none, nor a default,
+            and `kind` allows no None.
         """
         # null is as good as absent: the reference takes n_heads for null n_kv_heads, vocab_size for null
         # embedding_size.

@@ -87,8 +87,8 @@ def export(
         process writes it.
       FileNotFoundError: no such source.
       NotADirectoryError: the source is a file.
-      ValueError: not a converted directory, one of int8 matrices, damaged, or source and destination are the
-        same or contain one another.
+      ValueError: not a converted directory, one of int8 matrices or of another `family`, damaged, or source
+        and destination are the same or contain one another.
     """
     directory, target = locate(source), local_path("destination", destination)
     check_apart(directory, target)
@@ -119,8 +119,9 @@ def save_hf(
 ) -> Path:
     """Writes a model, e.g. one just trained, as a Hugging Face directory.
 
-    Tokenizer, configs and license of the original go along; its card, training log and results do not, since
-    they describe other weights. A short card describes the model.
+    Tokenizer, configs, code and license in the original's directory go along; `load` downloads no code and no
+    LICENSE of a hub id. The card, training log and results do not, since they describe other weights. A short
+    card describes the model.
 
     A model on the devices of several processes is saved by all of them: each calls this, the first one writes
     and one parameter at a time is gathered for it.
@@ -151,8 +152,9 @@ def save_hf(
         process writes it.
       FileNotFoundError: no such `like`.
       NotADirectoryError: `like` is a file.
-      ValueError: parameters of another or of several dtypes, int8 matrices, LoRA adapters, or a spec its
-        family's config.json cannot hold.
+      ValueError: parameters of another or of several dtypes, int8 matrices, LoRA adapters, a vision tower
+        without its spec or a spec without its tower, another `family`, or a spec its family's config.json
+        cannot hold.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
     check_argument("overwrite", overwrite, bool)

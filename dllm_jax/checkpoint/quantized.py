@@ -85,7 +85,7 @@ def _scaled(stored: Tensors, settings: Mapping[str, Any]) -> dict[str, Tensor]:
     if block is not None and not (
         isinstance(block, list) and len(block) == 2 and all(type(b) is int and b > 0 for b in block)
     ):
-        raise ValueError(f"weight_block_size={shown(block)[:100]} must be two numbers of at least 1")
+        raise ValueError(f"weight_block_size={shown(block)[:100]} must be two whole numbers of at least 1")
     tensors = dict(stored)
     for name, tensor in stored.items():
         if tensor.dtype not in (*FLOAT8, "I8") or name.endswith("_zero_point"):
@@ -257,7 +257,8 @@ def _check_parts(name: str, packed: tuple[Tensor, ...], scales: Tensor, order: T
     whole = order is None or (order.dtype in ("I32", "I64") and len(order.shape) == 1)
     fits = all(part.dtype == "I32" and len(part.shape) == 2 for part in packed)
     if not (whole and fits and scales.dtype in SAFETENSORS and len(scales.shape) == 2 and min(scales.shape)):
-        raise ValueError(f"{name}: its parts have other dtypes or axes than int32 [., .] and scales [., .]")
+        known = "int32 [., .], float scales [., .] and integers g_idx [.]"
+        raise ValueError(f"{name}: its parts are empty, or of other dtypes or axes than {known}")
 
 
 def _groups(name: str, order: Tensor | None, inputs: int, groups: int) -> np.ndarray:

@@ -98,8 +98,7 @@ def load(model: Model, directory: str | os.PathLike[str]) -> Model:
       directory: Directory with adapter_config.json and adapter_model.safetensors, or its hub id.
 
     Raises:
-      FileNotFoundError: no such directory and no such hub id, or one of the files is missing; then it says
-        what the directory holds instead.
+      FileNotFoundError: no such directory and no such hub id, or one of the files is missing.
       NotADirectoryError: the directory is a file.
       ValueError: another variant, tensors that do not fit the model, a model with adapters, or one that
         `save` does not take.

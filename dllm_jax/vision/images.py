@@ -234,8 +234,8 @@ def open_image(source: Any, exif: bool = False, convert: bool = True) -> Any:
     """An image from a file, an array or one of Pillow's images, checked and decoded.
 
     Args:
-      source: a path; a data URI ("data:image/png;base64,..."); uint8 [h w] gray, [h w 3] RGB or [h w 4] RGBA;
-        or a `PIL.Image.Image`.
+      source: a path; a data URI ("data:image/png;base64,..."); a NumPy array uint8 [h w] gray, [h w 3] RGB or
+        [h w 4] RGBA; or a `PIL.Image.Image`.
       exif: turn it as its EXIF orientation says; LLaDA-V does not.
       convert: Whether to convert to RGB, as in the published evaluation, which drops transparency; otherwise
         it is scaled in its own mode, as its demonstration does.
@@ -297,7 +297,7 @@ def _opened(source: Any, name: str) -> Any:
         return Image.fromarray(source)
     if not isinstance(source, str | os.PathLike):
         raise ValueError(
-            f"image={shown(source)} must be a path, a data URI, an array uint8 [h w 3], or one of Pillow's "
+            f"image={shown(source)} must be a path, a data URI, a NumPy array of uint8, or one of Pillow's "
             "images"
         )
     content = _data(source, name) if isinstance(source, str) else None
