@@ -173,7 +173,9 @@ class AnyRes(Views):
 
 @dataclasses.dataclass(frozen=True)
 class Pad(Views):
-    """One view: the image in the middle of a gray square. For several images in a prompt.
+    """One view: the image in the middle of a gray square.
+
+    Of each of several images in a prompt, and of a single one where config.json says "pad".
 
     Attributes:
       newline: end the image's tokens with a newline, as the authors' training does (730 tokens). The

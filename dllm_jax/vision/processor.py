@@ -86,7 +86,9 @@ class Processor(Options):
         Raises:
           FileNotFoundError: no such directory or hub id, no config.json, or no tokenizer.
           NotADirectoryError: the path is a file's.
-          ValueError: an unsupported value, or a tokenizer that cannot be read; names the file.
+          ValueError: an unsupported value, or a tokenizer that cannot be read; of the checkpoint's it names
+            the file.
+          TypeError: an option that is no field.
         """
         folder = locate(path)
         config = read_config(folder / "config.json")
