@@ -57,6 +57,7 @@ def test_positions_are_those_of_the_images_and_a_rung_is_padded_on_the_left(mode
     size = len(processor.one.merge((70, 25), model.spec.vision).source)
     assert (one.ids == dj.EMBEDS_PLACEHOLDER).sum() == size
     assert processor.encode(model, [TEXT]).embeds is None
+    refuses(r"conversations=\[\] must hold at least one", processor.encode, model, [])
     longer = dataclasses.replace(processor, several=Pad(newline=True), drop_first_id=False)
     assert longer.encode(model, [TWO]).ids.shape[1] == processor.encode(model, [TWO]).ids.shape[1] + 2 + 2
     with pytest.raises(ValueError, match=r"positions; at most longest=200"):

@@ -221,13 +221,17 @@ class SuffixDropout(Policy):
     # -- the policy's own, which finds in the cache what it has put there ----------------------------------
 
     @override
-    def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
+    def _in_blocks(self, spec: ModelSpec) -> Policy:
         require_full_attention(
             spec,
             "SuffixDropout",
             "drops masks after the block, which are not attended to there",
             "Use Policy()",
         )
+        return self
+
+    @override
+    def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         if layout.sliding is not None:
             raise ValueError(
                 f"block={layout.sliding!r} is not supported by SuffixDropout: it keeps a set of masks "

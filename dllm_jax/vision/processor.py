@@ -126,7 +126,7 @@ class Processor(Options):
         """
         spec = check_argument("model", model, Model, ", such as dj.load(path)").spec
         vision = tower.tower_of(spec)
-        prompts = [self.prompt(messages, vision) for messages in conversations]
+        prompts = self._prompts(conversations, vision)
         width = max(len(prompt.ids) for prompt in prompts)
         width = width if ladder is None else ladder.fit(width)
         ids, mask, source, weight = _left_padded(prompts, width, spec.eos_id)
@@ -150,7 +150,7 @@ class Processor(Options):
           ImportError, FileNotFoundError, ValueError: as `encode`.
         """
         vision = tower.tower_of(spec)
-        prompts = [self.prompt(messages, vision) for messages in conversations]
+        prompts = self._prompts(conversations, vision)
         ids, mask, source, weight = _left_padded(prompts, max(len(p.ids) for p in prompts), spec.eos_id)
         views = max(len(prompt.pixels) for prompt in prompts)
         if not views:
@@ -160,6 +160,11 @@ class Processor(Options):
         for row, prompt in enumerate(prompts):
             pixels[row, : len(prompt.pixels)] = normalized(prompt.pixels)
         return ids, mask, PromptImages(pixels, source, weight)
+
+    def _prompts(self, conversations: list[list[dict[str, Any]]], vision: VisionSpec) -> list[Encoded]:
+        if not conversations:
+            raise ValueError(f"conversations={conversations!r} must hold at least one")
+        return [self.prompt(messages, vision) for messages in conversations]
 
     def prompt(self, messages: list[dict[str, Any]], vision: VisionSpec) -> Encoded:
         """Encodes one conversation on the host: ids, and the composition of its image tokens."""
