@@ -112,7 +112,7 @@ def test_the_page_animates_a_run_of_ones_own(tmp_path, monkeypatch, capsys):
     """Each policy has a panel; a long answer takes several lines, above its map."""
     page = (ROOT / "docs" / "how-to" / "watching.md").read_text()
     (command,) = re.findall(r"^python (examples/animate.py .*)$", page, re.MULTILINE)
-    monkeypatch.setattr(sys, "argv", shlex.split(command.replace("runs/", f"{tmp_path}/").replace("16", "8")))
+    monkeypatch.setattr(sys, "argv", shlex.split(command.replace("16", "8").replace("runs/", f"{tmp_path}/")))
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / "examples" / "animate.py"), run_name="__main__")
     assert ended.value.code == 0
