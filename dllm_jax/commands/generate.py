@@ -155,8 +155,8 @@ def read_questions(path: Path) -> Iterator[Question]:
 
     Raises:
       FileNotFoundError: no such file.
-      ValueError: a file that is not UTF-8, a line that is no JSON object or has no prompt, or a text file all
-        of whose lines are JSON with one; names file and line.
+      ValueError: a file that is not UTF-8, a line that is no JSON object with either a prompt or messages, or
+        a text file all of whose lines are JSON with one of them; names file and line.
     """
     if path.suffix.lower() in JSON_LINES:
         for where, value in read_objects(path):

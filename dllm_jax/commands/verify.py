@@ -52,11 +52,11 @@ class TensorDifference(NamedTuple):
     """A tensor whose bits differ.
 
     Attributes:
-      name: Its name in the checkpoint, with `{e}` for the numbers of experts.
+      name: Its name in a checkpoint that has a tensor per expert, with `{e}` for their numbers.
       dtype_a: Dtype in A, "absent" if it is not there.
       dtype_b: Dtype in B, "absent" if it is not there.
       max_abs: Largest difference in value; infinity if a tensor is absent or of another shape.
-      shows: Whether logits of a text depend on all of it.
+      shows: False for a tensor that logits of a text may read only in part.
     """
 
     name: str
@@ -153,8 +153,8 @@ def verify(
       tolerance: Tolerances within which logits count as equal.
 
     Raises:
-      FileNotFoundError, ValueError: see `load`; also for a negative number of tokens or top_k outside the
-        vocabulary.
+      FileNotFoundError, NotADirectoryError, ValueError: see `load`; ValueError also for a negative number of
+        tokens or top_k outside the vocabulary.
     """
     left, right = open_checkpoint(a), open_checkpoint(b)
     if tokens < 0:

@@ -46,7 +46,7 @@ def abstract(
       rules: Sharding rules of the mesh (`load`).
 
     Raises:
-      FileNotFoundError, ValueError: as `load`.
+      FileNotFoundError, NotADirectoryError, ValueError: as `load`.
     """
     mesh = usable_mesh(mesh, rules)
     separate_layers = check_argument("separate_layers", separate_layers, bool | None)

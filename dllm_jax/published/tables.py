@@ -145,7 +145,8 @@ def table(name: str, text: str | None = None) -> Table:
       text: Text in the form that `tables.toml` describes; None: that file.
 
     Raises:
-      ValueError: there is no such table, or a row has not one number for each task.
+      ValueError: there is no such table, it holds settings and no results, or a row has not one number for
+        each task.
     """
     if name in SETTINGS_ONLY:
         raise ValueError(f"{name} {SETTINGS_ONLY[name]}")

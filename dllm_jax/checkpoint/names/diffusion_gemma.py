@@ -210,7 +210,7 @@ def _of_full_layers(text: Config, full: tuple[int, ...], fields: Mapping[str, An
     # transformers 5.24 pads numbers with zeros, as in "05".
     if others := [n for n in listed if not (str(n).isdecimal() and int(n) in full)]:
         raise ValueError(
-            f"{text.where}: per_layer_config names layer {others[0]}, which does not attend fully"
+            f"{text.where}: per_layer_config names layer {others[0]}, which is no layer with full attention"
         )
     if unknown := sorted({key for layer in listed.values() for key in layer} - GLOBAL.keys()):
         raise ValueError(f"{text.where}: per_layer_config has {unknown[0]}, which is not supported")
