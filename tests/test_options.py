@@ -334,7 +334,7 @@ def test_arguments_of_other_libraries_are_answered_with_ours():
         ("eos_token_id", 1, r"Did you mean stop=\[\[1\]\]\? stop_at_eos=True ends at"),
         ("bad_words_ids", [], r"Did you mean forbid=\[id, \.\.\.\]\? It takes single ids\.$"),
         ("enable_prefix_caching", True, r"Did you mean prefix=dj.prefill\(model, ids\)\?$"),
-        ("batch_size", 2, "Not needed: pass a list of prompts"),
+        ("batch_size", 2, "Not needed: pass a list of that size"),
         ("zzz", 4, "Arguments: allow, block, buckets, "),
     ):
         hinted(functools.partial(generate, **{name: value}), name, hint)

@@ -61,7 +61,7 @@ def load(
       dtype: float32 or bfloat16, by name ("bf16", "fp32" and "f32" too) or as `jnp.bfloat16`; None keeps the
         stored dtype (that of the matrices if there are several, and bfloat16 for float16). Weights that other
         tools quantized (fp8, GPTQ, AWQ, compressed-tensors) are dequantized while they are read.
-      mesh: Mesh of devices that share the model and its batches, with Auto or Explicit axes. None uses the
+      mesh: Mesh of devices that share the model and its batches, all Auto or all Explicit. None uses the
         mesh of `jax.set_mesh`, or the default device.
       rope_factor: Factor of the rotary base (NTK scaling, LongLLaDA arXiv:2506.14429), and of the limit on
         positions.

@@ -1,6 +1,6 @@
 """Device meshes: which of their axes split which axes of arrays, and how programs compute over them.
 
-A mesh is the user's: its axes have any names and any order, and are Auto or Explicit. `MeshRules` says what
+A mesh is the user's: its axes have any names and any order, all Auto or all Explicit. `MeshRules` says what
 each axis is for. Programs name no axis of a mesh: they are written for whole arrays, constrain where a few of
 them lie (`constrain`), and leave the rest to XLA's partitioner. Where axes are Explicit they are made Auto
 inside (`over_mesh`), so that the same code runs on both, and results come back as Explicit arrays.

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 SAMPLER = "set it on the sampler: sampler=dj.samplers."
 CODE = "not needed: no code of the checkpoint is executed"
-BATCH = "not needed: pass a list of prompts"
+BATCH = "not needed: pass a list of that size"
 
 # By their name: the library that it comes from, and our argument with the value, or what to do instead. A
 # remark follows an argument after a semicolon. Where several are given, the first one that a function has is
@@ -32,7 +32,7 @@ NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "block_length": ("LLaDA, Fast-dLLM", ("block={value}",)),
     "block_size": ("SDAR, Fast-dLLM v2", ("block={value}",)),
     "diffusion_steps": ("Dream", ("steps={value}",)),
-    "denoising_steps": ("SDAR", ("steps={value}",)),
+    "denoising_steps": ("SDAR", ("steps={value} * blocks; it counts those of all",)),
     "num_steps": ("MDLM", ("steps={value}",)),
     "max_steps": ("transformers", ("steps={value}",)),
     "attention_mask": ("transformers", ("prompt_mask=", "token_mask=")),
@@ -78,7 +78,7 @@ NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "dual_cache": ("Fast-dLLM", ("choose a cache policy: policy=dj.policies.DualCache()",)),
     "enable_prefix_caching": ("vLLM", ("prefix=dj.prefill(model, ids)",)),
     "past_key_values": ("transformers", ("choose a cache policy: policy=dj.policies.DualCache()",)),
-    "batch_size": ("transformers", ("slots={value}", "batch={value}", "accumulate={value}", BATCH)),
+    "batch_size": ("transformers", ("slots={value}", "batch={value}", BATCH)),
     "max_num_seqs": ("vLLM", ("slots={value}",)),
     "torch_dtype": ("transformers", ("dtype={value}",)),
     "trust_remote_code": ("transformers", (CODE,)),

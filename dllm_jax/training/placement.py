@@ -33,7 +33,7 @@ class Placement:
     """A mesh for training; hashable.
 
     Attributes:
-      mesh: the user's, with Auto or Explicit axes.
+      mesh: the user's, axes all Auto or all Explicit.
       rules: Sharding rules of the mesh.
     """
 
