@@ -28,7 +28,7 @@ class DelayedCache(Policy):
 
     Memory: Dense keys and values for all positions.
 
-    Limits: It saves little in short blocks, and while masks are unmasked from right to left.
+    Limits: It saves little in short blocks, and while unmasked tokens have masks as right neighbors.
 
     Equals exact decoding when: every block of the model takes one step.
     Differences: The reference stores a finished block as it is, with approximate keys and values; here they
