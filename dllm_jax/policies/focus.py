@@ -28,7 +28,7 @@ NARROW = "narrow"  # phase in which layers run fewer rows where enough have left
 
 @dataclasses.dataclass(frozen=True)
 class FOCUS(DelayedCache):
-    """Drops most masks of a block in the second layer (early exit) (FOCUS).
+    """Drops the less important masks of a block in the second layer (early exit) (FOCUS).
 
     It is predicted to pay on block-causal models with experts at batch 1, where fewer tokens read fewer
     experts, or where the number of computed tokens limits a step.

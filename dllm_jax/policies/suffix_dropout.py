@@ -1,4 +1,4 @@
-"""Suffix dropout: most masks after the block leave the network and attention (DPad, arXiv:2508.14148).
+"""Suffix dropout: distant masks after the block leave the network and attention (DPad, arXiv:2508.14148).
 
 Masks far after the block are alike and many; a few of them serve the block as well. DPad draws them for each
 block, Streaming-dLLM (arXiv:2601.17917) keeps the next and the last ones: two sets under one policy.
@@ -158,7 +158,7 @@ class NearAndLast(SuffixSet):
 
 @dataclasses.dataclass(frozen=True)
 class SuffixDropout(Policy):
-    """Drops most masked tokens after the block from computation and attention, under another policy (DPad).
+    """Drops distant masks after the block from computation and attention, under another policy (DPad).
 
     Use it for long responses whose end is far from the current block.
 

@@ -63,8 +63,8 @@ class S2D2(UntilDone):
     Equals `Autoregressive()` at temperature 0 when: on=None, causal_storage=True, block=the model's, a step
       per token.
 
-    Differences: The reference implementation takes the most likely token as draft and temperature 0 as 1
-      (`greedy_drafts=True` with `temperature=1`), and verifies batches of one sequence.
+    Differences: Without `do_sample` the reference implementation takes the most likely token as draft, and
+      temperature 0 as 1 (`greedy_drafts=True` with `temperature=1`). It verifies batches of one sequence.
 
     Attributes:
       threshold: Confidence to exceed, as in `Dynamic`. 0.85 for SDAR, 0.9 for Fast-dLLM v2.
