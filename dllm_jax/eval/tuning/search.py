@@ -78,8 +78,8 @@ class Search(Options):
       accelerator: Accelerator (h100, v5e, ..) for which time is predicted instead of measured here.
       score: Function that scores an answer and its question, in [0, 1].
       first: Number of questions of the first round; each round doubles it.
-      confidence: Probability that no setting is dropped wrongly, over all rounds; also the confidence level
-        of each interval.
+      confidence: Nominal probability that no setting is dropped wrongly, over all rounds; also the confidence
+        level of each interval.
       keep_all: Whether all settings answer all questions, in one round: a table of them, in which none is
         dropped unless it fails.
     """
@@ -334,7 +334,8 @@ def tune(
       sampler: Sampler of exact decoding, and of settings without one unless `samplers` names others.
       score: Function of an answer (text) and its question that returns True, False or a number in [0, 1].
       first_round: Number of questions of the first round; each round doubles it.
-      confidence: Probability that no setting is dropped wrongly; also the confidence level of each interval.
+      confidence: Nominal probability that no setting is dropped wrongly; also the confidence level of each
+        interval.
       seed: Random seed of the order of the questions, and of samplers that draw.
       slots: Number of sequences that decode together.
       journal: a file that keeps every answer. Tuning again resumes from it; it may then have more questions
