@@ -59,7 +59,7 @@ REFUSED = (
     Refused(
         "LFM2.5-Diffusion", ("lfm2*diffusion*",), ("Lfm2Bidirectional*",),
         reason="its layers mix short convolutions with attention",
-        instead="Use A2D of Qwen3-0.6B, which is as small",
+        instead="Use A2D of Qwen3-0.6B",
     ),
     Refused(
         "LLaDA2.2", ("llada2.2*",), ("LLaDA22*",), ("llada2.2_moe",),
