@@ -117,7 +117,7 @@ REFUSED = {
         (_text(layer_types=["chunked_attention"] * 4), "layer_types=.* must be a list of 4"),
         (
             _text(per_layer_config={"0": {"head_dim": 4}}),
-            "per_layer_config names layer 0, which does not",
+            "per_layer_config names layer 0, which is no layer",
         ),
         (_text(per_layer_config={"3": {"sliding_window": 4}}), "per_layer_config has sliding_window"),
         (_text(global_head_dim=8), "'per_layer_config.3.head_dim': 16, 'global_head_dim': 8} must be equal"),

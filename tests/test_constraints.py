@@ -375,6 +375,8 @@ def test_the_page_limits_answers_to_a_pattern_and_a_schema(capsys):
     tokenizer, spec = printed["tokenizer"], printed["model"].spec
     for pattern, states in ((".{0,200}", 203), ("[^a]{0,200}", 203), (".*", 3)):  # none takes seconds
         assert len(S.Regex.of(pattern, tokenizer, spec).automaton.accepting) == states
+    with pytest.raises(ValueError, match=r"Regex does not support diffusion-gemma: .* no mask token"):
+        S.Regex.of("a", tokenizer, tiny("diffusion-gemma").spec)
     with pytest.raises(ValueError, match=r"pattern='é' is not supported: .* the regex 'é'"):
         S.Regex.of("é", tokenizer, spec)
     with pytest.raises(ValueError, match=r"pattern='\[0-9' is not supported: unterminated character set"):

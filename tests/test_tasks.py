@@ -75,6 +75,8 @@ def solve(task: Task, example: Example, size: int) -> str:
 @pytest.mark.parametrize("name", TASKS)
 def test_answers_are_right_in_their_half_and_a_function_of_the_seed(name):
     task, sizes = TASKS[name]
+    with pytest.raises(ValueError, match="split='foo' must be"):
+        examples(task, 1, sizes[0], 1, "foo")
     assert isinstance(task, Task)
     assert len({task, type(task)()}) == 1 + (task != type(task)())
     for size in sizes:

@@ -155,6 +155,7 @@ def test_dpo_is_the_formula():
     assert (gradient[0] < 0).all()  # it pulls the pair apart, and leaves the reference alone
     np.testing.assert_allclose(gradient[1], -gradient[0], rtol=1e-6)
     assert not np.any(gradient[2:])
+    assert np.isnan(dpo_loss(np.append(ONE[1:], np.float32(np.nan)), TWO, THREE, FOUR)[0])
 
 
 def test_vrpo_begins_at_log_two_and_learns_from_its_gradient():

@@ -109,6 +109,9 @@ DECISIONS = {
         candidates.score > 0, memory, None, candidates.score > 0
     ),
     "token": lambda candidates, memory: Decision(candidates.score > 0, memory, token=candidates.score),
+    "filled": lambda candidates, memory: Decision(
+        candidates.score > 0, memory, filled=(jnp.zeros(5, bool), candidates.token)
+    ),
 }
 POLICY = {
     "select": lambda self, cache, canvas: canvas.block_step % 4 == 0,
@@ -130,6 +133,7 @@ RETURNED = {
     "memory": r"\(\.\.\)\.memory returned float32\[1\], must be tuple\(\)",
     "revoked": r"\(\.\.\)\.revoked returned int32\[1, 4\], must be Bool\[b c\]",
     "keeps_block": r"\(\.\.\)\.keeps_block returned bool\[1, 4\], must be Bool\[b\]",
+    "filled": r"\(\.\.\)\.filled\[0\] returned bool\[5\], must be Bool\[b\], here \[1\]",
     "token": r"\(\.\.\)\.token returned float32\[1, 4\], must be Int\[b c\]",
     "select": r"returned bool\[1\], must be Bool\[b l\], here \[1, 6\]\. .* may be Bool\[b 1\]",
     "reads": r"returned int32\[1, 6\], must be Bool\[b l\]",

@@ -1,6 +1,5 @@
 """The dtypes of parameters: their names in files, which are supported, and bitwise comparison of arrays."""
 
-import warnings
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -9,6 +8,7 @@ import numpy as np
 
 from dllm_jax.nn.int8 import Weights
 from dllm_jax.options import shown
+from dllm_jax.options.hints import warn
 
 SUPPORTED = (np.dtype(jnp.float32), np.dtype(jnp.bfloat16))
 DtypeName = Literal["float32", "bfloat16", "fp32", "f32", "bf16"]  # on command lines
@@ -69,11 +69,10 @@ def choose(dtype: Any, stored: Iterable[np.dtype], where: str, matrices: np.dtyp
         )
     chosen = matrices if matrices in SUPPORTED else np.dtype(jnp.bfloat16)
     why = f"that of the matrices is {matrices}" if matrices in SUPPORTED else f"no model runs in {matrices}"
-    warnings.warn(
+    warn(
         f"{where} stores {listed}; it is loaded in {chosen}, as {why}. Pass dtype='float32' or 'bfloat16' to "
         "choose",
         DtypeWarning,
-        stacklevel=3,
     )
     return chosen
 

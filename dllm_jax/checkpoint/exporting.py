@@ -8,7 +8,6 @@ import json
 import math
 import os
 import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,7 @@ from dllm_jax.nn.parameters import count, layer_of, name_of
 from dllm_jax.nn.sharding import WIDE
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt, check_argument, local_path
+from dllm_jax.options.hints import warn
 from dllm_jax.processes import by_the_first
 from dllm_jax.provenance import versions
 from dllm_jax.state import host
@@ -198,11 +198,10 @@ def _original(model: Model, like: str | os.PathLike[str] | None) -> Path | None:
         return None  # it was made, not loaded: nothing is lost
     dropped = "a program, jax.tree.map or a restored checkpoint dropped the model's origin"
     reason = dropped if model.origin is None else f"the model's origin {model.origin} is gone"
-    warnings.warn(
+    warn(
         f"{reason}: it is saved without a tokenizer and without the other keys of the original config.json. "
         "save_hf(model, path, like=directory) takes them from the directory that it was loaded from.",
         LostFilesWarning,
-        stacklevel=3,
     )
     return None
 

@@ -5,7 +5,6 @@ import functools
 import logging
 import math
 import re
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -35,6 +34,7 @@ from dllm_jax.checkpoint.sharded import Ranges, Source, Stored, StoredParameter
 from dllm_jax.checkpoint.tensors import ADAPTER, WHOLE, Tensor, carried, check_dtypes, read_index, tensors_in
 from dllm_jax.nn.sharding import WIDE, shape
 from dllm_jax.nn.spec import ModelSpec
+from dllm_jax.options.hints import warn
 
 LOG = logging.getLogger(__name__)
 FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight)?")
@@ -61,15 +61,13 @@ def open_hf(path: Path, family: Family | None = None) -> Source:
     # Headers alone: names, shapes and dtypes are judged before any weight is read.
     check_tensors(spec, names, {name: tensor.shape for name, tensor in stored.items()}, str(path))
     if has_entry(path, ADAPTER):
-        warnings.warn(
+        warn(
             f"{path}: {ADAPTER} is a LoRA adapter, which load does not apply; lora.load(model, path) does",
-            stacklevel=2,
         )
     if has_entry(path, WHOLE) and WHOLE not in (files := {*read_index(path).values()} or {WHOLE}):
-        warnings.warn(
+        warn(
             f"{path} holds {WHOLE} beside {INDEX}, which names {named_files(sorted(files), 2)}: these are "
             f"read, where transformers reads {WHOLE}. Remove what is not meant",
-            stacklevel=2,
         )
     head = next((entry.name for entry in names if entry.leaf == "head" and entry.name in stored), None)
     for fact in _met(spec, config, head is not None):

@@ -181,7 +181,7 @@ def _as_options(text: str, known: set[str]) -> str:
         plain = re.sub(r"^dj\.(samplers|policies)\.", "", value)
         return f"--{name.replace('_', '-')} {shlex.quote(plain.strip(chr(39)))}".rstrip()
 
-    return re.sub(r"\b(\w+)=((?:dj\.)?[\w.]+(?:\([^()]*\))?|'[^']*'|)", option, text)
+    return re.sub(r"\b(\w+)=((?:dj\.)?[\w.]+(?:\([^()]*\))?|'[^']*'|(?!\[))", option, text)
 
 
 def _sentence(text: str) -> str:

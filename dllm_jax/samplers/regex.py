@@ -17,6 +17,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 from typing_extensions import override
 
+from dllm_jax.nn.mask import require_mask_token
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import NonNegativeInt, shown
 from dllm_jax.options.base import Arrays
@@ -159,6 +160,7 @@ class Regex(Constraint):
             raise ImportError("Regex.of needs outlines-core: pip install '.[regex]' in a clone") from error
         if not isinstance(pattern, str):
             raise ValueError(f"pattern={shown(pattern)} must be a regular expression as text")
+        require_mask_token(spec, "Regex", "Leave constraints= out")
         whole, texts = of_whole_text(pattern), token_texts(tokenizer, spec)
         if start:  # no token of the expression is the first of the text
             texts = {i: (later, later) for i, (_, later) in texts.items()}

@@ -16,13 +16,20 @@ def _transfer(sampler: Any, method: str, value: Any, candidates: Candidates, *_:
     return returned(sampler, method, value, "Bool[b c]", b=batch, c=count)
 
 
-def _decide(sampler: Any, method: str, value: Any, candidates: Candidates, memory: Any, *_: Any) -> Decision:
+def _decide(
+    sampler: Any, method: str, value: Any, candidates: Candidates, memory: Any, canvas: Canvas, *_: Any
+) -> Decision:
     instance(sampler, method, value, Decision)
     batch, count = candidates.score.shape
     fields = {"chosen": "Bool[b c]", "revoked": "Bool[b c]", "keeps_block": "Bool[b]", "token": "Int[b c]"}
     for name, expected in fields.items():
         if name == "chosen" or getattr(value, name) is not None:
             returned(sampler, f"{method}(..).{name}", getattr(value, name), expected, b=batch, c=count)
+    if value.filled is not None:
+        ends, tokens = value.filled
+        returned(sampler, f"{method}(..).filled[0]", ends, "Bool[b]", b=batch)
+        block = canvas.layout.block
+        returned(sampler, f"{method}(..).filled[1]", tokens, "Int[b block]", b=batch, block=block)
     like(sampler, f"{method}(..).memory", value.memory, memory, "as the memory that it got")
     return value
 

@@ -133,6 +133,7 @@ def examples(task: Task, seed: int | tuple[int, ...], size: int, count: int, spl
     check_argument("task", task, Task, ", such as dllm_jax.tasks.Recall()")
     size = check_argument("size", size, PositiveInt)
     count = check_argument("count", count, NonNegativeInt)
+    check_argument("split", split, Split)
     parts = seed if isinstance(seed, tuple) else (seed,)
     if not parts or not all(isinstance(part, int | np.integer) and part >= 0 for part in parts):
         raise ValueError(f"seed={shown(seed)} must be a whole number of at least 0, or a tuple of them")

@@ -242,8 +242,8 @@ def grpo_loss(
 
 def _difference(a: Array, b: Array, most: ArrayLike = FURTHEST) -> Array:
     """The difference of log-probabilities, at most `most`; 0 if both are infinite. No gradient beyond it."""
-    difference = a - b
-    return jnp.clip(jnp.where(jnp.isnan(difference), 0.0, difference), -FURTHEST, most)
+    both = jnp.isinf(a) & (a == b)
+    return jnp.clip(jnp.where(both, 0.0, a - b), -FURTHEST, most)
 
 
 def _floats(axes: int, **arrays: Any) -> list[Float[Array, "..."]]:

@@ -1,7 +1,6 @@
 """Description of a family of checkpoints: how its config.json is read and written; by default, as Llama's."""
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -10,6 +9,7 @@ from dllm_jax.checkpoint.names.rope import Key, read_rope, written_scaling
 from dllm_jax.checkpoint.names.table import TensorName
 from dllm_jax.nn.spec import ExpertSpec, ModelSpec
 from dllm_jax.options import PositiveInt, shown
+from dllm_jax.options.hints import warn
 
 # -- names and keys that most families share with Llama ---------------------------------------------
 # The table has all that any of them has: which lines a checkpoint has, its spec says.
@@ -315,7 +315,7 @@ class Family:
             size = self.defaults["block_size"]
             message = f"{config.where} names no {key}: block_size={size}, the default of {self.model_type}, "
             message += "stands in for it; model.replace_spec(block_size=...) sets another"
-            warnings.warn(message, BlockSizeWarning, stacklevel=2)
+            warn(message, BlockSizeWarning)
         return dataclasses.replace(config, values=config.values | {key: size})
 
     def written(self, spec: ModelSpec) -> dict[str, Any]:

@@ -13,7 +13,6 @@
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from dllm_jax.checkpoint.names.family import (
 )
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import PositiveInt, shown
+from dllm_jax.options.hints import warn
 
 # Row i of the raw logits predicts token i + 1; cos and sin are cast before they rotate
 # (to the activations' dtype); padding is masked as query and as key. End-of-turn is <|im_end|>.
@@ -236,7 +236,7 @@ def with_a_mask(config: Config, token: str, published: Mapping[int, int]) -> Con
             f"{config.where} names no mask_token_id, and no tokenizer beside it {token}: {what}, {mask}, "
         )
         message += "stands in for it; model.replace_spec(mask_id=...) sets another"
-        warnings.warn(message, MaskTokenWarning, stacklevel=2)
+        warn(message, MaskTokenWarning)
     return dataclasses.replace(config, values=config.values | {"mask_token_id": mask})
 
 
