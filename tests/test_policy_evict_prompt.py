@@ -136,9 +136,6 @@ REFUSED += ["EvictPrompt(3, policy=DelayedCache())"]
 def test_refusals_in_blocks_give_calls_that_run(policy):
     """Complete ones, of the same class and budget, which are not refused again."""
     model = tiny("sdar")
-    over = policies.EvictPrompt(3, policy=policies.WindowDiffusion())
-    with pytest.raises(ValueError, match=r"^WindowDiffusion does not support models with blocks"):
-        prepare(model, [[7, 8, 9]], length=4, policy=over)
     with pytest.raises(ValueError, match="selects again at each block") as refusal:
         dj.generate(model, [[7, 8, 9]], length=4, policy=eval(policy, NAMES))
     asked = eval(policy, NAMES)

@@ -17,7 +17,7 @@ from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.mask import require_blocks
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.policies.base import Policy, for_model
+from dllm_jax.policies.base import Policy
 from dllm_jax.policies.fast_dllm import DualCache
 from dllm_jax.policies.parts.prompt_eviction import LayerStep, PromptEviction
 from dllm_jax.policies.parts.rolling_eviction import calls_in_blocks, rolling
@@ -178,7 +178,6 @@ class EvictPrompt(PromptEviction):
     def _in_blocks(self, spec: ModelSpec) -> Policy:
         """`RollingEviction`, which goes on selecting: its budget is of all earlier blocks; else the same."""
         require_blocks(spec, type(self).__name__, "Use Policy()")
-        for_model(self.policy, spec)  # a policy that the model refuses needs other advice
         if not self.reselect:
             return self
         if type(self.policy) is not Policy:

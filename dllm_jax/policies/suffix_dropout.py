@@ -221,17 +221,13 @@ class SuffixDropout(Policy):
     # -- the policy's own, which finds in the cache what it has put there ----------------------------------
 
     @override
-    def _in_blocks(self, spec: ModelSpec) -> Policy:
+    def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         require_full_attention(
             spec,
             "SuffixDropout",
             "drops masks after the block, which are not attended to there",
             "Use Policy()",
         )
-        return self
-
-    @override
-    def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
         if layout.sliding is not None:
             raise ValueError(
                 f"block={layout.sliding!r} is not supported by SuffixDropout: it keeps a set of masks "

@@ -5,6 +5,7 @@ leave the network and attention until the next refresh.
 """
 
 import dataclasses
+from typing import Any
 
 from jaxtyping import Array, Bool, Int
 from typing_extensions import override
@@ -50,14 +51,15 @@ class WindowDiffusion(Policy):
     refresh_every: TracedPositiveInt = 32
 
     @override
-    def _in_blocks(self, spec: ModelSpec) -> Policy:
+    def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
+        """Dense K and V."""
         require_full_attention(
             spec,
             "WindowDiffusion",
             "drops masks after the block, which are not attended to there",
             "Use Policy()",
         )
-        return self
+        return super().init(spec, layout, batch, dtype)
 
     @override
     def select(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:
