@@ -8,10 +8,9 @@ import errno
 import hashlib
 import os
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
-
-from dllm_jax.options.hints import warn
 
 try:
     import fcntl
@@ -72,7 +71,7 @@ def _descriptor(path: Path, wait: bool) -> Lock:
             os.close(descriptor)
             raise
         message = f"{path}: its file system has no locks ({error.strerror}). Let one process write there"
-        warn(message, NoLockWarning)
+        warnings.warn(message, NoLockWarning, stacklevel=4)
     return Lock(lambda: os.close(descriptor))
 
 
