@@ -167,7 +167,7 @@ class Processor(Options):
         return [self.prompt(messages, vision) for messages in conversations]
 
     def prompt(self, messages: list[dict[str, Any]], vision: VisionSpec) -> Encoded:
-        """Encodes one conversation on the host: ids, and the composition of its image tokens."""
+        """Encodes one conversation on the host: ids, the composition of its image tokens, and pixels."""
         text, sources = rendered(messages)
         disguise = Disguise.of(self.tokenizer, [text])
         traced, _ = rendered(messages, disguise.hide)
