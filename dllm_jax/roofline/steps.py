@@ -32,7 +32,7 @@ class Step:
       moved: pairs that a layer reads and writes besides: copies that join or gather them, and keys read
         again (half a pair each) for statistics.
       products: FLOPs per layer besides, e.g. of attention maps recomputed for statistics.
-      wide: FLOPs per layer of products that are float32 at any dtype.
+      wide: FLOPs per layer of d2Cache's rollout, which is float32 at any dtype.
       scratch: bytes of statistics that exist during the step.
     """
 
@@ -127,7 +127,7 @@ class Cost:
       pairs: bytes of keys and values read and written, copies of them included.
       outputs: bytes of stored attention and MLP outputs.
       logits: bytes of float32 logits, written once.
-      wide_flops: FLOPs of products that are float32 in every dtype, including routers.
+      wide_flops: FLOPs of routers and of d2Cache's rollout, which are float32 in every dtype.
     """
 
     weights: float
