@@ -92,9 +92,9 @@ def chat(
       tokenizer: Tokenizer of the checkpoint, from `load_tokenizer` or transformers' `AutoTokenizer`. For
         prompts with images, a processor from `dllm_jax.vision.Processor.load`.
       messages: Messages [{"role": "user", "content": "..."}, ...], or a list of such conversations. A message
-        of role "system" comes first; a template without that role gets its text before the first user
-        message (iLLaDA). With a processor, messages may hold images:
-        {"content": "<image>\\nWhat is it?", "images": ["cat.png"]}.
+        of role "system" comes first; a template that refuses it as iLLaDA's gets its text before the user
+        message after it. With a processor, messages may hold images: {"role": "user",
+        "content": "<image>\\nWhat is it?", "images": ["cat.png"]}.
       stop: Texts at which the answer ends; they are not part of it. Decoding ends there too (`StopTexts`).
       enable_thinking: Variable of Qwen3-like chat templates. Default: the template's own choice, and False of
         A2D models, which are trained without thinking.

@@ -1,5 +1,6 @@
 """Drafts of several steps that one forward pass verifies: FreeDave (arXiv:2510.00294)."""
 
+import contextlib
 import dataclasses
 from typing import Any, Literal
 
@@ -7,6 +8,7 @@ from jaxtyping import Array, Bool
 from typing_extensions import override
 
 from dllm_jax.options import PositiveInt
+from dllm_jax.options.hints import call
 from dllm_jax.samplers.base import Sampler
 from dllm_jax.samplers.candidates import Candidates, Noise
 from dllm_jax.samplers.confidence import Confidence
@@ -104,8 +106,10 @@ class FreeDave(Sampler):
         """
         for field in dataclasses.fields(Sampler):
             if (value := getattr(self, field.name)) != field.default:
-                use = f"FreeDave({type(self.sampler).__name__}({field.name}={value!r}))"
-                instead = "Leave it out" if field.name in ("cfg_scale", "early_commit") else f"Use {use}"
+                instead = "Leave it out"
+                with contextlib.suppress(ValueError):  # its sampler, or FreeDave over it, refuses the option
+                    inner = dataclasses.replace(self.sampler, **{field.name: value})
+                    instead = f"Use FreeDave({call(FreeDave(inner).sampler)})"
                 raise ValueError(
                     f"{field.name}={value!r} is not an option of FreeDave: its sampler decodes. {instead}."
                 )
