@@ -205,9 +205,9 @@ def run_subcommand(
     if name not in subcommands:
         near = difflib.get_close_matches(name, subcommands, 1)
         fix = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(subcommands)}."
-        wrong = f"command={name[:40]!r} is not a command of {command}"
-        wrong = wrong if name else f"{command} needs a command"
-        raise ValueError(f"{wrong}. {fix}")
+        if not name:
+            raise ValueError(f"{command} needs a command. {fix}")
+        raise ValueError(f"command={name[:40]!r} is not a command of {command}. {fix}")
     function, prog = find(name), f"{command} {name}"
     _check_options(function, prog, args)
     return read_options(function, prog, args) or 0

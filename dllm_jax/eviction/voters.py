@@ -152,6 +152,12 @@ class SnapKV(Voters):
         return jnp.where(window, largest + 1, pooled)
 
 
+def voters_among(voter: Voters, canvas: Canvas, among: Bool[Array, "b l"]) -> Bool[Array, "b l"]:
+    """The positions that vote among some of the canvas, such as a block, where they have their ranks."""
+    part: Canvas = dataclasses.replace(canvas, valid=canvas.valid & among)
+    return voter.voters(part) & part.valid
+
+
 def evidence(
     voter: Voters,
     layer: Layer,
@@ -191,12 +197,8 @@ def evidence(
         return layer.received(q, k, lse, weight, mask) * (k.shape[2] / q.shape[2])
 
     # Equation 14: S_mp and S_mm, what masked queries give to the prompt and to masked positions.
-    masked, voting = canvas.masked, canvas
-    if among is not None:
-        masked = masked & among
-    if among is not None and not voter.of_prompt:
-        voting = dataclasses.replace(canvas, valid=canvas.valid & among)
-    voters = voter.voters(voting) & voting.valid
+    masked = canvas.masked if among is None else canvas.masked & among
+    voters = voter.voters(canvas) if among is None or voter.of_prompt else voters_among(voter, canvas, among)
     from_masks = received(masked)
     to_prompt = jnp.sum(from_masks[..., :p], axis=-1)
     to_masks = jnp.sum(jnp.where(masked[:, None, p:], from_masks[..., p:], 0.0), axis=-1)

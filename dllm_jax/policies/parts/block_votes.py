@@ -1,12 +1,10 @@
 """Votes for stored pairs by the positions of a block-causal model's block, in the steps that choose."""
 
-import dataclasses
-from typing import Any
-
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from dllm_jax import eviction
+from dllm_jax.eviction.voters import voters_among
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.mask import SEGMENT, Mask
 from dllm_jax.state.canvas import Canvas
@@ -82,8 +80,7 @@ def mean_attention(
       rows: Positions of the block.
       canvas: State before the step.
     """
-    block: Any = dataclasses.replace(canvas, valid=canvas.valid & canvas.in_model_block)
-    voters = votes.voters(block) & block.valid
+    voters = voters_among(votes, canvas, canvas.in_model_block)
     among = (rows.take(voters) & rows.real).astype(jnp.float32)
     weight = among / jnp.maximum(jnp.sum(voters, axis=1, keepdims=True), 1)
     return layer.received(q, k, lse, weight, mask) * (k.shape[2] / q.shape[2])
