@@ -204,7 +204,7 @@ def _largest_length(asked: RequestOptions, spec: ModelSpec, grows: str, stays: s
     if spec.context.has_blocks:
         raise ValueError(
             f"max_length={most} is not supported by {spec.family}: it decodes block after block, and may end "
-            "after any of them. Use stop_at_eos=True, with another sampler."
+            "after any. Use another sampler, in generate with stop_at_eos=True."
         )
     return most
 
