@@ -187,7 +187,7 @@ def test_dense_layers_that_are_not_some_of_the_layers_are_refused(dense):
 @pytest.mark.usefixtures("layers_of_the_platform")
 def test_functions_without_experts_say_so():
     model = tiny("llada-moe")
-    with pytest.raises(ValueError, match="matrices=gate, down: the model's layers have experts"):
+    with pytest.raises(ValueError, match="matrices=gate, down: layers of the model have experts"):
         lora.attach(model, lora.LoRA(matrices=("q", "gate", "down")), jax.random.key(0))
     mixed = tiny("llada-moe", experts=dataclasses.replace(model.spec.experts, dense=(0,)))
     assert mixed.layers_are_separate

@@ -58,7 +58,7 @@ def test_answers_end_with_end_of_turn_and_are_padded_with_end_of_text(read):
         encode_batch(read, [Example("a", "xy")], 2, SPEC)
     chex.assert_trees_all_equal(encode_batch(read, [("abc", "xy"), ("a", "x")], 4, SPEC), batch)
     for wrong in ("ab", ("a", 3), ("a", "b", "c"), ["a", "b"]):
-        refuses(r"examples\[0\]=.* must be a pair of texts", encode_batch, read, [wrong], 4, SPEC)
+        refuses(r"examples\[0\]=.* must be a tuple of texts", encode_batch, read, [wrong], 4, SPEC)
 
     # Prompts of 13 and 11 tokens: in blocks of four, answers of four go on to the positions 20 and 16.
     blockwise = dataclasses.replace(SPEC, block_size=4)

@@ -39,7 +39,8 @@ def family_of(spec: ModelSpec, family: Family | None = None) -> Family:
         raise ValueError(f"family={family.name!r} must be the model's own, {spec.family!r}")
     if spec.family not in FAMILIES:
         known = f"is not one of {', '.join(FAMILIES)}"
-        raise ValueError(f"family={spec.family!r} {known}: pass the family that the model was read with")
+        fix = "pass the family that the model was read with; adapters are saved and loaded of these alone"
+        raise ValueError(f"family={spec.family!r} {known}: {fix}")
     return FAMILIES[spec.family]
 
 

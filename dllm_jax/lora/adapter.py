@@ -33,9 +33,9 @@ class LoRA(Options):
     Attributes:
       rank: Rank r of the update.
       alpha: Scale of the update, which is multiplied by alpha / rank.
-      matrices: Matrices to update (`target_modules` in PEFT), names of `dllm_jax.nn.sharding.OUTPUTS`: the
-        projections of attention, the MLP's three, and the vocabulary head (unless it is tied to the
-        embedding). Queries and values are the paper's choice (section 7.1).
+      matrices: Matrices to update (`target_modules` in PEFT): "q", "k", "v" and "o" of attention, "gate",
+        "up" and "down" of the MLP, and "head", the vocabulary head (unless it is tied to the embedding).
+        Queries and values are the paper's choice (section 7.1).
     """
 
     rank: PositiveInt = 8
@@ -70,7 +70,7 @@ def attach(model: Model, lora: LoRA, key: Key[Array, ""], dtype: Any = None) -> 
 
     Raises:
       ValueError: no model, options, key or dtype; adapters that are attached already; a head that is tied;
-        the MLP of a model whose layers have experts in its place.
+        the MLP of a model with layers that have experts in its place.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
     check_argument("lora", lora, LoRA, ", such as LoRA(rank=8)")
@@ -103,7 +103,7 @@ def attach_factors(model: Model, lora: LoRA, factors: Callable[[str, int | None]
     only_experts = model.spec.experts is not None and model.spec.gemma is None
     if only_experts and (of_mlp := [name for name in lora.matrices if name in DENSE]):
         raise ValueError(
-            f"matrices={', '.join(of_mlp)}: the model's layers have experts in place of an MLP, and "
+            f"matrices={', '.join(of_mlp)}: layers of the model have experts in place of an MLP, and "
             "experts take no updates; expected some of q, k, v, o, head"
         )
 

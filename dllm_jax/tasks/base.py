@@ -164,7 +164,7 @@ def prompt_arrays(
     spec: ModelSpec | int,
     template: Mapping[str, Any] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Encodes prompts by the chat template: ids int32 [b p], left-padded, and their mask bool [b p].
+    """Encodes prompts by the chat template: ids [b p], left-padded, and their mask bool [b p].
 
     Args:
       tokenizer: Tokenizer of the checkpoint, with a chat template.

@@ -151,24 +151,24 @@ def encode_batch(
 
     Args:
       tokenizer: Tokenizer of transformers with a chat template; a processor for examples with images.
-      examples: the questions with their answers, as `Example` or pairs of texts.
+      examples: the questions with their answers, as `Example` or tuples of two texts.
       length: response positions.
       spec: Spec of the model, whose end-of-text pads prompts (masked out) and answers (learnt).
       template: Variables of the chat template by name. Default: enable_thinking=False of A2D models, as in
         `dllm_jax.chat`.
 
     Raises:
-      ValueError: `template` with images, whose template is fixed; no pairs of texts, an answer that does not
-        fit, or a model without an end-of-turn token.
+      ValueError: `template` with images, whose template is fixed; other examples, or none, an answer that
+        does not fit, or a model without an end-of-turn token.
     """
     end, images = _end_of_turn(check_argument("spec", spec, dj.ModelSpec)), None
     length = check_argument("length", length, PositiveInt)
     if not isinstance(examples, Sequence) or isinstance(examples, str | bytes) or not examples:
-        raise ValueError(f"examples={shown(examples)} must be pairs of texts, at least one")
+        raise ValueError(f"examples={shown(examples)} must hold tuples (prompt, answer), at least one")
     for index, example in enumerate(examples):
         pair = isinstance(example, Example) or (isinstance(example, tuple) and len(example) == 2)
         if not pair or not all(isinstance(text, str) for text in example[:2]):
-            raise ValueError(f"examples[{index}]={shown(example)} must be a pair of texts: prompt and answer")
+            raise ValueError(f"examples[{index}]={shown(example)} must be a tuple of texts: prompt, answer")
     examples = [each if isinstance(each, Example) else Example(each[0], each[1]) for each in examples]
     if isinstance(tokenizer, dj.vision.Processor):
         if template:

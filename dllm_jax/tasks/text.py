@@ -23,7 +23,7 @@ class Chain(ChecksumSplit):
 
     Attributes:
       letters: Number of letters in the ring.
-      values: pairs of another kind, `T=407;`, between those of the ring; no step needs them, so that a cache
+      values: pairs of another kind, `T=407;`, among those of the ring; no step needs them, so that a cache
         may drop them.
     """
 
@@ -150,7 +150,7 @@ class Recall(ChecksumSplit):
       alphabet: Number of different letters in keys.
       digits: length of a value.
       asked: Number of pairs that are asked for.
-      filler: vowels strewn between the pairs, so that prompts can be long and pairs far apart.
+      filler: vowels strewn among the pairs, so that prompts can be long and pairs far apart.
     """
 
     alphabet: Annotated[int, Interval(ge=2, le=len(LETTERS))] = len(LETTERS)

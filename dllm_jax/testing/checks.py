@@ -88,8 +88,8 @@ class Subject:
         Args:
           prompt: Prompt of `generate`; None takes `batch`.
           mask: Prompt mask of `generate`.
-          **options: Arguments of `generate`, in place of the subject's; and `keys`, the indices of the keys
-            to use.
+          **options: Arguments of `generate`, in place of the subject's; and `keys`, a slice of the keys to
+            use.
         """
         if prompt is None:
             prompt, mask = random_prompts(self.model, LENGTHS)

@@ -135,8 +135,9 @@ def response_log_probs(
         out[b, k] = 1/n sum_j weight[j, b] 1[k masked in draw j] log p(y_k | masked prompt, masked answer)
 
     With `one_step_masks` that is d1's log phi(o^k | q'); with `elbo_masks`, its sum over k is VRPO's B^.
-    Memory grows with `chunk`, not with the number of draws, under `jax.grad` too: each of several draws is
-    computed again in the backward pass.
+    Block-causal models see earlier blocks of the answer unmasked in either case, and no later ones. Memory
+    grows with `chunk`, not with the number of draws, under `jax.grad` too: each of several draws is computed
+    again in the backward pass.
 
     Args:
       model: policy or reference; wrap the latter's result in `jax.lax.stop_gradient` where both share

@@ -61,8 +61,8 @@ def train(
         run = train(dj.load(path), Batches(lambda step: ...), config, directory="runs/a")
 
     Call it again with the same arguments after a kill: it continues from its last checkpoint. On the same
-    devices and software the parameters are those of a run without interruption, bit for bit; on another mesh
-    up to rounding.
+    CPUs and software the parameters are those of a run without interruption, bit for bit; on GPUs, whose
+    sums may change their order, and on another mesh up to rounding.
 
     Args:
       model: Initial model; not changed.
@@ -199,7 +199,7 @@ def _on_host(window: list[Metrics], step: int) -> list[Metrics]:
     losses = np.asarray([metrics.loss for metrics in window])
     if not np.isfinite(losses).all():
         first = step - len(window) + int(np.argmin(np.isfinite(losses))) + 1
-        fix = "Try a lower learning_rate or clip"
+        fix = "Try a lower learning rate or stronger clipping"
         if first == 1:
             fix = "No update came before it: weights or activations of the model are not finite"
         raise FloatingPointError(

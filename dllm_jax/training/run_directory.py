@@ -286,8 +286,9 @@ def check_unchanged(old: RunRecord, new: RunRecord, step: int, allowed: Collecti
     if changed:
         lines = "; ".join(_difference(name, old.get(name), new[name]) for name in changed)
         raise ValueError(
-            f"the run was begun with another configuration: {lines}. Take the old values, another directory, "
-            f"or go on with the new ones: allow_changes={changed!r}"
+            f"the run was begun with another configuration: {lines}. Take the old values or another "
+            f"directory; or, if the checkpoint's arrays fit, go on with the new ones: "
+            f"allow_changes={changed!r}"
         )
 
 

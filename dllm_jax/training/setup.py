@@ -222,8 +222,8 @@ def labels(params: Params, trainable: Trainable | None) -> PyTree[bool | str]:
         return jax.tree.map(lambda label, part: jax.tree.map(lambda _: label, part), tree, params)
     except ValueError as error:
         raise ValueError(
-            "trainable= must be a tree that the parameters extend, such as True for all layers or a list "
-            f"with a tree for each of them: {error}"
+            "trainable= must be a tree that the parameters extend, such as True for all layers, or for "
+            f"separate layers a list with a tree for each: {error}"
         ) from None
 
 

@@ -158,7 +158,7 @@ def check_replaceable(path: Path, kind: str, runner: Runner, settings: dict[str,
     try:
         old = read(path)
     except ValueError as error:
-        raise ValueError(f"{error}; choose another --out") from None
+        raise ValueError(f"{error}; another --out leaves it as it is") from None
     # Through JSON, as the old one was: tuples are lists there.
     new = json.loads(json.dumps({"kind": kind, "settings": settings, **provenance(runner)}))
     differ = [
@@ -185,7 +185,7 @@ def read(path: Path) -> EvaluationRecord:
     if (given := fields.get("format")) != FORMAT:
         raise ValueError(
             f"{path} is not a result of dllm_jax.eval, format {FORMAT}: format={shown(given)}. "
-            "Run the evaluation again; its journal keeps the answers"
+            "Move it away and run the evaluation again: its journal keeps the answers"
         )
     _check_fields(fields, schema.RECORD, f"{path}")
     for i, row in enumerate(fields["requests"]):

@@ -101,7 +101,8 @@ def as_json(value: Any, indent: int | None = None) -> str:
     try:
         text = json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
     except ValueError as error:
-        raise ValueError(f"NaN or infinity cannot be written as JSON: {error}") from None
+        reason = "NaN, infinity or a circular reference cannot be written as JSON"
+        raise ValueError(f"{reason}: {error}") from None
     return re.sub("[\ud800-\udfff]", lambda match: rf"\u{ord(match[0]):04x}", text)
 
 

@@ -52,8 +52,8 @@ class Journal:
     the process ends.
 
     Args:
-      path: Path of the file; created, with its folders, when it is claimed or first added to. None: entries
-        are kept in memory alone.
+      path: Path of the file; created, with its folders, when it is claimed or first added to. None: entries,
+        of any values, are kept in memory alone.
 
     Attributes:
       path: Absolute path of the file, or None.
@@ -62,6 +62,7 @@ class Journal:
     Raises:
       ValueError: a finished line that is broken, with file and line; a file that is no journal; or another
         device or version.
+      OSError: the file cannot be read.
     """
 
     _file = _lock = None  # open for appending, and its lock
@@ -245,7 +246,8 @@ class Journal:
         new: dict[str, Entry] = {}
         for path in paths:
             if not path.is_file():
-                raise FileNotFoundError(f"{path} does not exist: no part was evaluated there")
+                reason = "no part was evaluated there, or one without requests"
+                raise FileNotFoundError(f"{path} does not exist: {reason}")
             for key, entry in Journal(path).entries.items():
                 known = new.get(key) or self.entries.get(key)
                 if known is None or (known["error"] is not None and entry["error"] is None):

@@ -57,7 +57,7 @@ class Candidate(Options):
         return dataclasses.replace(self, **filled_in)
 
     def check(self, model: Model, exact: Decoding, prompt: int):
-        """Raises ValueError, naming the candidate, if a model cannot decode with it; nothing is compiled.
+        """Raises ValueError, naming the candidate, if a model cannot decode with it; compiles no generation.
 
         The candidate is `filled`.
 

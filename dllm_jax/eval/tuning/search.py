@@ -321,7 +321,7 @@ def tune(
         ids, which get no chat template.
       policies: Settings to compare: `dllm_jax.eval.tuning.Candidate`s, policies, or classes of policies,
         which stand for a grid of their settings that fits the requests. None: of the grids of `policies.ALL`
-        what the model does not refuse, some fifty programs to compile for LLaDA.
+        what the model does not refuse, some forty programs to compile for LLaDA.
       accuracy_within: Maximum loss of accuracy of the chosen setting compared with exact decoding, in [0, 1).
       objective: Cost to minimize: "time" (measured on this device, relative to exact decoding), "bytes"
         (moved to and from main memory, predicted), or an `Objective`.
@@ -354,6 +354,7 @@ def tune(
     Raises:
       ValueError: bad input, a model without a mask token, a setting that the model refuses, a journal that
         another run adds to or whose answers are of another device or version.
+      OSError: the journal cannot be made, locked or written.
       TypeError: an argument that `tune` does not have, or one under both of its names.
       RuntimeError: the exact decoder failed to answer.
     """

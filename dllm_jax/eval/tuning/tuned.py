@@ -91,9 +91,10 @@ class Tuned:
 
     @property
     def front(self) -> tuple[Row, ...]:
-        """The Pareto front by ascending cost: no other setting is as cheap and as accurate, or better.
+        """The Pareto front by ascending cost: no other setting is as good in both and better in one.
 
-        Of the settings that were not dropped; what was dropped failed, or is worse beyond doubt.
+        Of equal settings the first. Of those that were not dropped; what was dropped failed, or is worse
+        beyond doubt.
         """
         # Walked by ascending cost, a setting is on the front if it is more accurate than all before it.
         rows: list[Row] = []
@@ -130,7 +131,8 @@ class Tuned:
           task: a name for what the questions are.
 
         Raises:
-          ValueError: the policy or sampler is not one of the library's, and cannot be read back.
+          ValueError: the policy, sampler or block schedule is not one of the library's, and cannot be read
+            back.
         """
         # JSON's strings and lists of strings are TOML's too.
         preset, quoted = self.preset, lambda value: json.dumps(value, ensure_ascii=False)
