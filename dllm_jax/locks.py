@@ -5,6 +5,7 @@ writing, which no directory is: it serves where there is no `fcntl`.
 """
 
 import errno
+import functools
 import hashlib
 import os
 import tempfile
@@ -72,7 +73,7 @@ def _descriptor(path: Path, wait: bool) -> Lock:
             raise
         message = f"{path}: its file system has no locks ({error.strerror}). Let one process write there"
         warnings.warn(message, NoLockWarning, stacklevel=4)
-    return Lock(lambda: os.close(descriptor))
+    return Lock(functools.partial(os.close, descriptor))  # which lives as long as it, at exit too
 
 
 def _file_in_its_place(path: Path, wait: bool) -> Lock:

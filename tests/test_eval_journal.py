@@ -154,6 +154,10 @@ def test_the_lock_ends_with_the_process_that_holds_it(tmp_path):
         holder.kill()
     Journal(path).add([entry("a", "1")])
     assert set(Journal(path).entries) == {"a"}
+    left_open = "import sys; from dllm_jax import Journal; journal = Journal(sys.argv[1]); journal.claim()"
+    command = [sys.executable, "-c", left_open, str(tmp_path / "other.jsonl")]
+    ended = subprocess.run(command, capture_output=True, check=True)
+    assert ended.stderr == b""
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):

@@ -256,7 +256,18 @@ def test_refusals():
         (lambda: ask(dtype="05,x"), "dtype=.* is no dtype, such as bfloat16"),
         (lambda: ask(dtype=object()), "dtype=.* is no dtype, such as bfloat16"),
         (lambda: roofline.images(LLADA, [(8, 8)]), r"the model \(llada\) has no vision tower"),
-        (lambda: roofline.images(LLADA_V, [(8, 0)]), r"sizes hold \(8, 0\); expected pairs"),
+        *(
+            (lambda size=size: roofline.images(LLADA_V, [size]), "sizes hold .*; expected pairs")
+            for size in ((8, 0), 3, (1.5, 5))
+        ),
+        *(
+            (
+                lambda asked=asked: roofline.throughput(LLADA, p.Policy(), SIZE, asked, 2, H100),
+                "must be blocks",
+            )
+            for asked in ([], [4, 2], [[0]])
+        ),
+        (lambda: ask().on("h100"), r'hardware=.* such as HARDWARE\["h100"\]'),
         (lambda: ask(views=1), "has no vision tower"),
         (lambda: roofline.work(LLADA_V, p.Policy(), SIZE, views=-1), "views=-1 must be"),
     ):

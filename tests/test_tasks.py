@@ -154,3 +154,5 @@ def test_sizes_that_there_are_not_are_refused():
             task.example(np.random.default_rng(0), size, "train")
     with pytest.raises(ValueError, match="colors=6"):
         ReadNumbers(colors=6)
+    with pytest.raises(ValueError, match="asked=50 must be at most 40"):
+        needle(800, 50)

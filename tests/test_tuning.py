@@ -468,6 +468,8 @@ def test_former_names_of_arguments_warn_and_act(lm, unannotated):
             dj.tune(**asked, **{former: 0})
         with pytest.warns(match=f"use {name}="), pytest.raises(TypeError, match=f"{name}=3 and its former"):
             dj.tune(**asked, **{former: 2, name: 3})
+        with pytest.warns(match=f"use {name}="):
+            assert dj.tune(**asked, **{former: 2}).model == lm.name, "not the option's"
 
 
 def test_a_question_that_the_exact_decoder_cannot_answer_is_named(lm):

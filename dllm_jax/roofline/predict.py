@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dllm_jax.engine.beginning import empty_cache
 from dllm_jax.engine.group import group_size
@@ -105,6 +106,7 @@ class Work:
 
     def on(self, hardware: Hardware) -> Prediction:
         """Times at the full rates of the hardware."""
+        check_argument("hardware", hardware, Hardware, ', such as HARDWARE["h100"]')
         # Time is a sum over kinds of steps, each bound by memory or by compute on its own: a bound of the
         # sums would let the idle bandwidth of one step serve another.
         costs = [(kind.count, kind.cost) for kind in self.steps]
@@ -237,7 +239,9 @@ def throughput(
       ValueError: those of `work`; no slots, no requests, or one without blocks or with a block of no step.
     """
     slots = check_argument("slots", slots, PositiveInt)
-    if not requests or not all(len(blocks) and min(blocks) > 0 for blocks in requests):
+    if not requests or not all(
+        np.ndim(blocks) == 1 and len(blocks) and min(blocks) > 0 for blocks in requests
+    ):
         raise ValueError(f"requests={shown(requests)} must be blocks of steps, such as [[4, 2], [3]]")
     seconds = lambda batch: work(spec, policy, layout, batch).on(hardware)
     group = min(slots, group_size(policy, spec, layout, "tpu"))

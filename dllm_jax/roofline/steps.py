@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
+import numpy as np
 from annotated_types import Ge
 
 from dllm_jax.engine.widths import step_widths
@@ -304,8 +305,10 @@ def images(
     """
     vision, views = tower_of(spec), one if len(sizes) < 2 else several
     for size in sizes:
-        if len(size) != 2 or min(size) < 1:
-            raise ValueError(f"sizes hold {size}; expected pairs (width, height) of at least one pixel")
+        if np.shape(size) != (2,) or np.asarray(size).dtype.kind not in "iu" or min(size) < 1:
+            raise ValueError(
+                f"sizes hold {size}; expected pairs (width, height) of whole pixels, at least one"
+            )
     positions = sum(len(views.merge(size, vision).source) for size in sizes)
     return Images(positions, sum(views.count(size, vision) for size in sizes))
 

@@ -207,7 +207,7 @@ def answers(
       key: One random key for all examples, or one per example.
       **options: passed on to `dllm_jax.chat` (length, block, steps, policy, sampler, ...).
     """
-    questions = _messages(examples)
+    questions, batch = _messages(examples), check_argument("batch", batch, PositiveInt)
     decoded: dict[str, Any] = {"policy": Policy(), "block": None}
     if model.spec.has_mask_token:
         decoded["sampler"] = Confidence()

@@ -200,11 +200,13 @@ def needle(tokens: int, asked: int = 1) -> tuple[Recall, int]:
     One pair to eight tokens, or to sixteen if several are asked for; 40 pairs at most; the rest is filler.
 
     Raises:
-      ValueError: too short.
+      ValueError: too short, or more asked for than there are pairs.
     """
     task = Recall(asked=asked)
     if tokens < (shortest := max(SHORTEST, SPARSER * asked if asked > 1 else 0)):
         raise ValueError(f"tokens={tokens} must be at least {shortest}")
+    if asked > len(LETTERS):
+        raise ValueError(f"asked={asked} must be at most {len(LETTERS)}, the pairs that there are")
     # What the template, the question and the pairs leave of the length is filler.
     pairs = min(tokens // (8 if asked == 1 else SPARSER), len(LETTERS))
     of_pair = task.digits + 3

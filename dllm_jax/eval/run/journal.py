@@ -228,7 +228,7 @@ class Journal:
             reason = f"its answers were made with {', '.join(changed)}"
             raise ValueError(f"{self.path}: {reason}; choose another file or --out")
 
-    def merge(self, paths: Iterable[Path]) -> int:
+    def merge(self, paths: Iterable[str | os.PathLike[str]]) -> int:
         """Adds the entries of other journals; of a request that several have, an answer before a failure.
 
         Args:
@@ -244,7 +244,7 @@ class Journal:
         # Claimed first, so that nobody adds to it between what is read and what is written.
         self.claim()
         new: dict[str, Entry] = {}
-        for path in paths:
+        for path in map(Path, paths):
             if not path.is_file():
                 reason = "no part was evaluated there, or one without requests"
                 raise FileNotFoundError(f"{path} does not exist: {reason}")

@@ -360,11 +360,13 @@ def tune(
     """
     parameters = inspect.signature(tune).parameters
     check_names("tune", {name: old[name] for name in old.keys() - FORMER}, parameters.keys() - {"old"})
-    for name in old:
-        new, given = FORMER[name], {"first_round": first_round, "slots": slots}
-        warn_renamed(f"tune({name}=...)", f"{new}=...")
+    for former in old:
+        new, given = FORMER[former], {"first_round": first_round, "slots": slots}
+        warn_renamed(f"tune({former}=...)", f"{new}=...")
         if given[new] != parameters[new].default:
-            raise TypeError(f"tune() got {new}={given[new]} and its former name {name}=: leave out {name}=")
+            raise TypeError(
+                f"tune() got {new}={given[new]} and its former name {former}=: leave out {former}="
+            )
     first_round, slots = old.get("first", first_round), old.get("batch", slots)
     check_argument("model", model, dj.Model, ", such as dj.load(path)")
     check_tokenizer(tokenizer)
