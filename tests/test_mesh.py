@@ -229,6 +229,16 @@ def test_a_sharded_prompt_stays_so(types):
             assert leaf.addressable_shards[0].data.shape[0] == 2, name
 
 
+@pytest.mark.parametrize("types", TYPES)
+def test_a_program_may_close_over_a_model_on_a_mesh(types):
+    """Its own arguments lie on no mesh, and do not divide it."""
+    alone = one_device("dream", apart=False)
+    model, (prompt, _) = on_mesh(alone, mesh_of(BOTH, TYPES[types])), prompts(alone, (9, 9, 9))
+    run = lambda model, prompt: dj.generate(model, prompt, length=8, block=4, policy=policies.DualCache())
+    ours = jax.jit(lambda prompt: run(model, prompt))(prompt)
+    np.testing.assert_array_equal(ours.tokens, run(alone, prompt).tokens)
+
+
 @explicit_every_day
 def test_full_passes_and_likelihoods_over_a_mesh(types):
     alone, mesh = one_device("llada", apart=False), mesh_of(BOTH, TYPES[types])
@@ -354,6 +364,10 @@ def test_meshes_that_split_nothing_are_refused_or_warned_of(tmp_path):
     refuses(r"axes \['x'\]", dj.abstract, spec("llada"), mesh=jax.make_mesh((8,), ("x",)))
     with pytest.warns(ReplicationWarning, match=r"\['x'\] have no rule"):
         dj.load(path, mesh=jax.make_mesh((2, 4), ("x", "tp")))
+    mixed = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=tuple(TYPES.values()))
+    allowed = r"{'dp': 'Explicit', 'tp': 'Auto'}; expected all Auto or all Explicit. Use jax.make_mesh"
+    refuses(allowed, dj.load, path, mesh=mixed)
+    refuses(allowed, dj.forward, jax.device_put(dj.load(path), NamedSharding(mixed, PartitionSpec())), [[5]])
     refuses(r"mesh axes \['tp'\] are assigned to both batch and heads", dj.MeshRules, batch=("tp",))
     with (
         jax.set_mesh(jax.make_mesh((8,), ("dp",))),

@@ -29,6 +29,7 @@ from dllm_jax.engine.widths import step_phases
 from dllm_jax.interrupts import uninterrupted
 from dllm_jax.nn.mesh import AnyMesh, context_mesh, current_mesh, over_mesh, replicated
 from dllm_jax.nn.model import Model
+from dllm_jax.nn.parameters import Params
 from dllm_jax.samplers import RecordedNoise
 from dllm_jax.state import host
 from dllm_jax.state.host import AnyArray
@@ -91,7 +92,7 @@ def place(model: Model, request: Request, prompt: Any = None) -> Placed:
     sequences = len(arrays.tokens) * plan.streams // shares
     phases = step_phases(plan.policy, model.spec, plan.layout, plan.widths, sequences, _device(model))
     plan = dataclasses.replace(plan, group=group, phases=phases, shares=shares)
-    without = dataclasses.replace(model, vision=None)
+    without = dataclasses.replace(model, vision=None, params=_with_devices(model, arrays))
     return Placed(without, split, plan, mesh, batch, request.extra, request.nonfinite)
 
 
@@ -217,6 +218,18 @@ def by_sequence(model: Model, mesh: AnyMesh | None, arrays: PyTree, axes: PyTree
 def not_split(model: Model, mesh: AnyMesh | None, arrays: PyTree) -> PyTree:
     """Arrays of a request on the devices, the same on all of a mesh."""
     return by_sequence(model, mesh, arrays, jax.tree.map(lambda array: NOT_SPLIT, arrays))
+
+
+def _with_devices(model: Model, arrays: PyTree) -> Params:
+    """The parameters, which tell a user's traced program their devices if it closes over the model.
+
+    Of such a program no argument lies on the mesh: XLA would compile it for one device.
+    """
+    embedding = model.params["embed"]
+    traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arrays))
+    if not traced or _described(model) or not isinstance(model.mesh, Mesh):
+        return model.params
+    return {**model.params, "embed": jax.device_put(embedding, embedding.sharding)}
 
 
 def _device(model: Model) -> jax.Device:

@@ -84,8 +84,9 @@ class MeshRules(Options):
         """Refuses a mesh of unknown axes alone, and warns of an unknown axis of several devices.
 
         Raises:
-          ValueError: none of the mesh's axes has a known name.
+          ValueError: none of the mesh's axes has a known name, or some are Auto and others Explicit.
         """
+        check_axis_types(mesh)
         # A mesh of which nothing is known would run replicated everywhere, which is certainly a mistake; one
         # unknown axis among known ones may be meant, e.g. for a pipeline of the user's own.
         names = mesh.axis_names
@@ -136,6 +137,16 @@ class MeshRules(Options):
 def ways(mesh: AnyMesh, names: Iterable[str]) -> int:
     """Devices along these axes of a mesh."""
     return math.prod(mesh.shape[name] for name in names)
+
+
+def check_axis_types(mesh: AnyMesh):
+    """Raises ValueError if a mesh has axes of several types, of which each needs programs of its own."""
+    if len(set(mesh.axis_types)) > 1:
+        types = {name: kind.name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)}
+        raise ValueError(
+            f"mesh has axes of the types {types}; expected all Auto or all Explicit. "
+            f"Use jax.make_mesh({mesh.axis_sizes}, {mesh.axis_names})."
+        )
 
 
 def mesh_of(tree: PyTree) -> AnyMesh | None:
@@ -196,7 +207,7 @@ def over_mesh(function: Callable[..., Any], *args: PyTree, out: PyTree[Partition
         None leaves them as the function constrains them, which Explicit axes do not allow.
 
     Raises:
-      ValueError: `out` is None, and the mesh has Explicit axes.
+      ValueError: `out` is None, and the mesh has Explicit axes; or it has axes of several types.
     """
     # The mesh of the context goes first: arguments that are on no mesh, such as constants, follow it.
     context = jax.sharding.get_abstract_mesh()
@@ -208,6 +219,7 @@ def over_mesh(function: Callable[..., Any], *args: PyTree, out: PyTree[Partition
     # Inside of the user's shard_map each device is on its own: there is nothing to split.
     if abstract.manual_axes:
         return function(*args)
+    check_axis_types(abstract)
     with jax.sharding.use_abstract_mesh(abstract):
         if out is None and abstract.explicit_axes:
             raise ValueError(
