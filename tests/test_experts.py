@@ -101,8 +101,23 @@ def test_gradients_of_ragged_products_are_those_of_all_experts(tokens, rows):
     forward = [jax.jvp(jax.jit(of), (own, x), (own, x))[1] for of in squares[1:3]]
     np.testing.assert_allclose(*forward, err_msg="forward mode of tiles", rtol=1e-6)
     traced = jax.make_jaxpr(by_expert)(x, chosen, weight, *own)
-    products = [e for e in traced.jaxpr.eqns if e.primitive.name == "ragged_dot_general"]
+    products = [e for e in traced.jaxpr.eqns if e.primitive.name == "custom_jvp_call"]
     assert [e.invars[0].aval.shape[0] for e in products] == [rows] * 3
+
+
+def test_mapped_tokens_give_what_each_gives_by_itself():
+    """By the library's forms, one of which JAX traces on any platform and maps over no shared matrix."""
+    w, rng = weights(EVERYTHING), np.random.default_rng(8)
+    x = rng.standard_normal((3, 1, 7, WIDTH), np.float32)
+    run = functools.partial(mixture, w, spec=EVERYTHING)
+    want = np.stack([run(each) for each in x])
+    np.testing.assert_allclose(jax.jit(jax.vmap(run))(x), want, rtol=1e-4, atol=1e-5)
+    matrices = [w[f"expert_{name}"] for name in ("gate", "up", "down")]
+    by_form = {}
+    for form in (by_expert, by_all_experts):
+        of_tokens = lambda x, form=form: form(x, *route(w, x, EVERYTHING), *matrices)
+        by_form[form] = jax.jit(jax.vmap(of_tokens))(x[:, 0])
+    np.testing.assert_allclose(by_form[by_expert], by_form[by_all_experts], rtol=1e-4, atol=1e-5)
 
 
 def test_groups_and_bias_change_what_is_chosen():

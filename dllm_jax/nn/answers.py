@@ -97,5 +97,5 @@ def _of_two_copies(
 
 
 def passes_at_once(spec: ModelSpec, chunk: int) -> int | None:
-    """`batch_size` of a `jax.lax.map` over passes: the chunk, or None (one) as experts have no `jax.vmap`."""
+    """`batch_size` of a `jax.lax.map` over passes: the chunk; None (one) for experts, slow in `jax.vmap`."""
     return None if spec.experts else chunk

@@ -1,9 +1,11 @@
 """The experts of a mixture by XLA: TPUs' ragged products, CPUs' tiles of rows, elsewhere all by all."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
 
 from pallas_kernels.experts.tiles import most_tiles, tiles_of
@@ -156,14 +158,24 @@ def _ragged(
 
     Of int8 matrices, the sums are scaled in float32 by their expert's scales.
     """
-    sums = jax.lax.ragged_dot(
-        x,
-        matrix if scale is None else matrix.astype(x.dtype),
-        sizes,
-        precision=_precision(x),
-        preferred_element_type=x.dtype if scale is None else jnp.float32,
-    )
+    whole = matrix if scale is None else matrix.astype(x.dtype)
+    sums = _ragged_dot(x, whole, sizes, x.dtype if scale is None else jnp.float32)
     return sums if scale is None else (sums * scale[expert]).astype(x.dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _ragged_dot(x: Array, matrix: Array, sizes: Array, out: DTypeLike) -> Array:
+    """`jax.lax.ragged_dot`; under `jax.vmap` one after the other, as JAX maps over no shared matrix."""
+    return jax.custom_batching.sequential_vmap(_dot_of_jax(x, out))(x, matrix, sizes)
+
+
+@_ragged_dot.defjvp
+def _of_ragged_dot(out, arrays, tangents):
+    return jax.jvp(_dot_of_jax(arrays[0], out), arrays, tangents)
+
+
+def _dot_of_jax(x: Array, out: DTypeLike) -> Callable[..., Array]:
+    return functools.partial(jax.lax.ragged_dot, precision=_precision(x), preferred_element_type=out)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(9,))
