@@ -137,6 +137,16 @@ def test_options_that_exclude_each_other_are_refused(options, message):
     refuses(message, prepare, tiny("llada"), CONFIG, **{"optimizer": None} | options)
 
 
+def test_a_tied_head_has_the_label_of_its_embedding():
+    model = tiny("llada", tied=True)
+    labels = {"embed": False, "layers": True, "norm": True, "head": False}
+    setup = prepare(model, CONFIG, optimizer=SGD, trainable=labels)
+    moved = changed(model, model_of(model, steps(model, setup), setup))
+    assert [name for name, moves in moved.items() if not moves] == ["embed"]
+    named = "trainable={'embed': True, 'head': False} is not supported by tied parameters"
+    refuses(named, prepare, model, CONFIG, trainable=labels | {"embed": True})
+
+
 def test_options_of_the_optimizer_that_is_replaced_are_refused():
     with pytest.raises(ValueError, match=r"learning_rate=0\.1 has no effect with optimizer="):
         prepare(tiny("llada"), TrainConfig(steps=1, learning_rate=0.1), optimizer=SGD)

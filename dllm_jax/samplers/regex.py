@@ -284,9 +284,18 @@ def _begun(index: Any, changed: set[int], vocab: int) -> tuple[dict[int, dict[in
 
 
 def _reason(pattern: str, error: str) -> str:
-    """Why an expression is not supported, by Python's own parser if that does not take it either."""
+    """Why outlines-core takes no automaton of an expression; its message, where it says more than that."""
+    if missing := re.search(r"following characters: (\[.*\])", error):
+        spelled = "tokens of whole characters do not spell all of its texts. Missing are some of the bytes"
+        return f"{spelled} {missing[1].replace(chr(92) * 2, chr(92))}. Use characters that have tokens"
+    if "building NFA" not in error:
+        return error[:200]
     try:
         re.compile(pattern)
-    except re.error as python_error:
-        return str(python_error)
-    return "Rust's crate regex does not take it" if "building NFA" in error else error[:200]
+    except re.error as python_error:  # names the position; of escapes Python has other ones
+        if not str(python_error).startswith("bad escape"):
+            return str(python_error)
+    syntax = (
+        r"Classes are \p{Greek}, \p{L}, \d, \w, \s and [a-z]; a special character itself is \., \( and so on"
+    )
+    return f"Rust's crate regex does not take one of its escapes or classes. {syntax}"

@@ -206,7 +206,8 @@ def labels(params: Params, trainable: Trainable | None) -> PyTree[bool | str]:
         parameters, or None for the decoder's. A mapping that does not mention a tower leaves it frozen.
 
     Raises:
-      ValueError: a tree of another structure, or a leaf that is neither a boolean nor a name.
+      ValueError: a tree of another structure, a leaf that is neither a boolean nor a name, or different
+        labels of a tied head and embedding.
     """
     # The tree may be a prefix of the parameters' tree: a label holds for all that is below it.
     tree = trainable(params) if callable(trainable) else trainable
@@ -214,6 +215,8 @@ def labels(params: Params, trainable: Trainable | None) -> PyTree[bool | str]:
         tree = {name: name != TOWER for name in params}
     elif TOWER in params and isinstance(tree, Mapping):
         tree = {TOWER: False, **tree}
+    if isinstance(tree, Mapping) and "head" in tree and "head" not in params:
+        tree = _without_tied_head(tree)
     for path, label in jax.tree_util.tree_leaves_with_path(tree):
         if not isinstance(label, bool | str):
             at = jax.tree_util.keystr(path)
@@ -225,6 +228,17 @@ def labels(params: Params, trainable: Trainable | None) -> PyTree[bool | str]:
             "trainable= must be a tree that the parameters extend, such as True for all layers, or for "
             f"separate layers a list with a tree for each: {error}"
         ) from None
+
+
+def _without_tied_head(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A tree of labels for parameters whose head is their embedding."""
+    both = {name: tree.get(name) for name in ("embed", "head")}
+    if both["embed"] != both["head"]:
+        raise ValueError(
+            f"trainable={both} is not supported by tied parameters: the head is the embedding. Give both one "
+            "label, or leave 'head' out."
+        )
+    return {name: labels for name, labels in tree.items() if name != "head"}
 
 
 def assigned(
