@@ -21,7 +21,7 @@ from dllm_jax.nn.mesh import over_mesh
 from pallas_kernels import OPERATIONS
 from pallas_kernels import attention as operations
 from pallas_kernels.attention import xla as attention
-from tests.kernel_cases import some
+from tests.kernel_cases import mosaic_gpu_is_checked, some
 from tests.models import tiny
 from tests.replay.case import Case, find
 from tests.replay.methods import METHODS
@@ -117,13 +117,13 @@ for kind in ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"):
             traced = denoise.trace(placed.model, placed.inputs, placed.plan)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
         assert "triton" not in text
-        assert ("mosaic_gpu" in text) == ("H100" in kind and jax.__version__.startswith("0.12"))
+        assert ("mosaic_gpu" in text) == ("H100" in kind and checked)
 """
 
 
 def test_decodes_where_jax_has_dropped_the_triton_backend():
     """On CPUs, and lowered for an H100, by kernels for Mosaic GPU if they are checked, and for an A100."""
-    command = [sys.executable, "-c", WITHOUT_TRITON]
+    command = [sys.executable, "-c", f"checked = {mosaic_gpu_is_checked()}\n{WITHOUT_TRITON}"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
 
