@@ -14,7 +14,7 @@ import griffe
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from dllm_jax.published.expressions import call
+from dllm_jax.expressions import call
 
 
 class UnpackedOptions(griffe.Extension):

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 
 import dllm_jax as dj
+from dllm_jax import expressions
 from dllm_jax.command_line import run
 from dllm_jax.demo import trains
-from dllm_jax.published import expressions
 
 HEADING = "By which stops does the train go from Paris?"
 

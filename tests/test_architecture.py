@@ -31,6 +31,9 @@ MAY_IMPORT = {
     "decoding": POLICIES | {"samplers", "engine", "decoding", "encoding", "interrupts"},
     "analysis": POLICIES | {"engine", "decoding", "analysis"},
     "testing": POLICIES | {"samplers", "engine", "decoding", "testing"},
+    "expressions": POLICIES | {"samplers"},
+    # Published settings are read with the families' names of checkpoints.
+    "checkpoint": STATE | {"samplers", "expressions", "checkpoint", "locks", "processes", "provenance"},
     "vision": STATE | {"checkpoint", "vision"},
 }  # fmt: skip
 

@@ -13,11 +13,10 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax import __main__ as command
-from dllm_jax import command_line
+from dllm_jax import command_line, expressions
 from dllm_jax.command_line import VERSION, plain_errors, run
 from dllm_jax.commands import generate as answering
 from dllm_jax.eval.run.settings import Checkpoint
-from dllm_jax.published import expressions
 from tests import refuses
 
 SHORT = dict(length=4, block="2", slots=2)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax import lora, policies, samplers, tasks
+from dllm_jax import expressions, lora, policies, samplers, tasks
 from dllm_jax.decoding.chat import chat_ids
 from dllm_jax.decoding.generate import generate
 from dllm_jax.engine.stats import Stats
@@ -20,7 +20,6 @@ from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.likelihoods import Likelihood
 from dllm_jax.eval.run.runner import EvalRequest, Runner, cut
 from dllm_jax.eval.run.settings import Checkpoint, Decoding, LanguageModel, fingerprint
-from dllm_jax.published import expressions
 from dllm_jax.samplers import DAEDAL, Confidence, DreamOn
 from dllm_jax.state.inputs import padded_together
 from dllm_jax.state.sliding import AdaBlock, Sliding

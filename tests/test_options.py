@@ -24,6 +24,7 @@ import dllm_jax as dj
 from dllm_jax import eviction, policies, samplers
 from dllm_jax.decoding import options as keywords
 from dllm_jax.decoding.buckets import Ladder
+from dllm_jax.expressions import call, policy
 from dllm_jax.options import (
     Fraction,
     NoneMeans,
@@ -35,7 +36,6 @@ from dllm_jax.options import (
     check_argument,
     hints,
 )
-from dllm_jax.published.expressions import call, policy
 from dllm_jax.traced import Traced
 from dllm_jax.training import TrainConfig
 from tests import DOCS, refuses

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax import presets
+from dllm_jax import expressions, presets
 from dllm_jax.decoding.request import prepare
 from dllm_jax.engine.pieces import begin_pieces
 from dllm_jax.nn.parameters import abstract, abstract_vision, count
-from dllm_jax.published import expressions
 from dllm_jax.published.preset import read_preset
 from tests import table
 from tests.policy_cases import KEY

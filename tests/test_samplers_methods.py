@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax import policies
-from dllm_jax.published import expressions
+from dllm_jax import expressions, policies
 from dllm_jax.samplers import KLASS, LocalLeap, PCSampler, Threshold, TokenFrequencies
 from dllm_jax.samplers.klass import kl_divergence
 from dllm_jax.samplers.parallel import bounded_prefix

@@ -11,7 +11,7 @@ from jaxtyping import Bool
 import dllm_jax as dj
 from bench.pages.layers import Layers, Watcher
 from dllm_jax.decoding.watch.recording import Recording
-from dllm_jax.published.expressions import call
+from dllm_jax.expressions import call
 
 CELL, GAP, LABEL = 9, 18, 16  # of a picture, in pixels
 COMPUTED, UPDATED, STALEST = "#3f6fd1", "#a8c2f0", 16  # steps of age from which on colors do not change

@@ -19,8 +19,8 @@ from bench.pages import recorded, sources, speed
 from bench.pages.pictures import example
 from bench.policies import grid, summary
 from dllm_jax.eval.run.files import read_json
+from dllm_jax.expressions import call
 from dllm_jax.options.rules import rule_of
-from dllm_jax.published.expressions import call
 
 ROOT = Path(__file__).parents[2]
 POLICIES = (*dj.policies.ALL, *dj.policies.BLOCK_CAUSAL)

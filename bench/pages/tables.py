@@ -30,9 +30,9 @@ from bench.pages.policy import (
 )
 from bench.policies import orderings, summary
 from dllm_jax import samplers
+from dllm_jax.expressions import call
 from dllm_jax.options import hints
 from dllm_jax.policies import BLOCK_CAUSAL, Policy
-from dllm_jax.published.expressions import call
 from dllm_jax.samplers import Sampler
 
 MARK = re.compile(r"(<!-- table: ([^>]*?) -->\n).*?(<!-- end of table -->)", re.DOTALL)

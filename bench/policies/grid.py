@@ -9,10 +9,9 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
-from dllm_jax import eviction
+from dllm_jax import eviction, expressions
 from dllm_jax import policies as p
 from dllm_jax import samplers as s
-from dllm_jax.published import expressions
 from dllm_jax.state.sliding import AdaBlock, BlockSchedule, Sliding
 
 

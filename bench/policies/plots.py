@@ -19,7 +19,7 @@ from bench.policies.summary import found
 from dllm_jax import policies as p
 from dllm_jax.command_line import run
 from dllm_jax.eval.run.files import read_json
-from dllm_jax.published.expressions import call
+from dllm_jax.expressions import call
 
 plt.switch_backend("Agg")
 MARKERS = "os^vD<>pX"

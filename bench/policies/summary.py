@@ -26,7 +26,7 @@ from dllm_jax import samplers as s
 from dllm_jax.command_line import run
 from dllm_jax.eval.run.files import read_json
 from dllm_jax.eviction import MaskVotes
-from dllm_jax.published.expressions import call
+from dllm_jax.expressions import call
 
 CHAINS, SHORT = ("chain", "chain-among-values"), ("needle-256", "few-shot")
 TASKS = CHAINS + SHORT

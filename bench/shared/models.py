@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 import dllm_jax as dj
+from dllm_jax import expressions
 from dllm_jax.policies.base import for_model
-from dllm_jax.published import expressions
 
 TINY = dict(layers=2, width=64, heads=4, kv_heads=4, head_dim=16, mlp_width=128, vocab=512)
 SMALL = dict(layers=4, width=256, heads=4, kv_heads=4, head_dim=64, mlp_width=768, vocab=4096)

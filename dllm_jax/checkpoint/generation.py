@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dllm_jax import expressions
 from dllm_jax.checkpoint.config import GENERATION
 from dllm_jax.checkpoint.files import has_entry, read_object
 from dllm_jax.nn.model import Generation
 from dllm_jax.options import PositiveInt, check_argument, shown
-from dllm_jax.published import expressions
 from dllm_jax.samplers import EntropyNoise
 
 KEY, GROWING = "dllm_jax", "growing"

@@ -11,6 +11,7 @@ import jax
 import tyro
 
 import dllm_jax as dj
+from dllm_jax import expressions
 from dllm_jax.commands.options import DecodingArguments
 from dllm_jax.decoding.chat import Message, chat_ids
 from dllm_jax.decoding.stream import progress_bar
@@ -19,7 +20,6 @@ from dllm_jax.eval.run.journal import JournalRequest
 from dllm_jax.eval.run.settings import LanguageModel
 from dllm_jax.options import PositiveInt, shown
 from dllm_jax.policies import Policy
-from dllm_jax.published import expressions
 from dllm_jax.samplers import Sampler
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")

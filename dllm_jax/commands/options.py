@@ -6,9 +6,9 @@ from typing import Annotated, Any
 import tyro
 
 import dllm_jax as dj
+from dllm_jax import expressions
 from dllm_jax.eval.run.settings import FORMS, Checkpoint, LanguageModel
 from dllm_jax.options import NonNegativeInt, PositiveInt
-from dllm_jax.published import expressions
 from dllm_jax.state.text import check_text
 
 

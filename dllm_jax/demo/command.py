@@ -20,9 +20,9 @@ from dllm_jax.command_line import keep_programs, kept_programs
 from dllm_jax.decoding.watch.grid import COLD, WARM, grid
 from dllm_jax.decoding.watch.recording import Recording
 from dllm_jax.demo import trains
+from dllm_jax.expressions import call
 from dllm_jax.nn.parameters import count
 from dllm_jax.options import NonNegativeInt, Options, PositiveInt, shown
-from dllm_jax.published.expressions import call
 from dllm_jax.tasks import Chain, Example, exact, examples, prompt_arrays
 
 TASK = (

@@ -1,1 +1,1 @@
-"""Published settings, and policies and samplers read from text."""
+"""Published settings."""

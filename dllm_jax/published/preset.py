@@ -8,9 +8,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from dllm_jax import expressions
 from dllm_jax.options import Options, PositiveInt, shown
 from dllm_jax.policies import Policy
-from dllm_jax.published import expressions
 from dllm_jax.samplers import Sampler
 from dllm_jax.state.layout import Layout
 from dllm_jax.state.sliding import Blocks

@@ -9,11 +9,11 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from dllm_jax import expressions
 from dllm_jax.checkpoint.config import Config
 from dllm_jax.checkpoint.families import config_to_spec
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import shown
-from dllm_jax.published import expressions
 from dllm_jax.published.preset import Preset, Recipe, read_preset
 from dllm_jax.samplers import Confidence, DreamSchedule
 

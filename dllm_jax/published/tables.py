@@ -5,9 +5,9 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from dllm_jax import expressions
 from dllm_jax.nn.spec import ModelSpec
 from dllm_jax.options import shown
-from dllm_jax.published import expressions
 from dllm_jax.published.preset import Preset
 from dllm_jax.published.presets import presets
 

@@ -11,14 +11,13 @@ from typing import Annotated, Any
 import rich.console
 import tyro
 
-from dllm_jax import tasks
+from dllm_jax import expressions, tasks
 from dllm_jax.eval.results import record, show
 from dllm_jax.eval.run.files import write_json
 from dllm_jax.eval.run.journal import Journal
 from dllm_jax.eval.run.runner import EvalRequest, Runner
 from dllm_jax.eval.run.settings import Checkpoint, Decoding
 from dllm_jax.options import shown
-from dllm_jax.published import expressions
 from dllm_jax.tasks.base import ChecksumSplit
 
 WITHOUT_PREFIX = tyro.conf.arg(name="")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import rich.console
 
-from dllm_jax import eviction, policies, samplers
+from dllm_jax import eviction, expressions, policies, samplers
 from dllm_jax.eval.cli.options import JOURNAL, WITHOUT_PREFIX, Difficulty, Limit, task_of
 from dllm_jax.eval.results import record, show
 from dllm_jax.eval.run.files import write_json
@@ -17,7 +17,6 @@ from dllm_jax.eval.run.settings import Checkpoint, Decoding
 from dllm_jax.eval.tuning import candidates
 from dllm_jax.eval.tuning.questions import read_jsonl
 from dllm_jax.eval.tuning.search import Search
-from dllm_jax.published import expressions
 from dllm_jax.state import sliding
 from dllm_jax.tasks import examples
 

@@ -6,12 +6,11 @@ import logging
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from dllm_jax import presets, provenance
+from dllm_jax import expressions, presets, provenance
 from dllm_jax.decoding.chat import template_variables
 from dllm_jax.decoding.likelihood import Order, fitting_draws
 from dllm_jax.eval.run.settings import Checkpoint, Decoding, rescaled
 from dllm_jax.options import NoneMeans, NonNegativeFloat, Options, PositiveInt, shown
-from dllm_jax.published import expressions
 
 LOG = logging.getLogger(__name__)
 LM_EVAL_DEVICE = "cuda:0"  # what its command line passes if neither it nor a --config names one

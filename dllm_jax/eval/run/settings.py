@@ -13,6 +13,7 @@ import tyro
 from annotated_types import Ge
 
 import dllm_jax as dj
+from dllm_jax import expressions
 from dllm_jax.checkpoint.dtypes import DtypeName
 from dllm_jax.checkpoint.files import sha256
 from dllm_jax.checkpoint.source import locate, locate_model
@@ -23,7 +24,6 @@ from dllm_jax.decoding.geometry import check_growth
 from dllm_jax.nn.int8 import Weights
 from dllm_jax.nn.low_rank import adapted
 from dllm_jax.options import NoneMeans, Options, PositiveFloat, PositiveInt, absolute
-from dllm_jax.published import expressions
 from dllm_jax.state.sliding import Blocks, BlockSchedule, positions
 
 # How command lines read and show block schedules and samplers.

@@ -12,10 +12,10 @@ from dllm_jax import policies as p
 from dllm_jax.decoding.request import Request, prepare
 from dllm_jax.engine.pieces import begin_pieces
 from dllm_jax.eval.run.settings import Decoding
+from dllm_jax.expressions import call
 from dllm_jax.nn.keys import seeded
 from dllm_jax.nn.model import Model
 from dllm_jax.options import NoneMeans, Options, PositiveInt, shown
-from dllm_jax.published.expressions import call
 from dllm_jax.samplers import CertaintyPrior, Factor, RandomOrder, Sampler, Threshold
 from dllm_jax.state.sliding import AdaBlock, Blocks, BlockSchedule, Sliding, positions
 

@@ -19,7 +19,7 @@ from rich.markup import escape
 from dllm_jax.eval.results.show import scale_costs
 from dllm_jax.eval.tuning.candidates import Candidate
 from dllm_jax.eval.tuning.evidence import Estimate
-from dllm_jax.published.expressions import call
+from dllm_jax.expressions import call
 from dllm_jax.published.preset import Preset, parse
 
 if TYPE_CHECKING:
