@@ -113,7 +113,7 @@ class HeadCosine(DriftTest):
 
 @dataclasses.dataclass(frozen=True)
 class KeyCosine(DriftTest):
-    """As the paper words it (eq. 6): a layer tests its own tokens, by the cosine of their attention vectors.
+    """As the paper words it: a layer tests its own tokens, by the cosine of their attention vectors.
 
     Weights are averaged over heads, the cosine is over keys.
     """
@@ -127,7 +127,7 @@ class KeyCosine(DriftTest):
     def cosine(
         self, old: Float[Array, "b h t s"], new: Float[Array, "b h t s"], keys: Bool[Array, "b s"]
     ) -> Float[Array, "b t"]:
-        """Equation 6: the cosine over keys of weights averaged over heads."""
+        """The cosine over keys of weights averaged over heads."""
         # Padding has weight 0 in both vectors, so `keys` changes nothing.
         return _cosine(jnp.mean(old, axis=1), jnp.mean(new, axis=1), axis=-1)
 
@@ -244,12 +244,12 @@ class ElasticCache(Policy):
         """
         drift, length, number = cache.shared, canvas.layout.length, layer.entry
 
-        # Algorithm 1, line 2: the first step computes everything; else layers from `start` on do.
+        # Algorithm 1: the first step computes everything; else layers from `start` on do.
         begins = jnp.where(canvas.step == 0, 0, canvas.spec.layers)
         start = jnp.where(canvas.active & (layer.index == 0), begins, drift.start)
         wide = canvas.active & (start <= number)
 
-        # Line 4: attention of the tracked tokens before this step, from stored inputs and keys.
+        # Attention of the tracked tokens before this step, from stored inputs and keys.
         # The stores are updated in place below: XLA must finish this read first. Of the heads' weights the
         # largest show that in fewer kernels than all of them.
         tested = Rows(self.test.tokens(drift.attended, number, length), length)
@@ -258,12 +258,12 @@ class ElasticCache(Policy):
         index, wide = read_before_write(jnp.max(before, axis=1), (rows.index, wide))
         rows = dataclasses.replace(rows, index=index)
 
-        # Line 5: the layer itself, and attention of the tracked tokens after it.
+        # The layer itself, and attention of the tracked tokens after it.
         x, q, lse, cache = pass_layer(layer, x, cache, rows, wide, canvas)
         k = cache.read().k
         after = weights(gather(q, rows.slot(tested.index)), k, mask)
 
-        # Lines 6-8, equation 6: where the two differ too much, the following layers recompute all positions.
+        # Where the two differ too much, the following layers recompute all positions.
         keys = canvas.valid if mask is None else jnp.any(mask, axis=(1, 2))
         similarity = self.test.similarity(before, after, tested.real, keys)
         drifted = canvas.active & ~wide & (similarity < self.gamma)
@@ -288,7 +288,7 @@ class ElasticCache(Policy):
         rows: Rows,
         canvas: Canvas,
     ) -> Float[Array, "b l"]:
-        """Votes of equation 5, summed over heads and over the voters."""
+        """Votes summed over heads and over the voters."""
         voting = (rows.take(self.voters(canvas)) & rows.real).astype(jnp.float32)
         return jnp.sum(layer.received(q, cache.read().k, lse, voting, cache.attends(rows, canvas)), axis=1)
 

@@ -76,7 +76,7 @@ class KLASS(UntilDone):
         response = canvas.layout.response
         slot = jnp.where(index < canvas.layout.length, index - canvas.layout.prompt, response)
 
-        # Algorithm 1: the divergence of this prediction joins those of the last ones.
+        # The divergence of this prediction joins those of the last ones.
         p, before = jax.nn.softmax(logits, axis=-1), gather(memory.last, slot)
         newest = kl_divergence(p, before)
         earlier = gather(memory.divergences, slot)[..., :-1]
