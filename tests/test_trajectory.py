@@ -165,7 +165,9 @@ def test_bad_input_is_refused():
     out = run("llada", "exact")
     foreign = out._replace(trace=out.trace._replace(tokens=jnp.full_like(out.trace.tokens, 60)))
     small = tiny("llada", vocab=60, mask_id=59, eos_id=2, eot_id=3)
-    drafted = dj.generate(tiny("llada"), [[5]], length=4, sampler=dj.samplers.FreeDave(), trace=True)
+    options = dict(length=4, sampler=dj.samplers.FreeDave(), trace=True)
+    drafted = dj.generate(tiny("llada"), [[5]], **options)
+    ((_, of_many),) = dj.generate_many(tiny("llada"), [[5]], **options)
     for options, message in (
         (dict(run=out._replace(trace=None)), "has no trace"), (dict(run=3), "run=3 must be what generate"),
         (dict(temperature=0.0), "temperature=0.0 must be"), (dict(chunk=0), "chunk=0 must be"),
@@ -174,7 +176,8 @@ def test_bad_input_is_refused():
         (dict(prompt_mask=np.ones((2, 99))), "prompt_mask has 99 positions; the canvas has 13"),
         (dict(prompt_mask=np.ones((3, 5))), r"prompt_mask has shape \(3, 5\); expected \(2, 5\)"),
         (dict(model=small, run=foreign), "run.tokens holds id 60"),
-        (dict(run=drafted), r"run has drafted steps \(FreeDave\), of which a pass verified several"),
+        *((dict(run=each), r"run has drafted steps \(FreeDave\), of which a pass verified several")
+          for each in (drafted, drafted.trace, of_many.trace)),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             dj.trajectory_log_probs(**{"model": tiny("llada"), "run": out} | options)

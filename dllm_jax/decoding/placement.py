@@ -128,6 +128,8 @@ def collect(
     if "end" in cut:
         cut["end"] = cut["end"] - placed.extra
     cut["start"] = part(trace.start, rows, batch=0) - placed.extra
+    if trace.sampler_steps is not None:
+        cut["sampler_steps"] = part(trace.sampler_steps, rows, batch=0)
     return Output(tokens, stats, trace._replace(**cut), logprobs)
 
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dllm_jax.decoding.output import Output
 from dllm_jax.decoding.placement import numbers
 from dllm_jax.engine.features.trace import Trace
+from dllm_jax.engine.stats import Stats
 from dllm_jax.nn.answers import passes_at_once
 from dllm_jax.nn.arithmetic import of_token
 from dllm_jax.nn.layer import unembed
@@ -82,9 +83,8 @@ def trajectory_log_probs(
       log-probabilities and steps, see `Trajectory`.
 
     Raises:
-      ValueError: a run without a trace, of another vocabulary, with answers that grew (`max_length`), an
-        `Output` with drafts (`FreeDave`), or a run whose canvases do not show what was attended to; an
-        argument out of range.
+      ValueError: a run without a trace, of another vocabulary, with answers that grew (`max_length`), with
+        drafts (`FreeDave`), or whose canvases do not show what was attended to; an argument out of range.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
     trace = _trace_of(run)
@@ -112,7 +112,8 @@ def trajectory_log_probs(
 
 def _trace_of(run: Any) -> Trace:
     trace = run.trace if isinstance(run, Output) else run
-    if isinstance(run, Output) and run.stats.sampler_steps is not None:
+    counted = run.stats if isinstance(run, Output) else run
+    if isinstance(counted, Stats | Trace) and counted.sampler_steps is not None:
         raise ValueError(
             "run has drafted steps (FreeDave), of which a pass verified several: a trace holds the canvas of "
             "the first of them alone. Use generate(..., logprobs=0), or FreeDave's sampler without it"

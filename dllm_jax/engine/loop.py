@@ -66,6 +66,7 @@ def denoise(
         specs: dict[str, Any] = dict.fromkeys(Trace._fields, by_step)
         specs |= {"steps": PartitionSpec(), "start": by_sequence}
         specs |= {} if recorded.causal else {"causal": None}
+        specs |= {"sampler_steps": by_sequence if "drafted" in plan.by_name else None}
         specs |= {} if plan.sampler.procedure.grows else dict.fromkeys(OF_GROWTH)
         trace = Trace(**specs)
     return over_mesh(_denoise, model, inputs, plan, out=(by_sequence, by_sequence, trace, by_sequence))

@@ -43,6 +43,8 @@ class Trace(NamedTuple):
       moved: Number of positions by which what follows it moved to the right.
       removed: Positions that the step removed, where they were before it; what follows moved to the left.
       start: First position of each sequence that is no padding; None where a trace does not say it.
+      sampler_steps: Denoising steps of the sampler, of which a step of the trace may verify several; None
+        unless the sampler drafts (`FreeDave`).
     """
 
     tokens: Int[Array, "t_plus_1 b l"]
@@ -60,6 +62,7 @@ class Trace(NamedTuple):
     end: Int[Array, "t_plus_1 b"] | None = None
     removed: Bool[Array, "t b l"] | None = None
     start: Int[Array, "b"] | None = None
+    sampler_steps: Int[Array, "b"] | None = None
 
 
 # A row holds, one after the other: tokens [l], proposed tokens with three flags in their lowest bits [l], the
@@ -188,4 +191,5 @@ class RecordedSteps(Recorder):
 
     def output(self, record: Record, canvas: Canvas, tokens: Int[Array, "b l"]) -> Trace:
         """The trace of the steps so far."""
-        return completed(record[self.name], canvas, passes_of(record, canvas), self.causal)
+        trace = completed(record[self.name], canvas, passes_of(record, canvas), self.causal)
+        return trace._replace(sampler_steps=canvas.step) if "drafted" in record else trace
