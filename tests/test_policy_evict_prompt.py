@@ -13,11 +13,13 @@ from dllm_jax.decoding.request import prepare
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.testing.runs import assert_same_run, finite
+from tests import refuses
 from tests.models import families, generated, tiny
 from tests.policy_cases import short, suited
 from tests.test_policy_reads import NearBlocks
 
 KEY = jax.random.key(3)
+EXACT = policies.Policy()
 UNDER = (
     policies.DualCache(), policies.PrefixCache(), policies.DKVDecode(refresh_every=3),
     policies.DKVPD(refresh_every=3), policies.DKVGreedy(refresh_every=3), NearBlocks(),
@@ -129,18 +131,42 @@ def advised(message: str) -> list[str]:
 REFUSED = ["EvictPrompt(budget=16)", "EvictPrompt(budget=2, policy=PrefixCache(), votes=SnapKV())"]
 REFUSED += ["EvictPrompt(3, policy=Policy())", "MaskKV(budget=4, reselect=True, layers=PyramidKV())"]
 REFUSED += ["MaskKV(budget=4, reselect=True, heads=EvenHeads(), layers=UniformLayers(), votes=PromptVotes())"]
-REFUSED += ["EvictPrompt(3, policy=DelayedCache())"]
+SETS = [policy for policy in (*policies.ALL, *policies.BLOCK_CAUSAL) if policy.only_sets]
+REFUSED += [f"EvictPrompt(3, policy={type(policy).__name__}())" for policy in SETS]
 
 
+@pytest.mark.parametrize("family", ["sdar", "fast-dllm-v2"])
 @pytest.mark.parametrize("policy", REFUSED)
-def test_refusals_in_blocks_give_calls_that_run(policy):
+def test_refusals_in_blocks_give_calls_that_run(policy, family):
     """Complete ones, of the same class and budget, which are not refused again."""
-    model = tiny("sdar")
-    with pytest.raises(ValueError, match="selects again at each block") as refusal:
-        dj.generate(model, [[7, 8, 9]], length=4, policy=eval(policy, NAMES))
-    asked = eval(policy, NAMES)
-    for text in advised(str(refusal.value)):
+    model, asked = tiny(family), eval(policy, NAMES)
+    with pytest.raises(ValueError, match="selects once") as refusal:
+        prepare(model, [[7, 8, 9]], length=4, policy=asked)
+    calls = advised(str(refusal.value))
+    assert len(calls) == 2 - model.spec.shifted
+    for text in calls:
         other = eval(text, NAMES)
         assert (type(other), other.budget) == (type(asked), asked.budget)
-        prepare(model, [[7, 8, 9]], length=4, policy=other)
-        jax.eval_shape(lambda policy: dj.generate(model, [[7, 8, 9]], length=4, policy=policy), other)
+        shaped(family, other)
+
+
+def shaped(family: str, policy: policies.Policy, block: dj.Sliding | None = None):
+    """Raises what a generation raises before its first step."""
+    jax.eval_shape(lambda: dj.generate(tiny(family), [[7, 8, 9]], length=4, policy=policy, block=block))
+
+
+def test_refused_layers_get_advice_for_each_kind_of_model():
+    """Under eviction, and in blocks that slide, where a model may not support the policy either."""
+    own = r"Use (.*), or an integer block where \w+ supports the model"
+    for policy in (*policies.ALL, *policies.BLOCK_CAUSAL):
+        if policy.only_sets:
+            continue
+        sets = r"of sets: DualCache\(\), or on block-causal models Policy\(\) with reselect=False"
+        refuses(sets, policies.EvictPrompt, policy=policy)
+        refuses(own, shaped, "llada", policy, dj.Sliding(4))
+    for policy in (policies.SlidingCache(), policies.DualCache(), policies.DKVDecode()):
+        shaped("llada", policy, dj.Sliding(4))
+    refuses(r"nothing can be evicted\. Use DualCache", shaped, "llada", policies.EvictPrompt(policy=EXACT))
+    shaped("llada", policies.EvictPrompt(policy=policies.DualCache()))
+    for family in ("sdar", "fast-dllm-v2"):
+        shaped(family, policies.EvictPrompt(policy=EXACT, reselect=False))

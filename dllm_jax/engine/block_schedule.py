@@ -93,9 +93,11 @@ def check_schedule(layout: Layout, policy: Policy, sampler: Sampler):
     if not isinstance(layout.schedule, Sliding):
         return
     if not policy.only_sets:
+        name = type(policy).__name__
         raise ValueError(
-            f"block={layout.sliding!r} is not supported by {type(policy).__name__}: it has layers of "
-            "its own. Use an integer block, or SlidingCache(), DualCache() or DKVDecode()."
+            f"block={layout.sliding!r} is not supported by {name}: it has layers of its own. Use "
+            "SlidingCache(), DualCache() or DKVDecode(), "
+            f"or an integer block where {name} supports the model."
         )
     if sampler.revises:
         raise ValueError(

@@ -88,7 +88,8 @@ class EvictPrompt(PromptEviction):
         if not self.policy.only_sets:
             raise ValueError(
                 f"policy={self.policy!r} is not supported by EvictPrompt: it has its own layer, which "
-                "decides what to cache of the prompt. Use a policy of sets, such as DualCache()."
+                "decides what to cache of the prompt. Use a policy of sets: DualCache(), or on block-causal "
+                "models Policy() with reselect=False."
             )
 
     # -- what is stored -----------------------------------------------------------------------------
@@ -106,7 +107,10 @@ class EvictPrompt(PromptEviction):
     def _check_model(self, spec: ModelSpec):
         """Raises ValueError for options that evict nothing on this kind of model."""
         if not self.policy.stores(spec):
-            raise ValueError(f"policy={self.policy!r} recomputes the prompt in every step: nothing to evict")
+            raise ValueError(
+                f"policy={self.policy!r} is not supported by EvictPrompt on {spec.family}: it recomputes the "
+                "prompt in every step, and nothing can be evicted. Use DualCache()."
+            )
 
     def dense_positions(self, spec: ModelSpec, layout: Layout) -> int:
         """Positions that are stored densely, the last ones: the response and inputs next to it."""
@@ -183,9 +187,10 @@ class EvictPrompt(PromptEviction):
         if type(self.policy) is not Policy:
             raise ValueError(
                 f"reselect=True is not supported by EvictPrompt over {type(self.policy).__name__} on "
-                f"block-causal models ({spec.family}): their prompt is computed once. {calls_in_blocks(self)}"
+                f"block-causal models ({spec.family}): their prompt is computed once. "
+                f"{calls_in_blocks(self, spec)}"
             )
-        return rolling(self)
+        return rolling(self, spec)
 
     @override
     def _evicted(self, cache: Cache, canvas: Canvas) -> Bool[Array, "b l"]:

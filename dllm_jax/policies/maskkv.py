@@ -81,7 +81,7 @@ class MaskKV(PromptEviction, DLLMCache):
         """`EvictPrompt` over exact decoding: nothing refreshes prompt or response there."""
         require_blocks(spec, type(self).__name__, "Use Policy()")
         if self.reselect:
-            return rolling(self)
+            return rolling(self, spec)
         return EvictPrompt(self.budget, self.layers, self.heads, self.votes, policy=Policy(), reselect=False)
 
     @override

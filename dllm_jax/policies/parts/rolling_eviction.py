@@ -183,7 +183,7 @@ class RollingEviction(Policy):
         return canvas.before_model_block & ~cache.shared
 
 
-def rolling(asked: PromptEviction) -> RollingEviction:
+def rolling(asked: PromptEviction, spec: ModelSpec) -> RollingEviction:
     """The policy of a policy's budgets, which are equal in all layers and heads.
 
     Raises:
@@ -193,24 +193,24 @@ def rolling(asked: PromptEviction) -> RollingEviction:
         raise ValueError(
             "reselect=True on block-causal models retains as many KV pairs in every layer and head: "
             f"heads={call(asked.heads)}, layers={call(asked.layers)} are not supported. "
-            f"{calls_in_blocks(asked)}"
+            f"{calls_in_blocks(asked, spec)}"
         )
     if asked.votes.of_prompt:
         raise ValueError(
             f"votes={call(asked.votes)} is not supported with reselect=True on block-causal models: steps of "
-            f"later blocks compute no prompt position. {calls_in_blocks(asked)}"
+            f"later blocks compute no prompt position. {calls_in_blocks(asked, spec)}"
         )
     return RollingEviction(asked.budget, asked.votes)
 
 
-def calls_in_blocks(asked: PromptEviction) -> str:
-    """Returns advice for a refused policy: complete calls that block-causal models support."""
+def calls_in_blocks(asked: PromptEviction, spec: ModelSpec) -> str:
+    """Returns advice for a refused policy: complete calls that the block-causal model supports."""
     exact = {"policy": Policy()} if hasattr(asked, "policy") else {}
     votes = eviction.MaskVotes() if asked.votes.of_prompt else asked.votes
     even = {"heads": eviction.EvenHeads(), "layers": eviction.UniformLayers(), "votes": votes}
-    often, once = dataclasses.replace(asked, **even, **exact), dataclasses.replace(asked, reselect=False)
-    again = f"{call(often)}, which selects again at each block, unless the output head is shifted"
-    return f"Use {again}, or {call(once)}, which selects once."
+    often, once = (call(dataclasses.replace(asked, **exact, **o)) for o in (even, {"reselect": False}))
+    again = "" if spec.shifted else f"{often}, which selects again at each block, or "
+    return f"Use {again}{once}, which selects once."
 
 
 def _enters(canvas: Canvas) -> Bool[Array, "b 1"]:
