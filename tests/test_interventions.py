@@ -1,6 +1,7 @@
 """Interventions: other values at named places, under every policy, as data of unchanged programs."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -155,6 +156,34 @@ def test_every_policy_of_the_library_passes_every_place():
         layout = dict(length=8, block=4, policy=policy, sampler=sampler, key=KEY)
         trace = lambda prompt, layout=layout: dj.generate(model, prompt, interventions=every, **layout).tokens
         jax.eval_shape(trace, jnp.zeros((1, 9), jnp.int32))
+
+
+def test_layer_budgets_are_measured_under_interventions():
+    """In the pass before the first step, as by a profile of the changed network."""
+    model, changes = tiny("llada", layers=4), (Intervention.mask("attention_output", layers=1),)
+    changes += (Intervention.steer("residual", drawn(model.spec, "residual"), 2.0, layers=(0, 2)),)
+    prompt, _ = prompts(model, (9,))
+    canvas = np.concatenate([prompt, np.full((1, 8), model.spec.mask_id)], axis=1)
+    seen = dj.capture(model, canvas, ("residual", "attention_output"), interventions=changes)
+    before, branch = (
+        np.asarray(a[0, :, 0], np.float64) for a in (seen.residual[:, :4], seen.attention_output)
+    )
+    after, norm = before + branch, lambda x: np.linalg.norm(x, axis=-1)
+    profile = np.mean(1 - np.sum(before * after, axis=-1) / norm(before) / norm(after), axis=1)
+    known = dj.eviction.BoundaryMiddle(importance=tuple(np.maximum(profile, 0.0)), beta=0.1)
+    for over in (policies.MaskKV, functools.partial(policies.EvictPrompt, policy=policies.DualCache())):
+        run = lambda layers, over=over: (
+            dj.generate(
+                model,
+                prompt,
+                length=8,
+                interventions=changes,
+                policy=over(budget=3, layers=layers),
+                trace=True,
+            ).trace.score
+        )
+        online, offline = run(dj.eviction.OnlineLayers(dj.eviction.BoundaryMiddle(beta=0.1))), run(known)
+        np.testing.assert_allclose(online, offline, rtol=1e-4)
 
 
 STORING = policies.ElasticCache(window=4, gamma=2.0), policies.DLLMCache(1, 1)

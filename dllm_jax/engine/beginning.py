@@ -64,7 +64,8 @@ def initial_cache(generation: Generation, canvas: Canvas) -> tuple[Cache, Canvas
         cache, canvas = feature.fill_cache(generation, cache, canvas)
     streams = repeat(canvas, plan.streams)
     x = embed(model.params, network_inputs(plan, streams), generation.embeds)
-    cache = plan.policy.before_first_step(cache, streams, model, x)
+    changes = {"interventions": plan.interventions} if plan.interventions else {}
+    cache = plan.policy.before_first_step(cache, streams, model, x, **changes)
     return split_cache(cache, model, batch), canvas
 
 

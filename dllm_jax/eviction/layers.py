@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from dllm_jax.eviction.heads import Vector, exactly, round_to_total
 from dllm_jax.nn.arithmetic import cosine
+from dllm_jax.nn.intervention import Intervention, embedded, intervened
 from dllm_jax.nn.layer import Layer, embed, walk
 from dllm_jax.nn.mask import block_causal, key_mask, require_mask_token
 from dllm_jax.nn.mesh import number_modes
@@ -351,7 +352,11 @@ class OnlineLayers(LayerBudgets):
 
 @jax.jit
 def importance(
-    model: Model, x: Float[Array, "b l m"], among: Bool[Array, "b l"], valid: Bool[Array, "b l"]
+    model: Model,
+    x: Float[Array, "b l m"],
+    among: Bool[Array, "b l"],
+    valid: Bool[Array, "b l"],
+    interventions: tuple[Intervention, ...] = (),
 ) -> Float[Array, "n b"]:
     """Importance of each layer: 1 - cosine of the residual stream before and after its attention.
 
@@ -362,20 +367,22 @@ def importance(
       x: embedded inputs (`dllm_jax.nn.layer.embed`).
       among: positions to average over.
       valid: False at padding.
+      interventions: Interventions of the pass, which is step 0.
     """
     (batch, length), spec = valid.shape, model.spec
-    position = jnp.broadcast_to(jnp.arange(length), valid.shape)
+    position, step = jnp.broadcast_to(jnp.arange(length), valid.shape), jnp.zeros(batch, jnp.int32)
     mask = block_causal(key_mask(valid), spec, position, valid, length)
 
     def run(layer: Layer, carry):
         x, profile = carry
         # The exact layer over the full canvas, opened between its two branches.
+        layer = intervened(layer, interventions, position, step)
         q, k = layer.qk(x, position)
         after = x + layer.out(attention(q, k, layer.value(x), mask)[0])
         similarity = jnp.sum(jnp.where(among, cosine(x, after), 0.0), axis=1) / jnp.sum(among, axis=1)
-        return after + layer.mlp(after), profile.at[layer.index].set(1 - similarity)
+        return layer.residual(after + layer.mlp(after)), profile.at[layer.index].set(1 - similarity)
 
-    start = x, jnp.zeros((spec.layers, batch))
+    start = embedded(interventions, x, position, step), jnp.zeros((spec.layers, batch))
     return walk(model.params, spec, rope_of(spec, length).padded(valid, spec), run, start)[1]
 
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal, Protocol, final, runtime_checkable
 
 from jaxtyping import Array, Bool, Float, PyTree
 
+from dllm_jax.nn.intervention import Intervention
 from dllm_jax.nn.layer import Layer, LayerIndex
 from dllm_jax.nn.mask import require_mask_token
 from dllm_jax.nn.model import Model
@@ -117,7 +118,12 @@ class Policy(Options):
         return Cache(pairs if slots == layout.length else WindowKV(*pairs), shared=())
 
     def before_first_step(
-        self, cache: Cache, canvas: Canvas, model: Model, x: Float[Array, "b l m"]
+        self,
+        cache: Cache,
+        canvas: Canvas,
+        model: Model,
+        x: Float[Array, "b l m"],
+        interventions: tuple[Intervention, ...] = (),
     ) -> Cache:
         """Runs once before the first step; may run the model over the request and store statistics.
 
@@ -126,6 +132,7 @@ class Policy(Options):
           canvas: The request, for the sequences of all streams.
           model: The model.
           x: Embedded inputs of the first step; with guidance, the second stream's prompt is masked.
+          interventions: Interventions of the run, which act in what this runs too; passed if there are any.
         """
         return cache
 

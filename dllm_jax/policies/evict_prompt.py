@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from dllm_jax import eviction
 from dllm_jax.eviction.store import PairStore
+from dllm_jax.nn.intervention import Intervention
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.mask import require_blocks
 from dllm_jax.nn.model import Model
@@ -121,11 +122,17 @@ class EvictPrompt(PromptEviction):
 
     @override
     def before_first_step(
-        self, cache: Cache, canvas: Canvas, model: Model, x: Float[Array, "b l m"]
+        self,
+        cache: Cache,
+        canvas: Canvas,
+        model: Model,
+        x: Float[Array, "b l m"],
+        interventions: tuple[Intervention, ...] = (),
     ) -> Cache:
         """The policy's own, and the layer budgets of each sequence."""
-        cache = self._of_policy(cache, self.policy.before_first_step(_under(cache), canvas, model, x))
-        pairs = self.with_budgets(cache.shared.pairs, canvas, model, x)
+        under = self.policy.before_first_step(_under(cache), canvas, model, x, interventions)
+        cache = self._of_policy(cache, under)
+        pairs = self.with_budgets(cache.shared.pairs, canvas, model, x, interventions)
         return self.counted(cache._replace(shared=cache.shared._replace(pairs=pairs)), canvas)
 
     def _evictable(self, canvas: Canvas) -> Bool[Array, "b l"]:

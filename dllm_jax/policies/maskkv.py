@@ -6,6 +6,7 @@ from typing import Any
 from jaxtyping import Array, Bool, Float
 from typing_extensions import override
 
+from dllm_jax.nn.intervention import Intervention
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.mask import require_blocks, require_full_attention
 from dllm_jax.nn.model import Model
@@ -90,10 +91,15 @@ class MaskKV(PromptEviction, DLLMCache):
 
     @override
     def before_first_step(
-        self, cache: Cache, canvas: Canvas, model: Model, x: Float[Array, "b l m"]
+        self,
+        cache: Cache,
+        canvas: Canvas,
+        model: Model,
+        x: Float[Array, "b l m"],
+        interventions: tuple[Intervention, ...] = (),
     ) -> Cache:
         """Sets the layer budgets of each sequence (equations 9-13, or as `layers` says)."""
-        pairs = self.with_budgets(cache.shared, canvas, model, x)
+        pairs = self.with_budgets(cache.shared, canvas, model, x, interventions)
         return self.counted(cache._replace(shared=pairs), canvas)
 
     @override

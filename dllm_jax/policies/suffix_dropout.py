@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
+from dllm_jax.nn.intervention import Intervention
 from dllm_jax.nn.keys import seeded
 from dllm_jax.nn.mask import require_full_attention
 from dllm_jax.nn.model import Model
@@ -238,9 +239,14 @@ class SuffixDropout(Policy):
 
     @override
     def before_first_step(
-        self, cache: Cache, canvas: Canvas, model: Model, x: Float[Array, "b l m"]
+        self,
+        cache: Cache,
+        canvas: Canvas,
+        model: Model,
+        x: Float[Array, "b l m"],
+        interventions: tuple[Intervention, ...] = (),
     ) -> Cache:
-        return self.policy.before_first_step(cache, canvas, model, x)
+        return self.policy.before_first_step(cache, canvas, model, x, interventions)
 
     @override
     def before_layers(self, cache: Cache, canvas: Canvas, rows: Rows) -> Cache:

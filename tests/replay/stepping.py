@@ -54,9 +54,9 @@ class _Logging:
     def _evicted(self, cache, canvas):
         return super()._evicted(cache._replace(shared=cache.shared[0]), canvas)
 
-    def before_first_step(self, cache, canvas, model, x):
+    def before_first_step(self, cache, canvas, model, x, interventions=()):
         own, log = cache.shared
-        cache = super().before_first_step(cache._replace(shared=own), canvas, model, x)
+        cache = super().before_first_step(cache._replace(shared=own), canvas, model, x, interventions)
         return cache._replace(shared=(cache.shared, log))
 
     def layer(self, layer, x, cache, rows, canvas):

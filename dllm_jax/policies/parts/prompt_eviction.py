@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax import eviction
 from dllm_jax.eviction.store import PairStore, attend_to_kept, empty, prompt_pairs
+from dllm_jax.nn.intervention import Intervention
 from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.mask import key_mask
 from dllm_jax.nn.model import Model
@@ -81,7 +82,12 @@ class PromptEviction(Policy):
         return empty(self.table(spec, layout), batch, spec.kv_heads, spec.head_dim, dtype)
 
     def with_budgets(
-        self, pairs: PairStore, canvas: Canvas, model: Model, x: Float[Array, "b l m"]
+        self,
+        pairs: PairStore,
+        canvas: Canvas,
+        model: Model,
+        x: Float[Array, "b l m"],
+        interventions: tuple[Intervention, ...],
     ) -> PairStore:
         """The store with the layer budgets of each sequence (MaskKV, equations 9-13)."""
         # Looked up by prompt length, since padding leaves sequences with shorter prompts.
@@ -90,7 +96,7 @@ class PromptEviction(Policy):
         budgets = by_length[:, length] if len(table) > 1 else by_length.repeat(len(length), axis=1)
 
         # The importance of the layers is measured only if the budgets ask for it.
-        measure = lambda: eviction.importance(model, x, canvas.valid, canvas.valid)
+        measure = lambda: eviction.importance(model, x, canvas.valid, canvas.valid, interventions)
         return pairs._replace(budget=self.layers.of_request(budgets, measure, self.budget, length))
 
     def evictable(self, canvas: Canvas) -> Bool[Array, "b l"]:
