@@ -37,6 +37,22 @@ def test_it_equals_its_limits(sampler, limit, shifted):
         np.testing.assert_array_equal(found.stats.nfe, expected.stats.nfe)
 
 
+def test_interventions_act_where_no_shadow_verifies():
+    """A shifted head verifies a draft by passes over the canvas, as autoregressive decoding computes them."""
+    model = tiny("sdar", block_size=4, shifted=True)
+    direction = np.random.default_rng(1).standard_normal(model.spec.width).astype(np.float32)
+    steering = [dj.Intervention.steer("residual", 3 * direction, layers=1)]
+    prompt, mask = prompts(model, (9, 6))
+    run = lambda sampler, some: (
+        dj.generate(model, prompt, sampler=sampler, interventions=some, prompt_mask=mask, length=12).tokens
+    )
+    steered = run(ALWAYS, steering)
+    np.testing.assert_array_equal(steered, run(S.Autoregressive(), steering))
+    assert (steered != run(ALWAYS, ())).any()
+    unshifted = dict(length=4, sampler=ALWAYS, interventions=steering)
+    refuses("by S2D2: it verifies tokens by a shadow", dj.generate, tiny("sdar"), [[5]], **unshifted)
+
+
 def test_a_template_is_filled_as_by_its_limit_even_from_its_first_position_on():
     """With a shifted head nothing stands in front of the first mask: it predicts itself, causally."""
     model = tiny("sdar", block_size=4, shifted=True)

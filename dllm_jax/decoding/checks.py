@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from dllm_jax.decoding.options import RequestOptions
 from dllm_jax.engine.block_schedule import check_schedule
-from dllm_jax.engine.branches import check_policy
+from dllm_jax.engine.branches import check_policy, has_shadow
 from dllm_jax.engine.drafts import check_drafting
 from dllm_jax.engine.generation import Inputs
 from dllm_jax.nn.intervention import Intervention, checked_interventions, moved
@@ -134,8 +134,7 @@ def fitting_interventions(case: CheckedRequest, steps: int) -> tuple[Interventio
         asked.interventions, case.model.spec, batch, length - case.extra, steps
     )
     sampler, drafting = asked.sampler, asked.drafting
-    does = sampler.procedure
-    if interventions and (does.verifies or does.verifies_causally or drafting is not None):
+    if interventions and (drafting is not None or has_shadow(sampler, case.model.spec)):
         what, by = ("FreeDave", "drafts") if drafting else (type(sampler).__name__, "a shadow block")
         raise ValueError(
             f"interventions= is not supported by {what}: it verifies tokens by {by}, where they would not "
