@@ -388,6 +388,33 @@ def test_every_hint_names_arguments_and_samplers_that_exist():
     assert "| `max_new_tokens` | transformers, Dream | `length=...` |" in hints.names_table()
 
 
+def test_hints_propose_arguments_of_what_was_called():
+    """Every name of the table, asked of every function that takes options and every class of options."""
+    model, ids = tiny("llada"), [[1, 2]]
+    ask: dict = {
+        dj.generate: (model, ids), dj.infill: (model, ids), dj.generate_many: (model, ids),
+        dj.warmup: (model,), dj.stream: (model, ids), dj.compare: (model, ids, {}), dj.load: ("x",),
+        dj.chat: (model, None, []), dj.stream_chat: (model, None, []), dj.tune: (model, None, []),
+        dj.log_likelihood: (model, ids, ids), dj.token_log_likelihoods: (model, ids, ids),
+    }  # fmt: skip
+    places = policies, samplers, dj.eviction, dj.lora, dj.training, dj
+    public = {thing for place in places for thing in vars(place).values() if inspect.isclass(thing)}
+    ask |= dict.fromkeys((kind for kind in public if issubclass(kind, Options)), ())
+    for function, arguments in ask.items():
+        known = {*inspect.signature(function).parameters}
+        for name in hints.NAMES.keys() - known:
+            with pytest.raises(TypeError) as refused:
+                function(*arguments, **{name: 3})
+            _, _, hint = str(refused.value).partition(f"unexpected argument {name!r}. ")
+            assert hint, refused.value
+            assert hints.arguments_of(hint.partition("? ")[0]) <= known, (function, hint)
+            # An option of a class may mean something else than a function's of this name.
+            meant = name in hints.OF_CLASSES.get(function.__name__, ()) or function not in public
+            assert meant or re.match(r"Arguments: |Did you mean \w+=\?$", hint), (function, hint)
+    hinted(lambda: samplers.EntropyNoise(denoising_steps=8), "denoising_steps", "Arguments: ")
+    hinted(lambda: dj.lora.LoRA(lora_dropout=0.1), "lora_dropout", "Not supported: adapters have no dropout")
+
+
 def test_help_describes_every_option_of_every_policy_and_sampler():
     """Inherited ones too, once each."""
     found = {name: getattr(module, name) for module in (policies, samplers) for name in module.__all__}

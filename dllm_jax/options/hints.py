@@ -19,13 +19,13 @@ NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 SAMPLER = "set it on the sampler: sampler=dj.samplers."
 CODE = "not needed: no code of the checkpoint is executed"
 BATCH = "not needed: pass a list of that size"
-IDS = "pass the token ids as the second argument; dj.chat takes messages"
+IDS = "pass the token ids after the model: dj.generate(model, ids); dj.chat takes messages"
 END = "stop=[[{value}]]; stop_at_eos=True ends at the model's own; dj.chat takes texts"
 COPIES = "repeat the prompt: [prompt] * {value}, with key= and a temperature"
 
 # By their name: the library that it comes from, and our argument with the value, or what to do instead. A
-# remark follows an argument after a semicolon. Where several are given, the first one that a function has is
-# the one that is meant; a function with none of them says what to do instead.
+# remark follows an argument after a semicolon. Where several are given, the first one whose arguments a
+# function has is the one that is meant; what to do instead helps every function.
 NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "max_new_tokens": ("transformers, Dream", ("length={value}",)),
     "max_tokens": ("vLLM", ("length={value}",)),
@@ -110,6 +110,15 @@ NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "gradient_checkpointing": ("transformers", ("remat={value}",)),
 }  # fmt: skip
 
+# Names that mean options of a class; those of functions mean others there (`EntropyNoise.steps`).
+OF_CLASSES = {
+    "LoRA": ("r", "lora_alpha", "target_modules", "lora_dropout"),
+    "TrainConfig": (
+        "lr", "max_steps", "gradient_accumulation_steps", "max_grad_norm", "warmup_steps", "save_steps",
+        "gradient_checkpointing",
+    ),
+}  # fmt: skip
+
 
 def unknown_arguments(
     function: str, unknown: Mapping[str, Any], known: Iterable[str], instead: Mapping[str, str] = NOTHING
@@ -128,7 +137,7 @@ def unknown_arguments(
     close = difflib.get_close_matches(name, known, 1)
     if name in instead:
         hint = instead[name]
-    elif (fix := fix_for(name, known)) is not None:
+    elif (fix := fix_for(name, known, function)) is not None:
         hint = _hint(fix.format(value=shown), lambda code: code)
     elif close:
         hint = f"Did you mean {close[0]}=?"
@@ -147,20 +156,26 @@ def unknown_option(command: str, name: str, value: str, known: Iterable[str]) ->
       known: Names of the options that the command has, in the same spelling.
     """
     known = {*known}
-    if name in known or (fix := fix_for(name, known)) is None:
+    if name in known or (fix := fix_for(name, known, command)) is None:
         return None
     hint = _hint(fix.format(value=value), lambda code: _as_options(code, known))
     return f"--{name} is not an option of {command}. {hint}"
 
 
-def fix_for(name: str, known: Iterable[str]) -> str | None:
-    """The entry of `NAMES` that is meant where these arguments are known; None if there is none."""
+def fix_for(name: str, known: Iterable[str], owner: str) -> str | None:
+    """The entry of `NAMES` that a function, class or command with these arguments means; None if none."""
+    if owner[0].isupper() and name not in OF_CLASSES.get(owner, ()):
+        return None
     _, fixes = NAMES.get(name, ("", ()))
-    # "length=32" helps where there is a length; a sentence helps everywhere.
-    arguments = {fix: fix.partition("=")[0] for fix in fixes}
-    mine = [fix for fix, argument in arguments.items() if argument in known]
-    said = [fix for fix, argument in arguments.items() if not argument.isidentifier()]
-    return next(iter((*mine, *said)), None)
+    # "length=32" helps where there is a length; a sentence without arguments helps everywhere.
+    mine = [fix for fix in fixes if arguments_of(fix) <= {*known}]
+    return next((fix for fix in mine if arguments_of(fix)), next(iter(mine), None))
+
+
+def arguments_of(fix: str) -> set[str]:
+    """The arguments that advice proposes, of the call itself and not of one inside of it."""
+    code, _, _ = fix.partition("; ")
+    return set(re.findall(r"(\w+)=", re.sub(r"\(.*\)", "", code)))
 
 
 def _hint(fix: str, written: Callable[[str], str]) -> str:
