@@ -1,6 +1,7 @@
 """Masked estimators of responses; preference and policy-gradient objectives against plain NumPy."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -319,9 +320,10 @@ def test_a_reference_may_be_any_distance_away():
     """From policy to reference for the divergence, and between both for preferences."""
     tokens = np.full((len(WILD), 1), -1, np.float32)
     reference = (tokens + np.asarray(WILD)[:, None]).astype(np.float32)
-    divergence = lambda policy, of: grpo_loss(policy, policy, np.ones(len(WILD)), reference=of, kl=0.5)
-    for policy, of in ((tokens, reference), (reference, tokens), (tokens * np.inf, tokens * np.inf)):
-        (loss, metrics), gradient = jax.value_and_grad(divergence, has_aux=True)(policy, of)
+    divergence = lambda policy, of, kl: grpo_loss(policy, policy, np.ones(len(WILD)), reference=of, kl=kl)
+    cases = (tokens, reference), (reference, tokens), (tokens * np.inf, tokens * np.inf)
+    for (policy, of), kl in itertools.product(cases, (0.5, 1e28)):
+        (loss, metrics), gradient = jax.value_and_grad(divergence, has_aux=True)(policy, of, kl)
         assert np.isfinite([loss, *metrics]).all()
         assert np.isfinite(gradient).all()
     near = np.abs(WILD) < 80
@@ -380,6 +382,7 @@ UNEQUAL = Batch(np.zeros((2, 3), int), np.zeros((3, 3), int))
         (lambda: group_advantages(ONE, 1), "group=1 must be"),
         (lambda: grpo_loss(*TOKENS[:2], ONE, clip=1.0), "clip=1.0 must be"),
         (lambda: grpo_loss(*TOKENS[:2], ONE, kl=-0.1), "kl=-0.1 must be"),
+        (lambda: grpo_loss(*TOKENS[:2], ONE, kl=1e30, reference=TOKENS[2]), r"kl=1e\+30 must be .*1e\+28"),
         (lambda: grpo_loss(*TOKENS[:2], ONE, kl=0.1), "kl=0.1 and reference=None do not go together"),
         (lambda: grpo_loss(*TOKENS[:2], ONE, reference=TOKENS[2]), "kl=0.0 and reference=given do not go"),
         (lambda: grpo_loss(*TOKENS[:2], ONE[:2]), r"advantage has shape \(2,\); expected \(6,\)"),

@@ -25,6 +25,7 @@ from dllm_jax.training.batch import Batch, check_rows, checked
 from dllm_jax.training.estimators import elbo_masks, response_log_probs
 
 ClipRange = Annotated[float, Interval(gt=0, lt=1)]
+DivergenceWeight = Annotated[float, Interval(ge=0, le=1e28)]  # float32 holds it times `FURTHEST`
 LARGEST = 80.0  # nats whose exponential float32 holds, with room for sums
 FURTHEST = 1e9  # nats between two log-probabilities, further apart than any that are not infinite
 
@@ -195,7 +196,7 @@ def grpo_loss(
       counted: tokens that count, such as `until_end`; None means all. A response without any adds 0.
       reference: Log-probability under the reference, by the same estimator and masks; no gradient.
       clip: Maximum change of the ratio, in (0, 1).
-      kl: Weight of the KL divergence from the reference.
+      kl: Weight of the KL divergence from the reference, at most 1e28.
 
     Returns:
       the loss, twice (alone for `jax.grad`, and among the metrics).
@@ -204,7 +205,7 @@ def grpo_loss(
       ValueError: arrays of other dtypes or shapes, numbers out of range, or only one of `reference` and `kl`.
     """
     check_argument("clip", clip, ClipRange)
-    check_argument("kl", kl, NonNegativeFloat)
+    check_argument("kl", kl, DivergenceWeight)
     if (kl > 0) != (reference is not None):
         raise ValueError(
             f"kl={kl} and reference={'None' if reference is None else 'given'} do not go together: "
