@@ -161,6 +161,25 @@ def test_each_device_runs_a_group_of_its_own(policy, mesh):
         assert math.prod(map(int, shape.split(","))) < cache // 4, shape
 
 
+@pytest.mark.parametrize("policy", [policies.MaskKV, policies.EvictPrompt])
+def test_devices_exchange_the_pairs_that_heads_keep_and_no_others(policy):
+    """Those of all heads together, where each alone might keep eight times as many; and few numbers."""
+    model = on_mesh(one_device("llada", apart=False), mesh_of("tp=2"))
+    prompt = prompts(model, (64,))[0]
+    placed = place(model, prepare(model, prompt, length=8, block=4, policy=policy(budget=4)))
+    text = denoise.lower(placed.model, placed.inputs, placed.plan).compile().as_text()
+    moves = re.findall(r"= (.*) (all-gather|all-reduce|all-to-all)\(.*full_step/while/", text)
+    sizes = {"all-gather": [], "all-reduce": [], "all-to-all": []}
+    for results, kind in moves:
+        shapes = re.findall(r"\[([\d,]*)\]", results)
+        sizes[kind] += [math.prod(map(int, shape.split(","))) for shape in shapes if shape]
+    kept = 4 * model.spec.kv_heads * model.spec.head_dim
+    assert sizes["all-reduce"].count(kept) == 2
+    assert max(sizes["all-gather"]) <= 2 * model.spec.kv_heads
+    assert not sizes["all-to-all"]
+    assert len(moves) <= 8
+
+
 TWO = samplers.Confidence(), samplers.Threshold(0.25)
 
 

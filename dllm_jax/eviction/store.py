@@ -4,14 +4,14 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.nn.layer import Layer, LayerIndex
 from dllm_jax.nn.mask import Mask
 from dllm_jax.state.cache import KV
 from dllm_jax.state.rows import Rows, marked, scatter
 from dllm_jax.xla.reductions import count_marked
-from dllm_jax.xla.stacks import of_layer, put_in_window_on_tpu, put_of_layer
+from dllm_jax.xla.stacks import of_layer, put_in_window, put_of_layer
 from pallas_kernels.ragged_attention import read_runs
 
 # -- storage: one flat array of slots for all layers -----------------------------------------------
@@ -44,13 +44,6 @@ class PairStore(NamedTuple):
         """Number of slots of each layer and head."""
         return self.runs[..., 1]
 
-    def slots(self, layer: LayerIndex, width: int) -> tuple[Int[Array, "b k w"], Bool[Array, "b k w"]]:
-        """Slots of a layer's heads, padded to a static width, and which are real."""
-        # Padding has the first index after the store: writes drop it, reads must clip it.
-        order, runs = jnp.arange(width), of_layer(self.runs, layer)
-        real = order < runs[..., 1:]
-        return jnp.where(real, runs[..., :1] + order, self.k.shape[1]), real
-
     def read(
         self, layer: LayerIndex, width: int, readable: Bool[Array, "b l"] | None = None
     ) -> tuple[Array, Array, Bool[Array, "b k 1 w"]]:
@@ -80,68 +73,93 @@ class PairStore(NamedTuple):
 
     def allot(
         self,
-        layer: LayerIndex,
+        layer: Layer,
         first: Int[Array, "b"],
         position: Int[Array, "b k w"],
         prompt: int,
         where: Bool[Array, "b 1"],
-    ) -> "PairStore":
+        room: int,
+    ) -> tuple["PairStore", "Window"]:
         """Assigns slots to the positions that one layer's heads keep.
 
         Args:
-          layer: index of the layer.
+          layer: the layer.
           first: the layer's first slot in each sequence.
           position: kept prompt positions of each head, ascending, padded with `prompt`.
           prompt: prompt positions.
           where: sequences to assign in; the others keep what they have.
+          room: Upper bound of the pairs of a layer.
+
+        Returns:
+          the changed store, and the layer's slots in it.
         """
         # The heads' runs lie back to back, each as long as its number of kept positions.
         retained, head = position < prompt, np.arange(position.shape[1])
         length = count_marked(retained)
         before = jnp.where(head[:, None] > head, length[:, None], 0)
         start = first[:, None] + jnp.sum(before, axis=2)
-        runs = jnp.where(where[..., None], jnp.stack([start, length], axis=2), of_layer(self.runs, layer))
+        new, old = jnp.stack([start, length], axis=2), of_layer(self.runs, layer.entry)
+        runs = jnp.where(where[..., None], new.astype(jnp.int32), old)
+        runs = layer.kernels.of_all_heads(runs)
 
-        # A kept position's slot is its place in its head's run; padding is written nowhere.
-        slot = start[..., None] + jnp.arange(position.shape[-1])
-        slot = jnp.where(retained & where[..., None], slot, self.k.shape[1])
-        return self._replace(
-            runs=put_of_layer(self.runs, runs.astype(jnp.int32), layer),
-            position=self.position.at[_sequence(slot), slot].set(position, mode="drop"),
+        # A kept position's slot is its place in its head's run.
+        window = Window.of(runs, min(room, self.k.shape[1]), self.k.shape[1])
+        sequence = _sequence(window.slot)
+        place = window.slot - runs[sequence, window.head, 0]
+        new = position[sequence, window.head, jnp.clip(place, 0, position.shape[2] - 1)]
+        store = self._replace(
+            runs=put_of_layer(self.runs, runs, layer.entry),
+            position=put_in_window(self.position, new, window.first, window.real & where),
         )
+        return store, window
 
     def renew(
         self,
-        layer: Layer,
+        window: "Window",
         k: Float[Array, "b p k d"],
         v: Float[Array, "b p k d"],
-        width: int,
         where: Bool[Array, "b 1"],
-        room: int,
     ) -> "PairStore":
         """Overwrites the kept pairs of one layer with newly computed ones of the same prompt positions.
 
         Args:
-          layer: the layer, which gathers the pairs.
+          window: the layer's slots (`allot`).
           k: new rotated keys of the prompt.
           v: new values of the prompt.
-          width: upper bound of the pairs of a head.
           where: sequences to overwrite in.
-          room: Upper bound of the pairs of a layer.
         """
-        # The pairs of the kept positions; other sequences' slots are turned into padding, which writes drop.
-        slots, _ = self.slots(layer.entry, width)
-        pairs = layer.sparse_gather(k, v, self._at(self.position, slots))
-        slots = jnp.where(where[..., None], slots, self.k.shape[1])
+        # Slot by slot: over a mesh the kept pairs alone are exchanged. Lists of heads would be exchanged
+        # with their padding, as wide as the prompt where a single head may keep all of it.
+        sequence = _sequence(window.slot)
+        position = self.position[sequence, window.slot]
+        of_slots = lambda new: new[sequence, position, window.head]
+        put = lambda a, new: put_in_window(a, of_slots(new), window.first, window.real & where)
+        return self._replace(k=put(self.k, k), v=put(self.v, v))
 
-        # By head, as the slots are.
-        first, room = of_layer(self.start, layer.entry)[:, 0], min(room, self.k.shape[1])
-        put = lambda a, new: put_in_window_on_tpu(a, jnp.swapaxes(new, 1, 2), slots, first, room)
-        return self._replace(k=put(self.k, pairs[0]), v=put(self.v, pairs[1]))
 
-    def _at(self, array: Shaped[Array, "b s *d"], slots: Int[Array, "b k w"]) -> Shaped[Array, "b k w *d"]:
-        """The array at the slots; padding, which lies after the store, reads its last slot."""
-        return array[_sequence(slots), jnp.minimum(slots, self.k.shape[1] - 1)]
+class Window(NamedTuple):
+    """The slots that hold a layer's runs, and others before or after them.
+
+    Attributes:
+      first: First slot of each sequence.
+      slot: Slots, one after another.
+      head: KV head of each slot.
+      real: Slots that belong to a run.
+    """
+
+    first: Int[Array, "b"]
+    slot: Int[Array, "b w"]
+    head: Int[Array, "b w"]
+    real: Bool[Array, "b w"]
+
+    @classmethod
+    def of(cls, runs: Int[Array, "b k 2"], width: int, size: int) -> "Window":
+        """The window of a layer's runs that ends in a store of `size` slots."""
+        start, end = runs[..., 0], runs[:, -1:, 0] + runs[:, -1:, 1]
+        first = jnp.minimum(start[:, 0], size - width)
+        slot = first[:, None] + jnp.arange(width)
+        head = jnp.sum(slot[..., None] >= start[:, None, 1:], axis=2)
+        return cls(first, slot, head, (slot >= start[:, :1]) & (slot < end))
 
 
 def empty(
@@ -163,8 +181,8 @@ def empty(
     return PairStore(pairs, pairs, jnp.zeros((batch, room), jnp.int32), runs, runs[..., 0, 0])
 
 
-def _sequence(index: Int[Array, "b k w"]) -> Int[Array, "b 1 1"]:
-    return jnp.arange(index.shape[0])[:, None, None]
+def _sequence(index: Int[Array, "b w"]) -> Int[np.ndarray, "b 1"]:
+    return np.arange(len(index))[:, None]
 
 
 # -- attention to the kept pairs -------------------------------------------------------------------

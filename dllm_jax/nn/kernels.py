@@ -11,8 +11,9 @@ from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, PartitionSpec
+from jaxtyping import Array, Shaped
 
-from dllm_jax.nn.mesh import MeshRules
+from dllm_jax.nn.mesh import MeshRules, constrain
 from dllm_jax.xla.partitioner import partitioned_over
 from pallas_kernels import Choice, Operation
 
@@ -37,6 +38,10 @@ class Kernels:
             return self.implementation not in (None, "xla")
         of_attention = (e for e in self.implementation if (e.operation, e.platform) == ("attention", "cuda"))
         return any(entry.implementation != "xla" for entry in of_attention)
+
+    def of_all_heads(self, numbers: Shaped[Array, "b k *n"]) -> Shaped[Array, "b k *n"]:
+        """Numbers of KV heads, which over a mesh every device reads of all heads, exchanged once."""
+        return numbers if self.rules is None else constrain(numbers, self.rules, "b")
 
     def run(self, operation: Operation, *arrays: Any, **options: Any) -> Any:
         """The operation on whole arrays; over a mesh each device computes its sequences and heads.

@@ -1,12 +1,11 @@
 """One layer's part of arrays that hold all layers: read where it is used, written in place."""
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 from typing_extensions import override
 
 
@@ -62,16 +61,13 @@ def put_slots(
     return stack.at[layer, batch, slots].set(new, mode="drop")
 
 
-def put_in_window_on_tpu(
+def put_in_window(
     store: Shaped[Array, "b s *d"],
-    new: Shaped[Array, "b k w *d"],
-    slots: Int[Array, "b k w"],
+    new: Shaped[Array, "b w *d"],
     first: Int[Array, "b"],
-    width: int,
+    where: Bool[Array, "b w"],
 ) -> Shaped[Array, "b s *d"]:
-    """The store with new entries in some slots, on TPUs by way of the window that holds them.
-
-    Slots outside of the store are not written.
+    """The store with new entries in some slots of each sequence's window, which lies in the store.
 
     Symptom: A TPU scatters in VMEM. XLA moves the whole store there and back, as long as it fits.
     Seen on: TPU v6e, jaxlib 0.10.2.
@@ -80,31 +76,21 @@ def put_in_window_on_tpu(
 
     Args:
       store: Entries of each sequence.
-      new: New entries.
-      slots: Their slots: each in the window, or padding outside of the store.
+      new: New entries of the window.
       first: First slot of each sequence's window.
-      width: Slots of a window, at most those of the store.
+      where: Slots of the window to write.
     """
-    sequence = jnp.arange(len(store))[:, None, None]
-    scatter = lambda store, new, slots, _: store.at[sequence, slots].set(new, mode="drop")
-    in_window = functools.partial(put_in_window, width=width)
-    arrays = store, new.astype(store.dtype), slots, first
-    return jax.lax.platform_dependent(*arrays, tpu=in_window, default=scatter)
 
-
-def put_in_window(store: Array, new: Array, slots: Array, first: Array, width: int) -> Array:
-    """Writes new entries into a window of the store, and puts it back, see `put_in_window_on_tpu`."""
-
-    def of_sequence(store: Array, new: Array, slots: Array, first: Array) -> Array:
-        start = jnp.minimum(first, len(store) - width)
-        window = jax.lax.dynamic_slice_in_dim(store, start, width)
-        window = window.at[slots - start].set(new, mode="drop")
-        return jax.lax.dynamic_update_slice_in_dim(store, window, start, 0)
+    def of_sequence(store: Array, new: Array, first: Array, where: Array) -> Array:
+        window = jax.lax.dynamic_slice_in_dim(store, first, len(new))
+        where = where.reshape(-1, *(1,) * (new.ndim - 1))
+        window = jnp.where(where, new.astype(store.dtype), window)
+        return jax.lax.dynamic_update_slice_in_dim(store, window, first, 0)
 
     # The window of a single sequence stays a slice.
     if len(store) == 1:
-        return of_sequence(store[0], new[0], slots[0], first[0])[None]
-    return jax.vmap(of_sequence)(store, new, slots, first)
+        return of_sequence(store[0], new[0], first[0], where[0])[None]
+    return jax.vmap(of_sequence)(store, new, first, where)
 
 
 def traced_once(through: Callable[..., Any], params: Mapping[str, Any]) -> Callable[..., Any]:

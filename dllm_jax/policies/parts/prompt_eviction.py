@@ -254,16 +254,18 @@ class PromptEviction(Policy):
         """
         widest = self.widest_head(canvas.spec, canvas.layout)
         budget = of_layer(pairs.budget, layer.entry)
+        of_all_heads = layer.kernels.of_all_heads
+        seen = seen._replace(preference=of_all_heads(seen.preference))
         count = self.heads.budgets(seen, budget, self._evictable_positions(canvas))
-        position = layer.topk_evict(seen.votes, count, widest)
+        position = layer.topk_evict(seen.votes, of_all_heads(count), widest)
 
         # Layers lie one after the other in the store, each with the room of its budget. What was chosen
         # before is renewed.
         before = jnp.cumsum(pairs.budget, axis=0) - pairs.budget
         first_slot = of_layer(before, layer.entry) * canvas.spec.kv_heads
-        pairs = pairs.allot(layer.entry, first_slot, position, canvas.layout.prompt, chooses)
         room = self.widest_layer(canvas.spec, canvas.layout) * canvas.spec.kv_heads
-        return pairs.renew(layer, *prompt, widest, due, room)
+        pairs, window = pairs.allot(layer, first_slot, position, canvas.layout.prompt, chooses, room)
+        return pairs.renew(window, *prompt, due)
 
     def widest_head(self, spec: ModelSpec, layout: Layout) -> int:
         """Upper bound of the pairs that a KV head keeps in any layer."""
