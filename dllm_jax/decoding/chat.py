@@ -45,7 +45,7 @@ from dllm_jax.state.text import (
 Message = dict[str, Any]
 Messages = list[Message] | list[list[Message]]
 PARTS = "role", "content"
-PICTURES = {"images", "image", "videos", "video"}  # keys of messages that a processor reads
+PICTURES = {"images", "image", "videos", "video"}  # keys of messages that no tokenizer reads
 LITERALS = re.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\"""")  # words in a template
 ROLES = {"system", "user", "assistant", "tool"}
 WITHOUT_THINKING = "a2d-qwen3", "a2d-qwen2", "a2d-llama"  # an empty think block stands before their answers
@@ -121,6 +121,8 @@ def chat(
       ValueError: An empty or invalid conversation, a tokenizer without a chat template, images that do not
         go with their message, or another invalid argument (`generate`).
       TypeError: An option that `chat` does not have.
+      FileNotFoundError: There is no such file of an image.
+      ImportError: A message has images, and Pillow is not installed.
       FloatingPointError: Logits held NaN or infinity, with nonfinite="raise".
 
     Examples:
@@ -270,7 +272,8 @@ def _chat_ids(
             (key, *_) = sorted(pictured)
             raise ValueError(
                 f"{name} hold {key}={shown(message[key])}, which a tokenizer cannot read: pass "
-                "dj.vision.Processor.load(path) in place of the tokenizer, and a model with a vision tower"
+                'images as "images": [...], dj.vision.Processor.load(path) in place of the tokenizer, and a '
+                "model with a vision tower"
             )
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in PARTS):
             raise ValueError(f"{name} hold {shown(message)}: they {RULE}")

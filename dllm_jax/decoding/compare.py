@@ -101,7 +101,7 @@ def compare(
 
     Raises:
       ValueError: Invalid arguments (`generate`), or no policies.
-      TypeError: An option that `generate` does not have.
+      TypeError: An option that `compare` does not have.
       FloatingPointError: Logits held NaN or infinity, with nonfinite="raise".
 
     Examples:

@@ -35,7 +35,7 @@ def generate(model: Model, prompt: inputs.Ids, **options: Unpack[GenerateOptions
         (`dllm_jax.vision`) or soft prompts. Rows are used where `prompt` holds
         `dllm_jax.EMBEDS_PLACEHOLDER` (-1), which stays in the output.
       prefix: Computed beginning of all prompts (`prefill`, which says for which models). `prompt` then holds
-        what follows it, and may be empty. The output is that of the whole prompts.
+        what follows it, and may be empty. The tokens are those of the whole prompts.
       suffix: Token ids Int[s] or Int[b s] that follow the response. The response leads up to them.
       length: Number of tokens to generate (`max_new_tokens` in transformers, `gen_length` in LLaDA).
       max_length: Maximum number of tokens of an answer that grows (`sampler=DAEDAL()`); `length` is then the

@@ -88,14 +88,14 @@ def generate_many(
 ) -> "Answers":
     """Answers many prompts by continuous batching, and yields each answer as soon as it is finished.
 
-    Each output equals `generate(model, [prompt], ...)`, up to ties that rounding decides and except for
-    `stats.executed_tokens`, regardless of the other requests. A finished sequence makes room for the next
-    prompt between two steps. While the caller looks at answers, the devices continue.
+    Each output equals `generate(model, [prompt], ...)` up to rounding and except for `stats.executed_tokens`,
+    regardless of the other requests. A finished sequence makes room for the next prompt between two steps.
+    While the caller looks at answers, the devices continue.
 
     Prompts are padded to bucket lengths. Requests of one bucket, of the same static options, stop texts and
     constraints decode together, with shorter ones whose canvas grows by at most a fifth. Where slots would be
-    idle, others join whose canvas becomes at most three times as long. Other buckets follow when the slots
-    are empty, at the latest after 8 times as many requests as there are slots.
+    idle, others join whose canvas becomes at most three times as long. Once the slots are empty, the bucket
+    of the oldest request follows; after 8 requests per slot, none enters before an older one.
 
     Args:
       model: Model returned by `load`.
@@ -124,7 +124,7 @@ def generate_many(
 
     Raises:
       ValueError: Invalid options, or a call inside of `jit`.
-      TypeError: An option that `generate` does not have.
+      TypeError: An option that `generate_many` does not have.
 
     Examples:
       >>> model = dj.load(dj.bundled.path("tiny-llada"))

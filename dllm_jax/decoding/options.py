@@ -80,7 +80,7 @@ REFUSED_BY = {
     "chat": _CONVERSATION | {"trace": "The answer is text alone. Use dj.generate(.., trace=True)."},
     "stream_chat": _CONVERSATION
     | {
-        "logprobs": "The parts are text alone. Use dj.chat(.., logprobs=5).",
+        "logprobs": "The parts hold none. Use dj.chat(.., logprobs=5).",
         "progress": "The parts show the progress. Use dj.chat(.., progress=True).",
     },
 }
@@ -218,7 +218,7 @@ def generation_defaults(model: Model, **options: Unpack[GenerateOptions]) -> dic
 
     Raises:
       TypeError: An option that `generate` does not have.
-      ValueError: A policy or sampler that is none.
+      ValueError: A model, policy or sampler that is none.
 
     Examples:
       >>> model = dj.load(dj.bundled.path("tiny-sdar"))

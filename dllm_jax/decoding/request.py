@@ -288,7 +288,7 @@ def _check_whole_blocks(layout: Layout, sampler: Sampler, valid: Bool[AnyArray, 
     if (layout.padded and not readable) or any(length % layout.block for length in lengths if length):
         raise ValueError(
             f"block={layout.block} must divide the length of each template, {[int(n) for n in lengths]}: "
-            f"{type(sampler).__name__} verifies whole blocks. Use Threshold(), or pad the text."
+            f"{type(sampler).__name__} verifies whole blocks. Use Threshold(), or another block."
         )
 
 

@@ -50,8 +50,9 @@ class StopTexts:
     these tokens, of which the last may hold text of answer, stop and more; `decode` cuts the text. The same
     program serves other texts whose automaton has tables of the same sizes, which are powers of 2.
 
-    The automaton knows the bytes of each token. A tokenizer whose texts are not its tokens' joined only has
-    its text cut: decoding goes on to the end of the response.
+    A text after an end-of-text or end-of-turn ends nothing. The automaton knows the bytes of each token. A
+    tokenizer whose texts are not its tokens' joined only has its text cut: decoding goes on to the end of the
+    response.
 
     Attributes:
       tokenizer: Tokenizer of the checkpoint.

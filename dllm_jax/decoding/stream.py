@@ -35,7 +35,7 @@ class Snapshot(NamedTuple):
 
     Attributes:
       tokens: Token ids [b l], int32; mask_id where masked.
-      decoded: Positions unmasked, or given another token, since the last snapshot.
+      decoded: Positions that steps unmasked, or gave another token, since the last snapshot.
       confidence: Confidence at which each position was unmasked, float32; NaN elsewhere.
       steps: Number of forward passes of each sequence so far.
       block: Index of the block, from 0, in which the slowest sequence was.
@@ -66,9 +66,8 @@ def stream(
         out = snapshot.output  # the output of dj.generate(model, prompt, length=128, block=32)
 
     Tokens, statistics, trace and log-probabilities equal those of `generate`, on CPUs bit for bit and
-    elsewhere up to ties that rounding decides. The loop runs in pieces of one compiled program; while the
-    host reads one piece, the devices compute the next. A stream that is closed computes at most one piece
-    beyond the last snapshot.
+    elsewhere up to rounding. The loop runs in pieces of one compiled program; while the host reads one piece,
+    the devices compute the next. A stream that is closed computes at most one piece beyond the last snapshot.
 
     Args:
       model: Model returned by `load`.
@@ -82,7 +81,7 @@ def stream(
 
     Raises:
       ValueError: Invalid arguments (`generate`), or a call inside of `jit`.
-      TypeError: An option that `generate` does not have.
+      TypeError: An option that `stream` does not have.
       FloatingPointError: Logits held NaN or infinity, with nonfinite="raise".
 
     Warns:

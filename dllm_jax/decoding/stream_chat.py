@@ -69,6 +69,8 @@ def stream_chat(
     Raises:
       ValueError: Invalid arguments (`chat`, `stream`).
       TypeError: An option that `stream_chat` does not have.
+      FileNotFoundError: There is no such file of an image.
+      ImportError: A message has images, and Pillow is not installed.
       FloatingPointError: Logits held NaN or infinity, with nonfinite="raise".
     """
     check_options("stream_chat", options, "every", "enable_thinking", "template")

@@ -83,8 +83,9 @@ def trajectory_log_probs(
       log-probabilities and steps, see `Trajectory`.
 
     Raises:
-      ValueError: a run without a trace, of another vocabulary, with answers that grew (`max_length`), with
-        drafts (`FreeDave`), or whose canvases do not show what was attended to; an argument out of range.
+      ValueError: a run without a trace, with ids outside of the vocabulary, with answers that grew
+        (`max_length`), with drafts (`FreeDave`), or whose canvases do not show what was attended to; an
+        argument out of range.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
     trace = _trace_of(run)

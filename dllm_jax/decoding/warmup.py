@@ -58,7 +58,7 @@ def warmup(
 
     Raises:
       ValueError: Invalid arguments (`generate`), bucket lengths or batch size.
-      TypeError: An option that `generate` does not have.
+      TypeError: An option that `warmup` does not have.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
     check_ladder("ladder", ladder)
