@@ -145,7 +145,7 @@ def test_files_that_hold_no_table_are_refused(tmp_path):
         with pytest.raises(ValueError, match=f"{name} is no .npy file"):
             TokenFrequencies(tmp_path / name)
     np.savez(tmp_path / "several.npz", a=np.ones(2), b=np.ones(2))
-    with pytest.raises(ValueError, match="holds several arrays"):
+    with pytest.raises(ValueError, match="is an archive of arrays"):
         TokenFrequencies(tmp_path / "several.npz")
     with pytest.raises(FileNotFoundError):
         TokenFrequencies(tmp_path / "missing.npy")

@@ -331,6 +331,7 @@ def local_path(name: str, value: Any) -> Path:
 
     Raises:
       ValueError: no path, an empty one, a URL, or links in a circle.
+      PermissionError: it lies in a directory that may not be searched.
     """
     if not isinstance(value, str | os.PathLike) or not str(value):
         raise ValueError(f"{name}={shown(value)} must be a path, as a str or a pathlib.Path")

@@ -86,9 +86,9 @@ class Sampler(Options, abc.ABC):
         orders without confidence, nor by `S2D2`, `WINO`, `DAEDAL` and `EntropyNoise`. LLaDA's reference
         implementation forgets end-of-text when temperature > 0.
       delay_eos: Whether a candidate that is end-of-text waits for the mask in front of it, in the same block,
-        while the response holds no end-of-text: its decision counts the smallest possible confidence, as
-        ES-dLLM's reference implementation does. Not supported by orders without confidence, nor by `S2D2`,
-        `DreamOn` and `EntropyNoise`.
+        while the response holds none that a step unmasked: its decision counts the smallest possible
+        confidence, as ES-dLLM's reference implementation does. Not supported by orders without confidence,
+        nor by `S2D2`, `DreamOn` and `EntropyNoise`.
       allow_mask_token: Whether [MASK] itself may be selected, as in reference implementations; the position
         then stays masked. By default the best other token is taken; confidences still count [MASK]'s
         probability.
@@ -232,7 +232,7 @@ class Sampler(Options, abc.ABC):
     def planned(self, canvas: Canvas, noise: Noise | None) -> Int[Array, "b l"] | None:
         """The order in which the coming step decodes positions: 0, 1, .., and -1 at all others.
 
-        It is None, the default, where the order depends on the model's output.
+        None, the default, tells none: the order may depend on the model's output.
         """
         return None
 
@@ -285,7 +285,7 @@ class Sampler(Options, abc.ABC):
         of_noise = self.procedure.of_noise
         if of_noise == spec.has_mask_token:
             does = "denoises uniform noise" if of_noise else "unmasks positions"
-            what = "predicts [MASK]" if of_noise else "has no mask token"
+            what = "has a mask token" if of_noise else "has no mask token"
             fix = "Threshold()" if of_noise else "EntropyNoise()"
             raise ValueError(
                 f"{type(self).__name__} does not support {spec.family}: it {does}, and the model {what}. "

@@ -33,8 +33,8 @@ class Constraint(Options, abc.ABC):
         """Returns the allowed tokens of positions; pure, and run while a program is traced.
 
         A position without an allowed token is not unmasked in this step. So a constraint can let the tokens
-        of a word wait for each other. Masks that never get an allowed token are left at the end, with a
-        warning and in `Stats.unfilled_tokens`.
+        of a word wait for each other. Masks that never get an allowed token are left at the end, as may
+        be those of later blocks, with a warning and in `Stats.unfilled_tokens`.
 
         Args:
           canvas: State before the step.

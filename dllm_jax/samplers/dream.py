@@ -25,9 +25,9 @@ DreamAlg = Literal["origin", "maskgit_plus", "topk_margin", "entropy"]
 class DreamSchedule(Sampler):
     """Unmasks trunc(masks * (1 - s/t)) positions per step, from time t to s on the grid linspace(1, eps).
 
-    With as many steps as tokens, the first step unmasks no token and the last one two (at times three from
-    934 on, four from 1768 on), because the product is truncated in floating point as in the reference. Each
-    block runs the grid over its own steps. Confidences are taken after temperature, top_p and top_k.
+    With n > 1 steps for n tokens and the default `eps`, the first step unmasks no token and the last one two
+    (at times more from n = 934 on), because the product is truncated in floating point as in the reference.
+    Each block runs the grid over its own steps. Confidences are taken after temperature, top_p and top_k.
 
     Differences: The count is each sequence's own. The reference takes the batch mean, and can overwrite
     tokens.

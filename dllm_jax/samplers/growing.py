@@ -49,7 +49,7 @@ class GrowingAnswers(UntilDone):
           logits: Logits that they were chosen by.
           unconstrained: Those of the model, before constraints.
           canvas: State before the step.
-          at_end: Whether steps compute the last positions of the canvas (`PrefixCache`).
+          at_end: Whether partial steps compute the last positions of the canvas (`PrefixCache`).
         """
 
     @abc.abstractmethod

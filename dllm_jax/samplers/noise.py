@@ -49,7 +49,7 @@ class EntropyNoise(Sampler):
     A step draws a token at every position that it computes, accepts those of least entropy, and puts fresh
     noise in place of the others. Nothing is decided before the canvas ends: it becomes the most likely tokens
     of its last step. Use it with DiffusionGemma, whose published settings are the defaults (transformers,
-    EntropyBoundSamplerConfig).
+    DiffusionGemmaGenerationConfig).
 
     Attributes:
       steps: Largest number N of denoising steps of a canvas (`max_denoising_steps`).

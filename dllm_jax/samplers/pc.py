@@ -107,7 +107,7 @@ def _read(path: str) -> np.ndarray:
     except (ValueError, EOFError) as error:
         raise ValueError(f"{path} is no .npy file: {error}") from error
     if not isinstance(table, np.ndarray):
-        raise ValueError(f"{path} holds several arrays; expected a .npy file with one")
+        raise ValueError(f"{path} is an archive of arrays; expected a .npy file")
     return table
 
 
@@ -119,8 +119,7 @@ class PCSampler(FixedSchedule):
     frequency in a corpus, because common tokens such as full stops are confident early. The order is that of
     exp(-decay i) times the confidence at position i.
 
-    With decay=0, equal frequencies and a clip above the logarithm of the vocabulary the order is that of
-    `Confidence()`.
+    With decay=0, frequencies of 1 / v each and a clip above ln(v) the order is that of `Confidence()`.
 
     Attributes:
       frequencies: Frequencies of the tokens of the model's vocabulary (`TokenFrequencies`).

@@ -121,11 +121,12 @@ class Regex(Constraint):
     """Limits the response to texts of a regular expression, followed by end-of-text.
 
     Every token is one that an accepted text of exactly this length has at its position, given all tokens that
-    are unmasked. So any order of unmasking ends in an accepted text. Positions whose tokens could contradict
-    each other wait for the one on their left: fixed formats, such as dates, are unmasked in parallel, free
-    text from left to right. Another pattern of as many states and classes of tokens needs no new program.
+    are unmasked. So any order of unmasking ends in an accepted text, unless something else, such as `forbid`,
+    rules its tokens out. Positions whose tokens could contradict each other wait for the one on their left:
+    fixed formats, such as dates, are unmasked in parallel, free text from left to right. Another pattern of
+    as many states and classes of tokens needs no new program.
 
-    Memory: states x classes of tokens booleans per sequence, while a position is looked at.
+    Memory: states x states booleans per sequence, or states x classes of tokens where these are more.
 
     Attributes:
       automaton: Automaton of the expression over the model's tokens; `Regex.of` makes it.
@@ -142,7 +143,7 @@ class Regex(Constraint):
         Args:
           pattern: Regular expression of the whole text, such as `r"\d{4}-\d{2}-\d{2}"`, in the syntax of
             Rust's crate `regex` without word boundaries and the flag x. `^` and `$` may stand at the ends of
-            the text, where they change nothing. Of a JSON schema:
+            the text, where they change nothing. Of a JSON schema as text:
             `outlines_core.json_schema.build_regex_from_schema(schema)`.
           tokenizer: Tokenizer of the checkpoint. Special tokens, and tokens that are a part of a character,
             are never used.
@@ -152,7 +153,7 @@ class Regex(Constraint):
         Raises:
           ImportError: outlines-core is not installed.
           ValueError: the expression is not valid or supported, needs other texts than the tokens have, or is
-            too large; a tokenizer whose texts are not those of its tokens.
+            too large; a tokenizer whose texts are not those of its tokens; a model without a mask token.
         """
         try:
             from outlines_core import Index, Vocabulary  # pyright: ignore[reportMissingImports]

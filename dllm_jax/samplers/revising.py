@@ -34,9 +34,9 @@ class WINO(UntilDone):
     of the block is remasked if its probability there is below `narrow_out`, the least likely first. Of n
     newly unmasked tokens at most n - 1 are remasked, so a block of m masks takes at most m steps.
 
-    Works with policies of the default layer, such as `DualCache`. Other policies, models with blocks, shifted
-    output heads (Dream), `Sliding`, `AdaBlock` and interventions raise `ValueError`, as does a block that
-    does not divide the answer, or each template of `infill`.
+    Works with policies of the default layer but `DKVGreedy`, such as `DualCache`. Other policies, models with
+    blocks, shifted output heads (Dream), `Sliding`, `AdaBlock` and interventions raise `ValueError`, as does
+    a block that does not divide the answer, or each template of `infill`.
 
     With narrow_out=0 it is `Threshold(wide_in)`, except for the maximum number of tokens per step.
 

@@ -60,8 +60,8 @@ class S2D2(UntilDone):
     Works with `Policy()`, on block-causal models without a causal context. Use it with those that were made
     from autoregressive models: others were never trained on blocks of one token. No accuracy was measured.
 
-    Equals `Autoregressive()` at temperature 0 when: on=None, causal_storage=True, block=the model's, a step
-      per token.
+    Equals `Autoregressive()` at temperature 0 when: on=None, least=1, causal_storage=True, block=the model's,
+      a step per token.
 
     Differences: Without `do_sample` the reference implementation takes the most likely token as draft, and
       temperature 0 as 1 (`greedy_drafts=True` with `temperature=1`). It verifies batches of one sequence.
@@ -69,7 +69,7 @@ class S2D2(UntilDone):
     Attributes:
       threshold: Confidence to exceed, as in `Dynamic`. 0.85 for SDAR, 0.9 for Fast-dLLM v2.
       on: Score from which a draft is verified: the expected number of accepted tokens minus a cost. None
-        verifies every run of masks.
+        verifies whatever the score.
       off: Score below which verification stops, until it reaches `on` again. None means `on`.
       cost: Cost of a verification, in tokens.
       per: Unit of the cost: "pass" counts it once, "sure" for each mask above the threshold.

@@ -63,7 +63,7 @@ class Canvas:
       spec: the model (static).
       layout: the geometry (static).
       planned_order: order in which the coming step decodes the positions, from 0, -1 for those it does not
-        decode; None where the sampler decides by the model's output, and outside of `Policy.select`.
+        decode; None where the sampler does not plan (`Sampler.planned`), and outside of `Policy.select`.
       stop: Where answers stop by `stop=`; None if no stop is looked for.
       keeps_block: sequences that stay in their block even if nothing in it is masked, as its tokens are still
         edited. None if the sampler does not edit.
@@ -186,16 +186,15 @@ class Canvas:
 
     @property
     def planned(self) -> Bool[Array, "b l"]:
-        """Positions that the coming step decodes, where the order does not depend on the model.
+        """Positions that the coming step decodes, where the sampler plans them.
 
         Raises:
-          ValueError: the sampler's order depends on the model's output, or it is asked outside of
-            `Policy.select`.
+          ValueError: the sampler does not plan, or it is asked outside of `Policy.select`.
         """
         if self.planned_order is None:
             raise ValueError(
-                "the policy needs to know the tokens to unmask before the step, but the sampler decides by "
-                "the model's output. Use RandomOrder()."
+                "the policy needs to know the tokens to unmask before the step, but the sampler does not "
+                "plan them. Use RandomOrder()."
             )
         return self.planned_order >= 0
 
