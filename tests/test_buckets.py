@@ -54,6 +54,7 @@ def test_warmup_compiles_what_generate_then_uses():
 
 def test_the_default_ladder():
     assert geometric(64, 300).rungs == (64, 96, 128, 192, 256, 300)
+    assert geometric(np.int8(64), 300) == geometric(64, 300), "and no number of 8 bits overflows"
     assert geometric(64, 32768) == dj.buckets.DEFAULT
     assert dj.buckets.DEFAULT.rungs[-1] == 32768
     for ends in ((1, 4), (8, 4)):

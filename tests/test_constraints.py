@@ -279,7 +279,7 @@ def test_constraints_that_leave_no_token_or_are_none_are_refused():
             "allow has 1 lists; expected one list per sequence: 2",
         ),
         (dict(allow=[[-1], *free[1:]]), r"allow\[0\]=\[-1\] must be"),
-        (dict(allow=np.ones((7, 61), bool)), r"allow has shape \(1, 7, 61\) and dtype bool"),
+        (dict(allow=np.ones((7, 61), bool)), r"allow has shape \(7, 61\) and dtype bool"),
         (dict(allow=np.ones((8, 61))), "dtype float64"),
         (dict(constraints=[S.Confidence()]), "constraints=.* must be a list of Constraint"),
         (dict(constraints=S.OneOf(6, CHOICES)), "start=6 and the longest choice, 3 tokens, reach beyond"),
@@ -422,6 +422,7 @@ def test_a_pattern_is_that_of_whole_texts_or_is_refused_by_name():
     for pattern in WHOLE:
         found = texts_of(S.Regex.of(pattern, tokenizer, spec).automaton, letters, 3)
         assert found == {text for text in every if re.fullmatch(pattern, text)}, pattern
+    assert texts_of(S.Regex.of(r"\u{61}+b", tokenizer, spec).automaton, letters, 3) == {"ab", "aab"}
     for pattern, reason in NOT_WHOLE.items():
         with pytest.raises(ValueError, match=f"pattern=.* is not supported: .*{reason}"):
             S.Regex.of(pattern, tokenizer, spec)

@@ -126,6 +126,7 @@ def test_the_page_animates_a_run_of_ones_own(tmp_path, monkeypatch, capsys):
     with Image.open(made) as drawn:
         assert (drawn.n_frames, drawn.width) == (3, animate.LEAST + 2 * animate.MARGIN)
     refuses("the output has no trace", dj.animate, {"a": out._replace(trace=None)}, tokenizer, made)
+    refuses(r"outputs\['a'\]=3 must be", dj.animate, {"a": 3}, tokenizer, made)
     refuses("outputs are empty", dj.animate, {}, tokenizer, made)
     long = dataclasses.replace(EXACT, labels=["a long token of forty characters or more"] * 7)
     assert [top for _, top, _ in long.boxes] == [i * animate.LINE_OF_TOKENS for i in range(4)]

@@ -220,6 +220,7 @@ def test_messages_that_do_not_match_their_images_are_refused():
         (of([{"type": "video"}]), r"messages\[0\]="),
         (of([{"type": "text", "text": "<image>"}]), "1 placeholders <image> and 0 images"),
         (of("<image>", images=3), "images=3 must be a list"),
+        (of("A", videos=["a.mp4"]), r"messages\[0\] has \['videos'\], which no processor here reads"),
     ):
         refuses(message, rendered, messages)
 

@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 import subprocess
+import sys
 from html.parser import HTMLParser
 
 import jax
@@ -108,11 +109,13 @@ def plain(text: str) -> list[list[str]]:
     return [line.split() for line in str(rich.text.Text.from_ansi(text)).splitlines()]
 
 
-def test_tokens_are_colored_by_step_or_by_confidence():
+def test_tokens_are_colored_by_step_or_by_confidence(monkeypatch):
     by_step, by_confidence = printed(80), printed(80, confidence=True)
     assert "38;2;60;90;220m d" in by_step.replace("m", "m ")  # decoded first
     assert "38;2;145;105;125m d" in by_confidence.replace("m", "m ")  # half sure
     assert plain(by_step) == plain(by_confidence)
+    monkeypatch.setattr(sys.modules[__name__], "SCORE", np.log(SCORE, where=SCORE > 0, out=SCORE.copy()))
+    assert printed(80, confidence=True) == by_confidence, "an entropy is a negative number"
 
 
 def test_a_terminal_obeys_no_token():

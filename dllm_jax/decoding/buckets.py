@@ -54,8 +54,8 @@ def geometric(smallest: int = 64, largest: int = 32768) -> Ladder:
 
     At most a third of a padded prompt is padding, unless the prompt is shorter than `smallest`.
     """
-    for name, value in (("smallest", smallest), ("largest", largest)):
-        check_argument(name, value, PositiveInt)
+    smallest = check_argument("smallest", smallest, PositiveInt)
+    largest = check_argument("largest", largest, PositiveInt)
     if not 2 <= smallest <= largest:
         raise ValueError(f"smallest={smallest} must lie in [2, largest={largest}]")
 

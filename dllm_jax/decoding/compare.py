@@ -169,6 +169,8 @@ def _named(policies: Any, options: Mapping[str, Any]) -> list[tuple[str, dict[st
     if not named:
         raise ValueError(f"policies={shown(policies)} must be policies, such as [Policy(), DualCache()]")
     both = [(name, dict(run) if isinstance(run, Mapping) else {"policy": run}) for name, run in named]
+    for _, run in both:
+        check_options("compare", run)
     title = lambda name, asked: ", ".join(map(call, asked.values())) if name is None else str(name)
     return [(title(name, run), {**options, **run}) for name, run in both]
 

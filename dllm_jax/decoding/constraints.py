@@ -99,10 +99,10 @@ def _sets(
     if isinstance(allow, list | tuple):
         return _of_lists(allow, valid, count, spec)
     rows = host.array("allow", allow, "booleans [length, vocab]")
-    rows = rows[None] if rows.ndim == 2 else rows
+    given, rows = rows.shape, rows[None] if rows.ndim == 2 else rows
     if rows.dtype != bool or rows.shape[1:] != (count, spec.vocab) or len(rows) not in (1, batch):
         raise ValueError(
-            f"allow has shape {rows.shape} and dtype {rows.dtype}: it {FORMS}, with length={count} and "
+            f"allow has shape {given} and dtype {rows.dtype}: it {FORMS}, with length={count} and "
             f"vocab={spec.vocab}"
         )
     if host.readable(rows) is None:  # traced: every position has a set of its own

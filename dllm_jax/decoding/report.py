@@ -54,10 +54,10 @@ def report(stats: Stats, policy: Policy, sampler: Sampler, how: NonFinite):
     elif stats.idle is not None and host.everywhere(stats.idle).any():
         warn(_idle(stats, policy, sampler), IdleStepsWarning)
     if stats.unfilled_tokens is not None and (unfilled := host.everywhere(stats.unfilled_tokens)).any():
+        which = np.flatnonzero(unfilled).tolist()
         message = (
-            f"constraints= allow no token to {unfilled.sum()} masks of sequences "
-            f"{np.flatnonzero(unfilled).tolist()}, which are still masked (stats.unfilled_tokens). Allow "
-            "each position a token once those are unmasked that it waits for"
+            f"constraints= allow a mask no token in sequences {which}, which end with {unfilled.sum()} masks "
+            "(stats.unfilled_tokens). Allow each position a token once those are unmasked that it waits for"
         )
         warn(message, UnfilledWarning)
     if stats.wanted_more is not None and (more := host.everywhere(stats.wanted_more)).any():

@@ -44,7 +44,7 @@ class Stats(NamedTuple):
       branches: Canvases computed, summed over forward passes: the sequence's own and its drafts, of which
         `computed_tokens` counts the first. None unless steps are drafted.
       unfilled_tokens: Response tokens that are still masked although the logits were finite, as constraints
-        allowed them no token. None without `constraints`.
+        allowed them, or masks before them, no token. None without `constraints`.
       masked_tokens: Tokens of the answer, or masks of the template, that are left masked although the logits
         were finite, no end-of-text or stop precedes them, and no constraint forbids all tokens. 0 unless a
         policy does not compute what predicts them, or a sampler does not unmask them. None with

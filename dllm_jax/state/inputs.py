@@ -304,7 +304,7 @@ def canvas_padding(mask: ArrayLike | None, batch: int, length: int) -> Bool[AnyA
     """
     if mask is None:
         return None
-    width = jnp.shape(mask)[-1] if jnp.ndim(mask) else 0
+    width = (0, *np.shape(mask))[-1]
     if width > length:
         raise ValueError(f"prompt_mask has {width} positions; the canvas has {length}")
     known = padding(mask, (batch, width), "prompt_mask")

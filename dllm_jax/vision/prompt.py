@@ -16,6 +16,7 @@ BEGIN = "<|startoftext|>"
 HEADER = "<|start_header_id|>{role}<|end_header_id|>\n\n"
 END = "<|eot_id|>"
 ROLES = ("system", "user", "assistant")
+OTHERS = {"image", "video", "videos"}  # keys of other processors' messages
 # Never predicted where an answer is decoded: end of text, begin of text, and both ends of a header.
 SUPPRESSED = ("<|endoftext|>", BEGIN, "<|start_header_id|>", "<|end_header_id|>")
 RULE = (
@@ -56,6 +57,8 @@ def _content(message: Any, index: int) -> tuple[str, list[Any]]:
     name = f"messages[{index}]"
     if not isinstance(message, dict) or message.get("role") not in ROLES or "content" not in message:
         raise ValueError(f"{name}={shown(message)} {RULE}; roles: {', '.join(ROLES)}")
+    if others := OTHERS & message.keys():
+        raise ValueError(f"{name} has {sorted(others)}, which no processor here reads: it {RULE}")
     content, images = message["content"], message.get("images", [])
     if isinstance(content, str):
         # Text with placeholders, and images with it.

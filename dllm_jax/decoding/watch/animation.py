@@ -260,6 +260,8 @@ def animate(
     check_argument("frames", frames, PositiveInt)
     for name, text in {"question": question, "heading": heading, "caption": caption}.items():
         check_argument(name, text, str)
+    for title, output in named.items():
+        check_argument(f"outputs[{title!r}]", output, Output, ", which dj.generate returns")
     panels = [FramePanel.of(title, output, tokenizer, sequence) for title, output in named.items()]
     where = local_path("path", path)
     save_animation(

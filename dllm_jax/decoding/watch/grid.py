@@ -31,7 +31,8 @@ def grid(
       tokenizer: the checkpoint's; special tokens, such as end-of-text, are shown as END. None shows ids.
       width: columns of the terminal: what is longer is cut into parts, each of which has the lines of the
         steps that change it. None is as wide as it needs.
-      confidence: colors tokens by the confidence with which they were decoded, not by the step.
+      confidence: colors tokens by the confidence with which they were decoded, not by the step; a negative
+        entropy by its exponential.
       counts: Whether lines that are not cut into parts end with the number of unmasked tokens.
     """
     import rich.cells
@@ -47,7 +48,8 @@ def grid(
     columns = np.array([max(size[i] for i in column) for column in filled.T.tolist()], int)
     # Where between COLD (0) and WARM (1) each token stands after each step; NaN for what no step decoded.
     at, score = recording.unmasked
-    value = 1 - np.clip(score, 0, 1) if confidence else (at - 1) / max(recording.steps - 1, 1)
+    sure = np.exp(score) if recording.by_entropy else score
+    value = 1 - np.clip(sure, 0, 1) if confidence else (at - 1) / max(recording.steps - 1, 1)
     shares = np.where(at > 0, value, np.nan)[:, recording.to_fill]
     text, parts = rich.text.Text(), _parts(columns, width)
     undecided = recording.undecided[:, recording.to_fill]

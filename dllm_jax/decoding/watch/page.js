@@ -77,11 +77,12 @@ function percent(confidence) {
 
 // -- the answer ---------------------------------------------------------------------------------------------
 
-function tint(cell) {
+function tint(panel, cell) {
   let share = last > 1 ? (cell.step - 1) / (last - 1) : 0;
   if (view.color === "confidence") {
     if (cell.confidence === null) return "";
-    share = 1 - Math.min(1, Math.max(0, cell.confidence));
+    const sure = panel.entropies ? Math.exp(cell.confidence) : cell.confidence;
+    share = 1 - Math.min(1, Math.max(0, sure));
   }
   const mixed = `color-mix(in oklab, var(--cold), var(--warm) ${(100 * share).toFixed(1)}%)`;
   return `color-mix(in srgb, ${mixed} 42%, transparent)`;
@@ -108,7 +109,7 @@ function drawToken(panel, position, node) {
   if (!masked && at > 0 && cell.step === at && at === view.step) style += " new";
   node.className = style;
   node.textContent = visible(piece);
-  node.style.background = masked || !cell.step ? "" : tint(cell);
+  node.style.background = masked || !cell.step ? "" : tint(panel, cell);
   node.dataset.note = `position ${position}: ${masked ? "" : `${inWords(panel, cell.token)}, `}${note}`;
 }
 

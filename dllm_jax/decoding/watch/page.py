@@ -98,6 +98,7 @@ def _panel(panel: Panel, tokenizer: Any) -> dict[str, Any]:
         "name": panel.name,
         "stats": {field: value if math.isfinite(value) else None for field, value in panel.stats.items()},
         "mask": record.mask_id,
+        "entropies": record.by_entropy,
         "named": tokenizer is not None,
         "pieces": {str(token): [piece.text, piece.special] for token, piece in known.items()},
         "layers": record.widened.shape[1],

@@ -138,6 +138,11 @@ class Recording:
         return self.tokens[1:] != self.tokens[:-1]
 
     @property
+    def by_entropy(self) -> bool:
+        """Whether scores are negative entropies, whose exponential is a confidence from 0 to 1."""
+        return bool(np.any(np.isfinite(self.score) & (self.score < 0)))
+
+    @property
     def unmasked(self) -> tuple[Int[np.ndarray, "t_plus_1 l"], Float[np.ndarray, "t_plus_1 l"]]:
         """The step, from 1, that decoded what stands at each position before and after steps, and its score.
 
