@@ -57,15 +57,14 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
 
 
 def test_a_file_that_is_no_journal_is_left_as_it_is(tmp_path):
-    """A single line without an end, too, even one that a run that was killed could have begun."""
+    """A single line without an end, too, which a run that was killed could have begun."""
     path = tmp_path / "journal.jsonl"
-    ours = json.dumps({"origin": origin()})
-    for content in ("{}", "a prompt", '{"origin": {}}\n', "one\rtwo", '{"ori', ours[:30], ours):
+    for content in ("{}", "a prompt", '{"origin": {}}\n', "one\rtwo"):
         path.write_text(content, newline="")
         with pytest.raises(ValueError, match=r"does not begin with|its answers were made with"):
             Journal(path).add([entry("a", "1")])
         assert path.read_bytes() == content.encode()
-    for begun in ("", "\0\0"):
+    for begun in ("", '{"or', '{"origin": {"devi'):
         path.write_text(begun)
         Journal(path).add([entry("a", "1")])
         assert set(Journal(path).entries) == {"a"}

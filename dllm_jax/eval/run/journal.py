@@ -18,6 +18,8 @@ from dllm_jax.eval.results.schema import Entry
 from dllm_jax.eval.run.files import as_json
 from dllm_jax.options import check_argument, local_path, shown
 
+BEGINNING = b'{"origin": '  # of every journal
+
 
 class JournalRequest(NamedTuple):
     """An item that a journal was asked about.
@@ -42,8 +44,7 @@ class Journal:
                 (text,) = dj.decode_answers(model, tokenizer, out.tokens[:, -32:])
                 journal.answer(left[index], text)
 
-    The last entry of a key counts. A killed run leaves at most one unfinished line, the last; it is dropped,
-    unless it is the first, which may be another file's.
+    The last entry of a key counts. A killed run leaves at most one unfinished line, the last; it is dropped.
     A journal is resumed by the device and versions that began it only: a result names one of each, for all
     its answers and speeds.
 
@@ -194,17 +195,17 @@ class Journal:
         """Takes the entries of a file; every finished line must be one."""
         self._whole = 0
         for number, line in enumerate(content.splitlines(keepends=True), start=1):
-            # Only the last line can be unfinished; `add` cuts it off, as it does zeros, which a machine that
-            # stopped leaves. A first one may be another file's and holds no answers: it is refused below.
-            finished = line.endswith(b"\n")
-            if not finished and (number > 1 or not line.strip(b"\0")):
+            # Only the last line can be unfinished; `add` cuts it off. One of another file is not ours to cut;
+            # zeros are what a machine that stopped leaves.
+            begun = line.rstrip(b"\0")
+            if not line.endswith(b"\n") and (number > 1 or begun.startswith(BEGINNING[: len(begun)])):
                 return
             value: Any = None  # which is refused below
             with contextlib.suppress(ValueError, RecursionError):
                 value = json.loads(line)
             given: Any = value if isinstance(value, dict) else {}
             if number == 1:
-                self._check_origin(given.get("origin") if finished else None)
+                self._check_origin(given.get("origin"))
             else:
                 # An entry, as far as resuming reads it.
                 kinds = {"key": str, "answer": object, "error": str | None}
