@@ -381,7 +381,7 @@ def test_the_page_limits_answers_to_a_pattern_and_a_schema(capsys):
     rust = "Rust's crate regex does not take one of its escapes or classes"
     for pattern, reason in (
         ("é", spelled), (r"\p{Greek}", spelled), (r"a\p{Geek}", rust), (r"\q", rust),
-        ("[0-9", "unterminated character set at position 0"),
+        ("[0-9", "unterminated character set"),
     ):  # fmt: skip
         named = f"pattern={re.escape(repr(pattern))} is not supported: {reason}"
         with pytest.raises(ValueError, match=named):

@@ -176,7 +176,7 @@ def test_policies_are_compared_in_one_table():
     for wrong in ([], "DualCache", 3, [3]):
         with pytest.raises(ValueError, match="polic"):
             dj.compare(model, prompt, wrong, length=8)
-    with pytest.raises(TypeError, match="compare.* progress"):
+    with pytest.raises(TypeError, match=r"compare.* progress"):
         dj.compare(model, prompt, [{"policy": DualCache(), "progress": True}], length=8)
 
 

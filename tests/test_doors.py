@@ -69,7 +69,7 @@ def calls(tmp_path) -> dict[str, Any]:
         "like=3 must be": lambda: save(like=3),
         "spec='x' must be": lambda: tasks.encode_batch(tokenizer, [("a", "b")], 4, "x"),
         "length=0 must be": lambda: tasks.encode_batch(tokenizer, [("a", "b")], 0, model.spec),
-        "examples=[] must be": lambda: tasks.encode_batch(tokenizer, [], 4, model.spec),
+        "examples=[] must hold": lambda: tasks.encode_batch(tokenizer, [], 4, model.spec),
         "examples=['a'] must be": lambda: tasks.prompt_arrays(tokenizer, ["a"], model.spec),
         "task=3 must be": lambda: tasks.examples(3, 0, 2, 1, "train"),
         "count=-1 must be": lambda: tasks.examples(tasks.Chain(), 0, 2, -1, "train"),

@@ -199,7 +199,10 @@ def test_an_answer_that_was_to_grow_beyond_its_maximum_says_so():
         (dict(block=dj.Sliding(4)), r"block=Sliding.* is not supported with max_length=30: blocks have one"),
         (dict(allow=[[1]] * 6), "allow=.* is not supported with max_length=30: sets of tokens belong"),
         (dict(constraints=[dj.samplers.OneOf(0, [[1]])]), "constraints=.* not supported with max_length=30"),
-        (dict(model="sdar"), "max_length=30 is not supported by sdar: .*stop_at_eos=True, with another"),
+        (
+            dict(model="sdar"),
+            "max_length=30 is not supported by sdar: .*another sampler, in generate with stop",
+        ),
         (
             dict(policy=policies.SparseDLLM()),
             "max_length=30 is not supported by SparseDLLM: what it has stored",

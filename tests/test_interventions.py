@@ -186,6 +186,21 @@ def test_layer_budgets_are_measured_under_interventions():
         np.testing.assert_allclose(online, offline, rtol=1e-4)
 
 
+@dataclasses.dataclass(frozen=True)
+class WithoutInterventions(policies.DualCache):
+    """A policy of a user's that was written before `before_first_step` got interventions."""
+
+    def before_first_step(self, cache, canvas, model, x):
+        return cache
+
+
+@pytest.mark.parametrize("over", [policies.EvictPrompt, policies.SuffixDropout])
+def test_a_first_step_without_interventions_gets_none(over):
+    own, ours = over(policy=WithoutInterventions()), over(policy=policies.DualCache())
+    found, expected = (dj.generate(tiny("llada"), [[5, 6]], length=4, policy=p).tokens for p in (own, ours))
+    np.testing.assert_array_equal(found, expected)
+
+
 STORING = policies.ElasticCache(window=4, gamma=2.0), policies.DLLMCache(1, 1)
 
 

@@ -212,7 +212,7 @@ def test_explain_tells_how_experts_are_computed():
     [
         (
             dj.policies.MaskKV,
-            {"attention_and_lse", "ragged_attention", "received", "sparse_gather", "topk_evict"},
+            {"attention_and_lse", "ragged_attention", "received", "topk_evict"},
         ),
         (dj.policies.SparseDLLM, {"attention", "sparse_gather", "topk_evict"}),
         (dj.policies.D2Cache, {"attention", "head_mean"}),

@@ -114,6 +114,6 @@ class FrozenOrder(RandomOrder):
 def test_a_sampler_that_asks_the_model_is_refused():
     for sampler in (Confidence(), Threshold(0.9), DreamSchedule()):
         with pytest.raises(
-            ValueError, match=r"the policy needs .*, but the sampler decides .*Use RandomOrder"
+            ValueError, match=r"the policy needs .*, but the sampler does not plan .*Use RandomOrder"
         ):
             decode("llada", DKVGreedy(), sampler=sampler)

@@ -15,7 +15,7 @@ from dllm_jax.nn.layer import embed
 from dllm_jax.nn.mesh import constrain
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.policies.base import Policy
+from dllm_jax.policies.base import Policy, begun
 from dllm_jax.state.cache import Cache
 from dllm_jax.state.canvas import Canvas
 from dllm_jax.state.contexts import new_canvas
@@ -64,8 +64,7 @@ def initial_cache(generation: Generation, canvas: Canvas) -> tuple[Cache, Canvas
         cache, canvas = feature.fill_cache(generation, cache, canvas)
     streams = repeat(canvas, plan.streams)
     x = embed(model.params, network_inputs(plan, streams), generation.embeds)
-    changes = {"interventions": plan.interventions} if plan.interventions else {}
-    cache = plan.policy.before_first_step(cache, streams, model, x, **changes)
+    cache = begun(plan.policy, cache, streams, model, x, plan.interventions)
     return split_cache(cache, model, batch), canvas
 
 

@@ -327,6 +327,19 @@ class Policy(Options):
         return None if read is canvas.valid else read & canvas.valid
 
 
+def begun(
+    policy: Policy,
+    cache: Cache,
+    canvas: Canvas,
+    model: Model,
+    x: Float[Array, "b l m"],
+    interventions: tuple[Intervention, ...],
+) -> Cache:
+    """Calls `Policy.before_first_step`, which need not take interventions where there are none."""
+    changes = {"interventions": interventions} if interventions else {}
+    return policy.before_first_step(cache, canvas, model, x, **changes)
+
+
 def for_model(policy: Policy, spec: ModelSpec) -> Policy:
     """Returns the policy that runs on a model (`Policy._in_blocks`).
 

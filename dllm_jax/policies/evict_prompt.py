@@ -18,7 +18,7 @@ from dllm_jax.nn.layer import Layer
 from dllm_jax.nn.mask import require_blocks
 from dllm_jax.nn.model import Model
 from dllm_jax.nn.spec import ModelSpec
-from dllm_jax.policies.base import Policy
+from dllm_jax.policies.base import Policy, begun
 from dllm_jax.policies.fast_dllm import DualCache
 from dllm_jax.policies.parts.prompt_eviction import LayerStep, PromptEviction
 from dllm_jax.policies.parts.rolling_eviction import calls_in_blocks, rolling
@@ -130,7 +130,7 @@ class EvictPrompt(PromptEviction):
         interventions: tuple[Intervention, ...] = (),
     ) -> Cache:
         """The policy's own, and the layer budgets of each sequence."""
-        under = self.policy.before_first_step(_under(cache), canvas, model, x, interventions)
+        under = begun(self.policy, _under(cache), canvas, model, x, interventions)
         cache = self._of_policy(cache, under)
         pairs = self.with_budgets(cache.shared.pairs, canvas, model, x, interventions)
         return self.counted(cache._replace(shared=cache.shared._replace(pairs=pairs)), canvas)

@@ -28,7 +28,7 @@ from dllm_jax.options import (
     PositiveInt,
     TracedNonNegativeInt,
 )
-from dllm_jax.policies.base import Policy
+from dllm_jax.policies.base import Policy, begun
 from dllm_jax.policies.fast_dllm import DualCache
 from dllm_jax.state.cache import Cache, Proposal
 from dllm_jax.state.canvas import Canvas
@@ -246,7 +246,7 @@ class SuffixDropout(Policy):
         x: Float[Array, "b l m"],
         interventions: tuple[Intervention, ...] = (),
     ) -> Cache:
-        return self.policy.before_first_step(cache, canvas, model, x, interventions)
+        return begun(self.policy, cache, canvas, model, x, interventions)
 
     @override
     def before_layers(self, cache: Cache, canvas: Canvas, rows: Rows) -> Cache:
