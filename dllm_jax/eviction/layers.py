@@ -58,7 +58,7 @@ class LayerBudgets(Options, abc.ABC):
     def budgets(self, layers: int, budget: int, prompt: int) -> Int[np.ndarray, "n"]:
         """Pairs per KV head of each layer: at most `prompt` each, n * min(budget, prompt) in all.
 
-        `PyramidKV(outside=True)` retains more in all; other `PyramidKV` may miss the sum by a few.
+        `PyramidKV(outside=True)` retains more in all; other `PyramidKV` may miss the sum by rounding.
 
         Args:
           layers: n.
@@ -421,6 +421,7 @@ def save_profile(path: str | pathlib.Path, profile: tuple[float, ...], **notes: 
     """Writes a profile as JSON, with notes on how it was measured.
 
     Raises:
+      FileNotFoundError: the file's directory does not exist.
       ValueError: the profile is empty, or holds something other than finite numbers; or the path is empty,
         or a URL.
     """

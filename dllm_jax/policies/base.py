@@ -315,8 +315,7 @@ class Policy(Options):
     def only_sets(self) -> bool:
         """Whether all positions run the default layers, so that the policy consists of two sets.
 
-        Such a policy is compatible with features that bring their own layers, such as `EvictPrompt` and
-        `WINO`.
+        Features that bring their own layers, such as `EvictPrompt` and `WINO`, need such a policy.
         """
         return type(self).layer is Policy.layer and type(self).network is Policy.network
 

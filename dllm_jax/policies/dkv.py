@@ -119,8 +119,8 @@ class DKVPD(DKV):
 
     Memory: Dense keys and values for all positions.
 
-    Limits: The cached prompt never sees the response. With a shifted output head and blocks of 8 or more, use
-    shift="un_right". The paper uses refresh_every=4.
+    Limits: The cached prompt never sees generated tokens. With a shifted output head and blocks of 8 or more,
+    use shift="un_right". The paper uses refresh_every=4.
 
     Equals exact decoding when: the response takes one step. With refresh_every=1 it equals `DKVPrefill`;
       without a prompt it equals `DKVDecode` with the same options.

@@ -23,7 +23,7 @@ class DKVPrefill(Policy):
 
     Memory: Dense keys and values for all positions: each step writes the response's after the prompt's.
 
-    Limits: The cached prompt never sees the response. Partial steps grow with the response.
+    Limits: The cached prompt never sees generated tokens. Partial steps grow with the response.
 
     Equals exact decoding when: the response takes one step, or there is no prompt.
     Differences: LLaDA works too; the reference supports Dream only.

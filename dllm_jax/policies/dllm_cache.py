@@ -56,14 +56,15 @@ class DLLMCache(Policy):
     Use it when the response must stay fresh at every step, for example with short blocks or images.
 
     Between refreshes each layer computes the values of the whole response and compares them with those of the
-    previous step. The int(length * ratio) least similar tokens get new keys, attention and MLP outputs. The
-    other tokens add their cached outputs to the residual stream. Layer 0 refreshes the response at every
-    step.
+    previous step. The least similar tokens, a fraction `ratio` rounded down, get new keys, attention and MLP
+    outputs. The other tokens add their cached outputs to the residual stream. Layer 0 refreshes the response
+    at every step.
 
-    Memory: Dense keys and values, and both branch outputs of the response.
+    Memory: Dense keys and values, and both branch outputs at the response and the positions that predict it.
 
-    Limits: Every step passes the whole response through every layer. On small
-    models use `response_every` of 4 or less: 8 lost all accuracy on the chains of `tiny-llada`.
+    Limits: Every step passes the whole response through every layer. On small models use `response_every` of
+    4 or less, with `Threshold` of 2: 8, and 4 with `Threshold`, lost all accuracy on the chains of
+    `tiny-llada`.
 
     Equals exact decoding when: prompt_every=1, response_every=1.
     Differences: Prompt outputs are not cached between refreshes, because nothing reads them, except for the
@@ -92,7 +93,7 @@ class DLLMCache(Policy):
 
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
-        """Dense K and V, and both branch outputs of the response."""
+        """Dense K and V, and both branch outputs at the response and the positions that predict it."""
         require_full_attention(spec, type(self).__name__, "refreshes prompt and response as a whole")
         return Cache(OutputStore.zeros(spec, layout, batch, layout.length, dtype), shared=())
 

@@ -31,9 +31,9 @@ class DyLLM(Policy):
     without experts. On the CPU that was measured it was no faster than exact decoding.
 
     After the first steps, which compute everything, a step passes the response through all layers; the first
-    four steps and every fourth one pass the prompt too. Queries are new everywhere. A layer renews keys and
-    values of the salient rows, at first those that were just unmasked. Salient rows attend exactly; all
-    others add what the new values change to their stored attention output. Rows whose output then has a
+    four steps and every `prompt_every`-th one pass the prompt too. Queries are new everywhere. A layer renews
+    keys and values of the salient rows, at first those that were just unmasked. Salient rows attend exactly;
+    all others add what the new values change to their stored attention output. Rows whose output then has a
     cosine below `tau` with the stored one are salient for the MLP and for the next layer; the others add
     their stored MLP output.
 

@@ -184,7 +184,8 @@ class ElasticCache(Policy):
     Attributes:
       window: Number of masks that are computed and may be unmasked (beta). A schedule that wants more in a
         step takes further steps.
-      gamma: Similarity below which a layer has drifted. -1 never refreshes; values above 1 always do.
+      gamma: Similarity below which a layer has drifted. -1 never refreshes; values above 1 do where a token
+        is tracked.
       track: Number of most attended tokens that each layer tracks.
       test: Drift test: `HeadCosine` (reference implementation) or `KeyCosine` (paper).
       block_caching: Whether masks outside the window stay cached. False computes all masks, which then vote

@@ -41,7 +41,7 @@ class ESDLLM(Policy):
     Early exit is predicted to pay where the number of computed tokens limits a step: on an H100 beyond about
     300 rows (batch times block).
 
-    As `DualCache`, with the positions before the block renewed at intervals, and those after it computed in
+    As `DualCache`, with the positions before the block renewed at intervals, and masks after it computed in
     the first step alone. At a few depths each row is scored by its confidence in earlier steps, and by how
     much it has changed since it last went on there. The best rows go on; the others keep their KV pairs in
     later layers, and the step does not unmask their tokens. In every `block_every`-th slot, all rows of the
@@ -52,8 +52,8 @@ class ESDLLM(Policy):
     outside of the block that Sparse-dLLM would, and the block's later steps attend to them.
 
     Memory: Dense keys and values for all positions; with compare="hidden" or "query" also the rows at each
-      depth where `ratios` fall, response only. Evicted pairs stay there, as in the reference, twice unless
-      `prompt_every` is a multiple of the block.
+      depth where `ratios` fall, of the response and the positions that predict it. Evicted pairs stay there,
+      as in the reference, twice unless `prompt_every` is a multiple of the block.
 
     Limits: Needs an integer block, and no guidance, constraints, `early_commit`, `Edit`, `WINO`, `FreeDave`,
       `DAEDAL` or `DreamOn`. By the roofline, early exit saves nothing in short blocks on GPUs at batch 1.

@@ -35,9 +35,9 @@ class FOCUS(DelayedCache):
 
     The first layer runs on all rows of `DelayedCache`, and the second stores their keys and values. The masks
     whose importance grows most from the first layer to the second stay, about `alpha` times as many as a step
-    has unmasked on average; so do their left neighbors, and masks left of them that never stayed. The other
-    masks leave: the rest of the second layer and later layers skip them, and the step does not unmask them.
-    Decoded rows always stay.
+    has unmasked on average; so do their left neighbors, decoded rows, and masks left of a row that stays
+    which never stayed before. The other masks leave: the rest of the second layer and later layers skip them,
+    and the step does not unmask them.
 
     Memory: Dense keys and values for all positions.
 

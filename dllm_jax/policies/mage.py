@@ -28,10 +28,10 @@ class MAGE(ChosenReads):
     values of a block are computed against everything.
 
     With a shifted output head, the first step is the one after the step that unmasks the block's first token.
-    On DiffusionGemma it is a canvas's first denoising step, in which all of the canvas votes.
+    On DiffusionGemma it is a canvas's first denoising step, in which all of the canvas counts as masks.
 
     Memory: Dense keys and values for all positions, and [n b s k d] for the chosen ones, with
-    s = keep + block, or int((l - 1) * keep) + block for a fraction.
+    s = min(keep, l - 1) + block, or int((l - 1) * keep) + block for a fraction.
 
     Limits: It saves reads, not memory or computed tokens, and at most (steps per block)-fold.
 

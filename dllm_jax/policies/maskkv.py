@@ -40,7 +40,7 @@ class MaskKV(PromptEviction, DLLMCache):
     needs what it needs in `EvictPrompt`.
 
     Memory: The budget for the prompt, stored back to back over layers and heads, and dense keys, values and
-    branch outputs of the response.
+    branch outputs of the response, the outputs also at the positions that predict it.
 
     Limits: By default the first selection is final, which fails when later tokens need other parts of the
     prompt; see `reselect`. On Dream `MaskVotes` misses the last prompt token.
@@ -71,7 +71,7 @@ class MaskKV(PromptEviction, DLLMCache):
 
     @override
     def init(self, spec: ModelSpec, layout: Layout, batch: int, dtype: Any) -> Cache:
-        """K, V and both branch outputs of the response; in `shared`, the kept pairs of the prompt."""
+        """K and V of the response, outputs also at what predicts it; in `shared`, the prompt's kept pairs."""
         require_full_attention(spec, type(self).__name__)
         outputs = OutputStore.zeros(spec, layout, batch, layout.response, dtype)
         pairs = self.empty_pairs(spec, layout, batch, dtype)

@@ -27,7 +27,7 @@ class SlidingCache(Policy):
 
     Memory: Dense keys and values for all positions.
 
-    Limits: At one token per step it computes more tokens than `DualCache`.
+    Limits: At one token per step it computes more tokens than `DualCache`, but with window=0 in fixed blocks.
 
     Equals exact decoding when: every block takes one step; if it slides, when the response takes one step.
     Differences: Batches, padding and a shifted output head work. The reference's window after the block is

@@ -118,9 +118,9 @@ class SPACache(DLLMCache):
     the relative depth, with its own width on each side. The values tell which tokens changed, or low-rank
     proxies of them (`proxy`).
 
-    Memory: Dense keys and values, both branch outputs of the response, and any proxies.
+    Memory: As for `DLLMCache`, and any proxies.
 
-    Limits: As for `DLLMCache`; with `Threshold`, `response_every=4` lost all accuracy there too.
+    Limits: As for `DLLMCache`.
 
     Equals exact decoding when: prompt_every=1. With start = end = ratio, no proxy and prompt_every a multiple
       of response_every it equals `DLLMCache` with new keys for the whole response.

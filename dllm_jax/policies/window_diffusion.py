@@ -27,8 +27,8 @@ class WindowDiffusion(Policy):
     Use it for long responses in one block.
 
     A refresh is a full step and may unmask anywhere. Until the next refresh only the `active` leftmost masks
-    and the tokens unmasked since are computed. They attend to the prompt, to tokens unmasked before the
-    refresh ended, and to the first `window` positions that were masks then.
+    and the tokens unmasked since are computed, in the first step those that the refresh unmasked. They attend
+    to all positions that were not masked when the refresh ended, and to the first `window` that were.
 
     Memory: Dense keys and values for all positions.
 
