@@ -134,7 +134,8 @@ class Layer:
     ) -> Float[Array, "b k s"]:
         """Attention that each key receives from the weighted queries, see `pallas_kernels.attention.xla`.
 
-        These are the votes of MaskKV (equation 7) and of Elastic-Cache (equation 5).
+        It is summed over the query heads of each KV head. MaskKV's votes (equation 7) are the mean over these
+        heads, and those of Elastic-Cache (equation 5) the sum over all.
         """
         return self.kernels.run(RECEIVED, *self._in_order(q, k), lse, weight, mask, None)
 
@@ -204,7 +205,7 @@ class Layer:
     def finish(
         self, x: Float[Array, "b q m"], o: Float[Array, "b q h d"], stored: bool = False
     ) -> Float[Array, "b q m"]:
-        """The layer's output, from its input and its attention's: both branches added to the stream.
+        """The layer's output, from its input and its attention's: both branches added, through `residual`.
 
         `stored` is that of `mlp`.
         """
@@ -221,7 +222,7 @@ class Layer:
         return x if self.spec.gemma is None else x * self.weights["pass_scalar"]
 
     def at(self, position: Int[Array, "b q"]) -> "Layer":
-        """The same layer for inputs at these positions, which `value`, `out`, `mlp`, `residual` do not say.
+        """The same layer for inputs at these positions, which only `qk` is told.
 
         Only interventions ask for them. A layer comes to `Policy.layer` bound to its rows; a policy that runs
         it over other positions says so by `layer.at(index)`.

@@ -37,7 +37,8 @@ class MeshRules(Options):
     """Assigns mesh axes, by name, to the axes of arrays that they split.
 
     A name that a mesh does not have is passed over, so one table serves meshes of several conventions.
-    Several axes of a mesh for one axis of arrays split it together.
+    Several axes of a mesh for one axis of arrays split it together. Heads, MLPs and width of a vision tower
+    are split as the decoder's.
 
     Attributes:
       batch: Mesh axes that split the sequences of a batch (data parallelism).
@@ -74,7 +75,7 @@ class MeshRules(Options):
         return tuple(dict.fromkeys(names))
 
     def of(self, letter: str) -> tuple[str, ...]:
-        """Names for an axis of arrays by its letter (see `dllm_jax`); none for axes that are not split."""
+        """Names for an axis of arrays by its letter (`dllm_jax`, `dllm_jax.nn.sharding`), if it is split."""
         table = {"b": self.batch, "v": self.vocab, "e": self.experts}
         table |= dict.fromkeys("hkH", self.heads)  # capitals are the axes of a vision tower
         table |= dict.fromkeys("fijF", self.mlp) | dict.fromkeys("mM", self.width)
@@ -125,7 +126,7 @@ class MeshRules(Options):
         return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in split))
 
     def of_results(self, arguments: PyTree, axes: str, **lengths: int) -> PartitionSpec:
-        """How a result with these axes lies on the mesh of its program's arguments, if there is one."""
+        """How a result with these axes lies on the mesh of its program's arguments or of `jax.set_mesh`."""
         mesh = current_mesh(arguments)
         return PartitionSpec() if mesh is None else self.spec(mesh, axes, lengths)
 

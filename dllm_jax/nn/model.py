@@ -68,7 +68,8 @@ class Model:
       generation: What its checkpoint asks to be decoded with (static), see `generation_defaults`.
       origin: the directory that it was loaded from, whose tokenizer `save_hf` writes along. No part of the
         pytree: programs are the same whatever it is, and what they or `jax.tree.map` return has None.
-      is_rebuilt: Whether a program or `jax.tree.map` returned it, which drops an origin: `save_hf` warns.
+      is_rebuilt: Whether a program or `jax.tree.map` returned it, which drops an origin: `save_hf` warns
+        unless it is told a directory.
       quantized: How the weights in that directory are quantized, such as "gptq, 4 bits"; the model's are
         dequantized. No part of the pytree either.
     """

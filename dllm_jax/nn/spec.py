@@ -201,6 +201,8 @@ class GemmaSpec(Options):
 class ModelSpec(Options):
     """Static description of a decoder as LLaDA, Dream or SDAR have it; hashable, a static jit argument.
 
+    Names in parentheses are keys of config.json in most families; LLaDA has others.
+
     Attributes:
       family: Name of the checkpoint layout, a key of `dllm_jax.checkpoint.FAMILIES` or your own `Family`'s.
       layers: Number of decoder layers `n` (`num_hidden_layers`).

@@ -66,7 +66,8 @@ class ModelView(nnx.Module):
           model: The model that the view was made of, or one of its description, implementation and rules.
 
         Raises:
-          ValueError: it has another description, implementation, rules or form of parameters.
+          ValueError: what is no model, or one with another description, implementation, rules or form of
+            parameters.
         """
         check_argument("model", model, Model, ", such as the one that the view was made of")
         if (given := jax.tree.structure(model)) != self._structure:

@@ -29,7 +29,7 @@ class Cache(NamedTuple):
 
     Attributes:
       layers: per-layer storage; every leaf is stacked [n b s ...], s being slots. While a model with separate
-        layers runs, a list with one such structure per layer, leaves [b s ...].
+        layers runs, a list with one such structure per layer, leaves [b s ...]; empty if nothing is stored.
       shared: anything else (statistics, tracked positions), leaves of any shape with an axis of sequences.
       extra_positions: positions that each layer has computed beyond those selected, which statistics count
         and then set to zero; None for a policy whose layers compute the selection alone. Negative where

@@ -38,7 +38,7 @@ class Stop(NamedTuple):
 class Canvas:
     """State of the sequences.
 
-    Each sequence has its own current block; none waits for others to finish theirs.
+    Each sequence has its own current block.
 
     Sets are Bool[b l]; conditions that policies ask, such as `first_step`, `block_begins` and
     `every_n_steps`, are Bool[b 1] and combine with them by broadcasting. A policy reads as set algebra:
@@ -52,7 +52,7 @@ class Canvas:
         answer (`Layout.end`) or a later one.
       block_until: End of the current block. With `AdaBlock` its first step sets it; before that it is the
         furthest that it may be set to.
-      step: denoising steps each sequence has taken: its network forwards, unless `FreeDave` drafts them.
+      step: denoising steps each sequence has taken, a network forward each unless `FreeDave` drafts them.
       block_step: the same since the block, a sliding block's round or a draft began, or the length of an
         answer that grows changed.
       block_masks: masks each sequence had in the block when it began; of a sliding block, in the response;

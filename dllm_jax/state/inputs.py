@@ -24,8 +24,8 @@ Ids = ArrayLike | Sequence[int] | Sequence[Sequence[int]] | Sequence[AnyArray]  
 Embeds = Float[AnyArray, "..."]  # Float[b p m], or of one sequence Float[p m]
 EMBEDS_PLACEHOLDER = -1  # instead of a token id: the input is a row of `prompt_embeds`
 HINTS = {
-    EMBEDS_PLACEHOLDER: "; -1 is for inputs of prompt_embeds=, or images= of a Batch",
-    -100: "; -100 marks answer tokens that training leaves out. Leave out padding of a prompt by prompt_mask",
+    EMBEDS_PLACEHOLDER: "; -1 is for inputs of prompt_embeds= or embeds=, or images= of a Batch",
+    -100: "; -100 marks answer tokens that training leaves out. Leave out padding by a mask",
 }
 Side = Literal["left", "right"]
 
@@ -134,7 +134,8 @@ def _encoded(tokens: Any, mask: Any, name: str) -> tuple[Any, Any]:
     first = (*several, *(item[0] for item in several if isinstance(item, list) and item))
     if any(isinstance(item, Mapping) and "role" in item for item in first):
         raise ValueError(
-            f"{name}={shown(tokens)} is a conversation. Call dj.chat(model, tokenizer, messages)."
+            f"{name}={shown(tokens)} is a conversation. Call dj.chat(model, tokenizer, messages), or pass "
+            "token ids, such as tokenizer.apply_chat_template(messages)."
         )
     if not isinstance(tokens, Mapping):
         return tokens, mask

@@ -23,8 +23,8 @@ class Rows:
     """The positions that one denoising step computes, as an array of static width; the rest of it is padding.
 
     Attributes:
-      index: position of each entry, ascending but in a ring; `length` = padding, which reads anything and
-        writes nothing.
+      index: position of each entry, ascending but in a ring; `length` = padding, which may stand anywhere,
+        reads anything and writes nothing.
       length: positions of the canvas, or slots of the store that `index` counts (static).
       in_place: Entry i is position `start` + i or padding (static): the last q positions, where they lie, so
         that nothing is gathered, nor scattered if they are all. Never inferred from the width.

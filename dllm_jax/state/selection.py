@@ -81,8 +81,9 @@ def certainty_density(canvas: Canvas, index: Int[Array, "b c"], sigma: Number) -
     """Gaussian-weighted fraction of known tokens around each position, in [0, 1], float32.
 
     D(i) = sum_j phi(i - j) known(j) / Z, phi(x) = exp(-x^2 / 2 sigma^2), over the response (G positions), G
-    virtual known positions to its left and G to its right, known iff the response's last position is. The
-    paper's eq. 3 has neither Z nor the virtual positions; the reference implementation does.
+    virtual known positions to its left and G to its right, known iff the response's last position is. Z is
+    the sum of phi(x) for x = -3G .. 3G - 1. The paper's eq. 3 has neither Z nor the virtual positions; the
+    reference implementation does.
     """
     # The virtual positions: G known ones to the left; to the right G that are as the last response position.
     g, prompt = canvas.layout.response, canvas.layout.prompt

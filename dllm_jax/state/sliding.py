@@ -19,7 +19,7 @@ class Sliding(Options):
     response.
 
     Attributes:
-      block: Length of the first block, and number of tokens of a round.
+      block: Length of the first block, unless `longest` is less, and number of tokens of a round.
       longest: Maximum length of a block. None lets it grow with every unmasked token ("greedy"); `block`
         keeps it constant ("const").
     """
