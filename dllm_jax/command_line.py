@@ -65,12 +65,12 @@ def read_options(function: Callable[..., Any], prog: str | None = None, args: li
 
 @contextlib.contextmanager
 def plain_errors(interrupted: str = "interrupted") -> Iterator[None]:
-    """Ends the program with one line in place of a traceback: exit code 2 on bad input, 130 on Ctrl-C.
+    """Ends the program with a message in place of a traceback: exit code 2 on bad input, 130 on Ctrl-C.
 
-    A package that is missing counts as bad input: the line names it.
+    A package that is missing counts as bad input: the message names it.
 
     Args:
-      interrupted: Line on Ctrl-C, unless the `KeyboardInterrupt` brings one.
+      interrupted: Message on Ctrl-C, unless the `KeyboardInterrupt` brings one.
     """
     try:
         yield
@@ -265,7 +265,7 @@ def version() -> int:
 def run(main: Callable[[], object], interrupted: str = "interrupted") -> NoReturn:
     """Runs a command and ends the process with its status: the number that `main` returns, else 0.
 
-    After an error the status is that of `plain_errors`; 141 if nobody reads the output.
+    After bad input or Ctrl-C the status is that of `plain_errors`; 141 if nobody reads the output.
     `--version` prints versions in place of it.
 
     After Ctrl-C the interpreter is not torn down: threads of XLA may still work, and crash without it.

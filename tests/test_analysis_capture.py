@@ -190,7 +190,7 @@ def test_bad_input_is_refused():
         (dict(prompt_mask=np.ones((2, 9))), "prompt_mask has 9 positions; the canvas has 6"),
         (dict(source=np.zeros(4, int)), r"source must be an Output .*got shape \(4,\)"),
         (dict(source="text"), "source must be an Output .*got str"),
-        (dict(source=np.full((1, 4), 99)), "tokens holds id 99, outside the vocabulary"),
+        (dict(source=np.full((1, 4), 99)), "source holds id 99, outside the vocabulary"),
         (dict(source=without), "the output has no trace"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -132,7 +132,8 @@ def capture(
     Raises:
       ValueError: an output without a trace, or whose canvases do not show what was attended to
         (`prompt_embeds=`; blocks counted from the response; causal passes; a last block cut short); a model
-        without a mask token; an argument of another kind or out of range; a layer twice; a call inside jit.
+        without a mask token; an argument of another kind or out of range; a layer twice; a traced
+        model or source.
 
     Examples:
       >>> model = dj.load(dj.bundled.path("tiny-llada"))
@@ -282,16 +283,15 @@ def _all(model: Model, source: Any) -> tuple[Int[np.ndarray, "t b l"], Int[np.nd
 
     # Canvases without a record of their steps: canvas i counts as the one before step i, for all sequences.
     known = source if isinstance(source, np.ndarray) else host.everywhere(source)
-    flat = inputs.token_ids(known.reshape(-1, known.shape[-1]), model.spec, "tokens")
+    flat = inputs.token_ids(known.reshape(-1, known.shape[-1]), model.spec, "source")
     tokens = host.everywhere(flat).reshape(-1, *known.shape[-2:])
     return tokens, np.broadcast_to(np.arange(len(tokens), dtype=np.int32)[:, None], tokens.shape[:2])
 
 
-@number_modes()
-
 # -- the logit lens --------------------------------------------------------------------------------------
 
 
+@number_modes()
 def logit_lens(model: Model, residual: Float[Array, "*a m"]) -> Float[Array, "*a v"]:
     """Reads a residual stream by the final norm and the vocabulary head (nostalgebraist, 2020).
 

@@ -14,7 +14,7 @@ GENERATION = "generation_config.json"
 
 
 class MaskTokenWarning(UserWarning):
-    """A config.json names no mask token, and none is known of a model of its size."""
+    """No file of a checkpoint names the mask token: another id stands in for it."""
 
 
 class BlockSizeWarning(UserWarning):

@@ -69,7 +69,7 @@ def export(
 
     config.json, tokenizer and other small files come back as they were kept; config.json changes where the
     spec or the dtype did, where weights were quantized, and where the authors' code reads no
-    `rope_parameters`.
+    `rope_parameters`; ids in generation_config.json where the spec did.
 
     Args:
       source: a directory written by `convert`.
@@ -88,7 +88,7 @@ def export(
       FileNotFoundError: no such source.
       NotADirectoryError: the source is a file.
       ValueError: not a converted directory, one of int8 matrices or of another `family`, damaged, or source
-        and destination are the same or contain one another.
+        and destination are the same or contain one another; a `shard_bytes` below 1.
     """
     directory, target = locate(source), local_path("destination", destination)
     check_apart(directory, target)
@@ -153,8 +153,8 @@ def save_hf(
       FileNotFoundError: no such `like`.
       NotADirectoryError: `like` is a file.
       ValueError: parameters of another or of several dtypes, int8 matrices, LoRA adapters, a vision tower
-        without its spec or a spec without its tower, another `family`, or a spec its family's config.json
-        cannot hold.
+        without its spec or a spec without its tower, another `family`, a spec its family's config.json
+        cannot hold, or an argument of another kind.
     """
     check_argument("model", model, Model, ", such as dj.load(path)")
     check_argument("overwrite", overwrite, bool)

@@ -269,7 +269,7 @@ def what_else(folder: Path, adapter: bool = False) -> str:
             "that it was trained on"
         )
     if "spec.json" in names and "params" in names:
-        return "; the directory is a converted one: dj.load(directory) reads it, export writes it back"
+        return "; the directory is a converted one: dj.load(directory) reads it"
     if files := [name for name in names if name.endswith(".gguf")]:
         return f"; {named(files, 3)}: GGUF is not read, use the model's safetensors"
     if files := [name for name in names if name.endswith(TORCH)]:

@@ -67,8 +67,8 @@ def load(
         positions.
       check_finite: Whether to check every weight for NaN and infinity.
       implementation: Kernels of attention, eviction and experts ("xla", "pallas", "cudnn" or others, see
-        `Model`), or of each by its name, `{"attention": "cudnn", "experts": "pallas"}`, and XLA's of those
-        without; None takes what is known to be right and fastest on the devices (`dj.explain_kernels` lists
+        `Model`), or of single operations, `{"attention": "cudnn", "experts": "pallas"}`, and XLA's of the
+        others; None takes what is known to be right and fastest on the devices (`dj.explain_kernels` lists
         it).
       separate_layers: Whether each layer has its own arrays (True) or all are stacked (False), the two forms
         of the weights; None takes what the devices read faster: stacked in small models, and on TPUs unless
@@ -92,10 +92,14 @@ def load(
       dllm_jax.checkpoint.dtypes.DtypeWarning: several stored dtypes, or float16, and `dtype` None.
       dllm_jax.nn.mesh.ReplicationWarning: parameters that cannot be split as the rules say, or axes of the
         mesh without a rule, by name.
-      dllm_jax.checkpoint.config.MaskTokenWarning, dllm_jax.checkpoint.config.BlockSizeWarning: no file names
-        the mask token, or the block size.
+      dllm_jax.checkpoint.config.MaskTokenWarning: no file of an A2D or Fast-dLLM v2 model names the mask
+        token.
+      dllm_jax.checkpoint.config.BlockSizeWarning: config.json of an SDAR, Fast-dLLM v2 or DreamReasoner model
+        names no block size.
       UserWarning: the directory holds a LoRA adapter, or model.safetensors next to an index that leaves
         it out; neither is read.
+      pallas_kernels.evidence.ImplementationWarning: kernels that are said to be the fastest, and are wrong on
+        this device.
 
     Returns:
       the model.
@@ -105,10 +109,11 @@ def load(
       NotADirectoryError: the path is a file's.
       ValueError: unsupported config or dtype, tensors missing, unmapped or misshaped, a damaged file,
         a factor that is not positive or that the model does not take, an unknown implementation, a mesh
-        without any axis that the rules know or another than that of `jax.set_mesh`, `weights` that are
-        neither None nor "int8", stacked layers of a model whose layers differ, a `vocab` beyond the rows or
-        without a special token, a revision of a directory, files that are not as written or of which no hash
-        is known (verify), or (check_finite, int8) tensors with NaN or infinity; each by name.
+        without any axis that the rules know, of axes of mixed types, or another than that of `jax.set_mesh`,
+        `weights` that are neither None nor "int8", stacked layers of a model whose layers differ, a `vocab`
+        beyond the rows or without a special token, a revision of a directory, files that are not as written
+        or of which no hash is known (verify), or (check_finite, int8) tensors with NaN or infinity; each by
+        name.
       TypeError: an argument that `load` does not have.
 
     Examples:
@@ -178,13 +183,13 @@ def scale_rope(spec: ModelSpec, factor: float) -> ModelSpec:
         scaled = f"{spec.rope_scaling.kind}, factor {spec.rope_scaling.factor:g}"
         raise ValueError(
             f"rope_factor={factor} is not supported here: rotary frequencies of the checkpoint are scaled "
-            f"already ({scaled}). Change them in its config.json instead."
+            f"already ({scaled}). Change them in the config.json of the Hugging Face directory instead."
         )
 
     if factor != 1 and spec.gemma is not None:
         raise ValueError(
             f"rope_factor={factor} is not supported by {spec.family}: its layers have two rotary embeddings. "
-            "Change rope_parameters in its config.json instead."
+            "Change rope_parameters in the config.json of the Hugging Face directory instead."
         )
 
     # LongLLaDA multiplies the base and nothing else; here no arithmetic reads the limit, only a warning does.

@@ -28,7 +28,10 @@ UNUSED = r".*\.((input|output)_(scale|scale_ub|zero_point|global_scale)|[qkv]_sc
 COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "dense")
 # The output that each field of an int32 holds, the lowest first (AutoAWQ; of 8 bits vLLM's `awq_pack`).
 AWQ_ORDER = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3)}
-DEQUANTIZE = "Load it with transformers, `model.dequantize()`, and load what `save_pretrained` writes"
+DEQUANTIZE = (
+    "Take the original, or dequantize it with the tool that quantized it (bitsandbytes: transformers' "
+    "`model.dequantize()` and `save_pretrained`)"
+)
 
 Tensors = Mapping[str, Tensor]
 

@@ -154,7 +154,7 @@ def verify(
 
     Raises:
       FileNotFoundError, NotADirectoryError, ValueError: see `load`; ValueError also for a negative number of
-        tokens or top_k outside the vocabulary.
+        tokens, a negative seed, or top_k outside the vocabulary.
     """
     left, right = open_checkpoint(a), open_checkpoint(b)
     if tokens < 0:

@@ -40,7 +40,7 @@ def abstract(
       shape: a spec, the name of a published model ("llada-8b", "dream-7b"), or a checkpoint as in `load`.
       dtype: float32 or bfloat16; None is that of the checkpoint, and bfloat16 if there is none.
       mesh: Mesh to place the model on, or None (`load`); a mesh of one device is that device.
-      implementation: Kernels to use (`load`).
+      implementation: Kernels to use, one name for all (`load`).
       separate_layers: Whether layers are separate arrays rather than stacked (`load`).
       weights: "int8" for int8 weight quantization (`load`).
       rules: Sharding rules of the mesh (`load`).

@@ -76,7 +76,7 @@ class Views(Options, abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class AnyRes(Views):
-    """The whole image in one view, its aspect ratio ignored, then tiles of it in (about) its own resolution.
+    """The whole image in one view, its aspect ratio ignored, then tiles of it, fitted into a canvas.
 
     Tokens are those of the first view, then the rows of the tiles' map without its padding, each ended by a
     newline; the map is scaled down bilinearly where it has more than 1.1 ** 2 times `budget` views' patches.

@@ -144,7 +144,7 @@ class Processor(Options):
     def batch(
         self, spec: ModelSpec, conversations: list[list[dict[str, Any]]]
     ) -> tuple[Int[np.ndarray, "b p"], Bool[np.ndarray, "b p"], PromptImages | None]:
-        """Encodes a batch of conversations for training: ids and mask, left-padded, and the images' pixels.
+        """Encodes a batch of conversations for training: ids and mask, left-padded, and the images, if any.
 
         Raises:
           ImportError, FileNotFoundError, ValueError: as `encode`.

@@ -214,7 +214,7 @@ class Family:
       tokens: ids of special tokens, by the vocabulary size of published models whose config.json does not
         name them.
       blocks: Block size where config.json names none; None takes that of `defaults`, with a warning.
-      scaling_type: key of the type in `rope_scaling`.
+      scaling_type: key of the type of scaling in the object at `rope_key`.
       rope_key: Key of the object that holds rotary embedding in published files. In "rope_parameters" stand
         the base, the rotated part and the growth of queries too.
       newer_rope: Whether the authors' code reads "rope_parameters" as well, so that a file keeps them.
@@ -256,7 +256,7 @@ class Family:
         """The spec that a config.json describes.
 
         Raises:
-          ValueError: naming the key, its value and what is supported.
+          ValueError: an unsupported value or a missing key, by name.
         """
         config, scaling = read_rope(self.adjusted(config), self.keys["positions"], self.rope_key)
         # A window counts only where it is both set and switched on.
