@@ -121,7 +121,7 @@ def construct(text: str, module: ModuleType, kind: Any, *parts: ModuleType) -> A
       ValueError: no such name, not a call with literal arguments, or what the constructor refuses.
     """
     try:
-        node = ast.parse(text.replace(";", ",").strip(), mode="eval").body
+        node = ast.parse(check_argument("call", text, str).replace(";", ",").strip(), mode="eval").body
     except SyntaxError as error:
         raise ValueError(f"{shown(text)} is not a constructor call such as Name(field=1)") from error
     # What is made is of the kind; what it is made of, of any.

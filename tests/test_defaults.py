@@ -150,6 +150,7 @@ def checkpoint(tmp_path):
     [
         (dict(policy="DualKash"), r"dllm_jax\.policy='DualKash': .*Did you mean DualCache"),
         (dict(policy="os:Path"), r"dllm_jax\.policy='os:Path': "),
+        (dict(policy=3), r"dllm_jax\.policy=3: call=3 must be"),
         (dict(length=0), r"dllm_jax\.length=0: length=0 must be"),
         (dict(block="Sliding(0)"), r"dllm_jax\.block='Sliding\(0\)': "),
         (

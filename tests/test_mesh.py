@@ -386,6 +386,8 @@ def test_meshes_that_split_nothing_are_refused_or_warned_of(tmp_path):
     mixed = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=tuple(TYPES.values()))
     allowed = r"{'dp': 'Explicit', 'tp': 'Auto'}; expected all Auto or all Explicit. Use jax.make_mesh"
     refuses(allowed, dj.load, path, mesh=mixed)
+    manual = jax.make_mesh((8,), ("dp",), axis_types=(jax.sharding.AxisType.Manual,))
+    refuses(r"{'dp': 'Manual'}; expected all Auto or all Explicit", dj.load, path, mesh=manual)
     refuses(allowed, dj.forward, jax.device_put(dj.load(path), NamedSharding(mixed, PartitionSpec())), [[5]])
     refuses(r"mesh axes \['tp'\] are assigned to both batch and heads", dj.MeshRules, batch=("tp",))
     with (

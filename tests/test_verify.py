@@ -47,6 +47,7 @@ def test_one_changed_weight_is_found(tmp_path):
         ("llada-v-tiny", "vision_model.embeddings.patch_embedding.bias"),
         ("diffusion-gemma-tiny", "self_conditioning.down_proj.weight"),
         ("diffusion-gemma-tiny", "encoder.vision_tower"),
+        ("diffusion-gemma-tiny", "per_expert_scale"),
         ("llada-moe-tiny-dense0", "embed_tokens"),
     ],
 )

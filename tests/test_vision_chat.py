@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import json
+import shutil
 
 import jax.numpy as jnp
 import numpy as np
@@ -62,6 +64,13 @@ def test_positions_are_those_of_the_images_and_a_rung_is_padded_on_the_left(mode
     assert longer.encode(model, [TWO]).ids.shape[1] == processor.encode(model, [TWO]).ids.shape[1] + 2 + 2
     with pytest.raises(ValueError, match=r"positions; at most longest=200"):
         dataclasses.replace(processor, longest=200).encode(model, [ONE])
+
+
+def test_a_length_that_is_none_is_refused_with_its_file(llada_v_path, tmp_path):
+    folder = shutil.copytree(llada_v_path, tmp_path / "none")
+    config = json.loads((folder / "config.json").read_text()) | {"tokenizer_model_max_length": 0}
+    (folder / "config.json").write_text(json.dumps(config))
+    refuses(r"config\.json.*tokenizer_model_max_length=0 must be", Processor.load, folder)
 
 
 def test_chat_answers_with_text_and_never_with_a_header(model, processor):

@@ -28,7 +28,7 @@ PIECE = 1024  # entries of a tensor's first axis compared at once, to bound memo
 TENSORS_SHOWN = 20  # those that differ most
 # Logits of a text read rows of its tokens, experts that these choose, and one of Gemma's passes.
 PARTLY_READ = {"embed", "expert_gate", "expert_up", "expert_down", "scalar", "causal_scalar", *VISION}
-PARTLY_READ |= {"soft_norm", "soft_gate", "soft_up", "soft_down"}
+PARTLY_READ |= {"router_expert_scale", "soft_norm", "soft_gate", "soft_up", "soft_down"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, PyTree, Shaped
 
 from dllm_jax.options import Options
@@ -141,8 +141,8 @@ def ways(mesh: AnyMesh, names: Iterable[str]) -> int:
 
 
 def check_axis_types(mesh: AnyMesh):
-    """Raises ValueError if a mesh has axes of several types, of which each needs programs of its own."""
-    if len(set(mesh.axis_types)) > 1:
+    """Raises ValueError if a mesh has Manual axes, or of several types, of which each needs own programs."""
+    if len(set(mesh.axis_types)) > 1 or AxisType.Manual in mesh.axis_types:
         types = {name: kind.name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)}
         raise ValueError(
             f"mesh has axes of the types {types}; expected all Auto or all Explicit. "

@@ -93,7 +93,7 @@ class Processor(Options):
         folder = locate(path)
         config = read_config(folder / "config.json")
         aspect, pinpoints = (config.values.get(f"image_{key}") for key in ("aspect_ratio", "grid_pinpoints"))
-        longest = config.read("tokenizer_model_max_length", int, default=LONGEST)
+        longest = config.read("tokenizer_model_max_length", PositiveInt, default=LONGEST)
         settings = {"one": views_of_config(aspect, pinpoints, config.where), "longest": longest}
         if "tokenizer" not in options:
             settings["tokenizer"] = read_tokenizer(folder)
