@@ -184,7 +184,7 @@ BARS = table("bars")
 
 # Whose loops copy something: activations of full steps, and of some policies a layer's pairs.
 COPYING = {
-    "compiled_v6e": {"EvictPrompt", "MaskKV"},
+    "compiled_v6e": {"EvictPrompt"},
     "compiled_h100_shipped": {"DLLMCache", "SPACache", "MaskKV", "ElasticCache"},
 }
 
