@@ -147,7 +147,8 @@ def infill(
         filled template (`Stats.length`). Policies as in `generate`. Default: one token for each mask.
       block: Block length. Blocks are decoded from left to right. Default: one block, or the model's own.
       steps: Number of denoising steps of each sequence, spread over its blocks, which begin with its first
-        token; steps per block are rounded up. Default: one step per mask.
+        token; steps per block are rounded up. Default: one step per mask, also of those that complete the
+        last block on models with blocks.
       policy: Cache policy (`generate`).
       sampler: Remasking strategy (`generate`).
       key: Random key, required if the sampler draws (`generate`).

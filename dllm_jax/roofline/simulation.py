@@ -39,7 +39,8 @@ def schedule(
 
     On block-causal models there may be more: causal passes, or a first block that begins with a prompt's end.
     Any policy can be scheduled: its `select` is asked on a canvas that is decoded from left to right at the
-    even schedule's pace. What its layers move besides is known for the library's own (`traffic`).
+    even schedule's pace, with the cache as `init` leaves it: what `observe` and layers store is missing.
+    For the library's own it is assumed (`Assumed`), and what their layers move besides is known (`traffic`).
 
     Raises:
       ValueError: the policy refuses the model or layout; blocks that do not divide those of a block-causal
