@@ -33,6 +33,7 @@ from dllm_jax.state.host import AnyArray
 from dllm_jax.state.inputs import Prompts, padded_together
 from dllm_jax.state.text import (
     NAMED,
+    PICTURES,
     Disguise,
     Rendered,
     check_members,
@@ -45,7 +46,6 @@ from dllm_jax.state.text import (
 Message = dict[str, Any]
 Messages = list[Message] | list[list[Message]]
 PARTS = "role", "content"
-PICTURES = {"images", "image", "videos", "video"}  # keys of messages that no tokenizer reads
 LITERALS = re.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\"""")  # words in a template
 ROLES = {"system", "user", "assistant", "tool"}
 WITHOUT_THINKING = "a2d-qwen3", "a2d-qwen2", "a2d-llama"  # an empty think block stands before their answers

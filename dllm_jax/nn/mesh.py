@@ -85,7 +85,7 @@ class MeshRules(Options):
         """Refuses a mesh of unknown axes alone, and warns of an unknown axis of several devices.
 
         Raises:
-          ValueError: none of the mesh's axes has a known name, or some are Auto and others Explicit.
+          ValueError: none of the mesh's axes has a known name, or they are not all Auto or all Explicit.
         """
         check_axis_types(mesh)
         # A mesh of which nothing is known would run replicated everywhere, which is certainly a mistake; one
@@ -208,7 +208,7 @@ def over_mesh(function: Callable[..., Any], *args: PyTree, out: PyTree[Partition
         None leaves them as the function constrains them, which Explicit axes do not allow.
 
     Raises:
-      ValueError: `out` is None, and the mesh has Explicit axes; or it has axes of several types.
+      ValueError: `out` is None, and the mesh has Explicit axes; or they are not all Auto or all Explicit.
     """
     # The mesh of the context goes first: arguments that are on no mesh, such as constants, follow it.
     context = jax.sharding.get_abstract_mesh()

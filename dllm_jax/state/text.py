@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from dllm_jax.options import shown
 
 NAMED = "bos_token", "eos_token", "pad_token", "unk_token", "chat_template"  # variables with special tokens
+PICTURES = {"images", "image", "videos", "video"}  # keys of messages that no tokenizer reads
 REFUSED = "refused"
 Stretch = tuple[int, int]  # start and end of a part of a text
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dllm_jax.options import shown
-from dllm_jax.state.text import Rendered, check_text, encode_rendered
+from dllm_jax.state.text import PICTURES, Rendered, check_text, encode_rendered
 
 IMAGE = "<image>"
 PLACE = -200  # instead of an id: an image
@@ -16,7 +16,6 @@ BEGIN = "<|startoftext|>"
 HEADER = "<|start_header_id|>{role}<|end_header_id|>\n\n"
 END = "<|eot_id|>"
 ROLES = ("system", "user", "assistant")
-OTHERS = {"image", "video", "videos"}  # keys of other processors' messages
 # Never predicted where an answer is decoded: end of text, begin of text, and both ends of a header.
 SUPPRESSED = ("<|endoftext|>", BEGIN, "<|start_header_id|>", "<|end_header_id|>")
 RULE = (
@@ -57,7 +56,7 @@ def _content(message: Any, index: int) -> tuple[str, list[Any]]:
     name = f"messages[{index}]"
     if not isinstance(message, dict) or message.get("role") not in ROLES or "content" not in message:
         raise ValueError(f"{name}={shown(message)} {RULE}; roles: {', '.join(ROLES)}")
-    if others := OTHERS & message.keys():
+    if others := (PICTURES - {"images"}) & message.keys():
         raise ValueError(f"{name} has {sorted(others)}, which no processor here reads: it {RULE}")
     content, images = message["content"], message.get("images", [])
     if isinstance(content, str):

@@ -64,6 +64,7 @@ class FramePanel:
     @classmethod
     def of(cls, title: str, output: Output, tokenizer: Any, sequence: int = 0) -> "FramePanel":
         """The panel of a sequence of a generation that was recorded (`trace=True`)."""
+        check_argument(f"outputs[{title!r}]", output, Output, ", which dj.generate returns")
         if output.trace is None:
             raise ValueError("the output has no trace: run generate(..., trace=True)")
         recording = Recording.of(output.trace, sequence)
@@ -260,8 +261,6 @@ def animate(
     check_argument("frames", frames, PositiveInt)
     for name, text in {"question": question, "heading": heading, "caption": caption}.items():
         check_argument(name, text, str)
-    for title, output in named.items():
-        check_argument(f"outputs[{title!r}]", output, Output, ", which dj.generate returns")
     panels = [FramePanel.of(title, output, tokenizer, sequence) for title, output in named.items()]
     where = local_path("path", path)
     save_animation(
